@@ -45,7 +45,7 @@ FILE_TYPES = ("application/vnd.safetensors", "application/octet-stream")
 
 
 class BodyForms(NamedTuple):
-    """What a route takes as its body."""
+    """Says what a route takes as its body."""
 
     json: Any  # the type of a JSON body
     file: Callable[[bytes], Any] | None = None  # decodes a file, off the event loop; None: no files
@@ -74,7 +74,7 @@ class JsonRequest(Request[Any, Any, Any]):
 
     @property
     def _takes(self) -> BodyForms:
-        """What the route takes; `opt["body"]` returns it by the path's parameters."""
+        """Return what the route takes; `opt["body"]` returns it by the path's parameters."""
         if (by_path := self.route_handler.opt.get("body")) is not None:
             return cast(BodyForms, by_path(self.path_params))
         data = self.route_handler.parsed_data_field

@@ -1,4 +1,4 @@
-"""Where the parts of a conversation stand in the text that its chat template rendered.
+"""Finds the parts of a conversation in the text that its chat template rendered.
 
 Nothing is known of the template. The conversation is rendered again with marks around its contents,
 which must leave the rest of the text as it was, and rendered in part. What a template drops,
@@ -193,8 +193,8 @@ class Turns:
 
     @cached_property
     def _manner(self) -> tuple[str, str, dict[str, str]]:
-        """What the template writes before a first message, after it, and before the contents of
-        later ones, as a short conversation shows.
+        """Return what the template writes before a first message, after it, and before the contents
+        of later ones, as a short conversation shows.
         """
         text = self._rendered(_SAMPLE, opened=False)
         roles, nowhere = [each["role"] for each in _SAMPLE], TextMap(text, np.empty((0, 2)))
@@ -249,7 +249,7 @@ class Turns:
 
     @cached_property
     def _opening(self) -> str:
-        """What the template opens an answer with."""
+        """Return what the template opens an answer with."""
         asked = _SAMPLE[:1]
         closed, opened = (self._rendered(asked, each) for each in (False, True))
         return opened.removeprefix(

@@ -69,7 +69,7 @@ TokenBias = Mapping[int, float]
 
 
 class ObservedFields(TypedDict, total=False):
-    """What is done with the activations of prompts, and what is read from them."""
+    """Says what is done with the activations of prompts, and what is read from them."""
 
     capture: Capture | None
     steering: Some[Steering] | None
@@ -110,7 +110,7 @@ class Sampled(TypedDict, total=False):
 
 
 class Handled(TypedDict, total=False):
-    """How a job is handled."""
+    """Says how a job is handled."""
 
     priority: Priority | None
     expires_in: float | str | None
@@ -143,8 +143,10 @@ class JobSampled(Sampled, total=False):
 class MapFields(OfModel, ObservedFields, JobSampled, Handled, total=False):
     """The fields of a job without its prompts."""
 
+    add_special_tokens: bool
 
-class JobFields(PromptFields, ObservedFields, JobSampled, Handled, total=False):
+
+class JobFields(PromptFields, MapFields, total=False):
     """`POST /v1/jobs`."""
 
 
@@ -170,7 +172,7 @@ class FeatureFields(ReadingFields, total=False):
 
 
 class SweepSites(OfModel, total=False):
-    """What a sweep patches, and how it measures the effect."""
+    """Says what a sweep patches, and how it measures the effect."""
 
     hooks: Some[HookInput] | None
     layers: Numbers | None
@@ -225,7 +227,7 @@ class AttributeFields(AttributionFields, total=False):
 
 
 class AnyFitFields(Handled, total=False):
-    """What all fits take."""
+    """Has the fields of all fits."""
 
     model: str
     name: str
@@ -295,7 +297,7 @@ class SurveyFields(Handled, total=False):
 
 
 class OpenAIFields(ObservedFields, Sampled, Handled, total=False):
-    """What both OpenAI-style calls take."""
+    """Has the fields of both OpenAI-style calls."""
 
     capture_wait: bool
     n: int | None
@@ -317,6 +319,7 @@ class CompletionFields(OpenAIFields, total=False):
 
     logprobs: int | None
     echo: bool | None
+    add_special_tokens: bool
 
 
 class ChatFields(OpenAIFields, total=False):

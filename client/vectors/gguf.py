@@ -79,7 +79,7 @@ _GENERAL = frozenset({
 
 
 class _EasySteer(msgspec.Struct):
-    """What EasySteer writes of its directions; null: not known what they were taken of."""
+    """Describes the directions of an EasySteer file; null: it does not say of what they are."""
 
     component: Literal["hidden_states"] | None = None
 

@@ -86,7 +86,7 @@ class ArtifactKind(Generic[T]):
 
     @property
     def view(self) -> type[Any]:
-        """What the API returns of an artifact."""
+        """Return the type of what the API returns of an artifact."""
         return self.shown or self.record
 
     @cached_property

@@ -355,7 +355,7 @@ class SurveyRequest(Handling, kw_only=True):
 
 
 class SurveyTask(Record, omit_defaults=True, kw_only=True):
-    """What the process that computes a survey gets from its worker."""
+    """Tells the process that computes a survey what to do; its worker sends it."""
 
     job: str
     survey: Survey

@@ -153,7 +153,7 @@ class SamplingRequest(Sampling):
 
 
 class ModelRequest(ReadingRequest, kw_only=True):
-    """What every form of request to a model may ask for."""
+    """Has the fields that every form of request to a model has."""
 
     model: Name
     capture: CaptureSpec | None = None
@@ -177,6 +177,8 @@ class JobRequest(ModelRequest, kw_only=True):
     messages: (
         Annotated[list[Conversation], msgspec.Meta(min_length=1, max_length=MAX_PROMPTS)] | None
     ) = None
+    #: Whether texts in `prompts` get the special tokens that the tokenizer adds, such as BOS.
+    add_special_tokens: bool = True
     sampling: SamplingRequest = SamplingRequest()
     metadata: Metadata = {}
 
@@ -192,7 +194,7 @@ class StoredPrompt(Record, omit_defaults=True):
 
 
 class Accepted(Record, omit_defaults=True, kw_only=True):
-    """What stays as it was when a job was accepted."""
+    """Has what stays as it was when a job was accepted."""
 
     id: str
     model: str

@@ -20,7 +20,7 @@ NO_TOOL_PARSER = (
 
 
 class ModelFacts(Started, kw_only=True):
-    """What users and jobs need to know of a served model."""
+    """Describes a served model to users and jobs."""
 
     num_layers: int
     hidden_size: int

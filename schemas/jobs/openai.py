@@ -186,6 +186,8 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     logprobs: Top | None = None  # how many alternatives per token
     # the answer's text, tokens and log-probabilities begin with the prompt's
     echo: bool | None = False
+    # whether texts get the special tokens that the tokenizer adds, such as BOS
+    add_special_tokens: bool = True
 
     best_of: Unserved = UNSET
     suffix: Unserved = UNSET

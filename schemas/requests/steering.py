@@ -87,7 +87,7 @@ class ModuleRequest(Registration, kw_only=True):
 
 
 class ModuleFacts(Registered, kw_only=True):
-    """What is stored of a named module, and shown of it. `digest`: `content_digest(entries)`."""
+    """Describes a named module, as stored and as shown. `digest`: `content_digest(entries)`."""
 
     bytes: int  # of its distinct tensors
     training: Training | None = None  # of a learned module
@@ -237,7 +237,7 @@ class GlobalSteering(Record):
 
 
 class RankLoad(Published):
-    """What a rank holds and does; rows and entries are those of its steering table."""
+    """Says what a rank holds and does; rows and entries are those of its steering table."""
 
     rows_used: int
     rows: int

@@ -62,6 +62,25 @@ def test_special_tokens_can_be_left_out(api: Api, hand: Hand) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "tokens", "at"),
+    [
+        ({}, [2, 3], [1]),
+        ({"prompts": [[1, 2, 3]]}, [1, 2, 3], [2]),
+        ({"prompts": None, "messages": [CHAT]}, None, None),
+    ],
+)
+def test_special_tokens_can_be_left_out_of_a_jobs_texts(
+    api: Api, hand: Hand, changes: dict[str, Any], tokens: list[int] | None, at: list[int] | None
+) -> None:
+    """And of nothing else. Spans of text are found in what is left."""
+    body = {"prompts": ["hello there"], "capture": {"positions": {"text": "there"}}, **changes}
+    job = hand.job(api.submit(**body, add_special_tokens=False))
+    as_usual = hand.job(api.submit(**body))
+    assert job.prompts[0].token_ids == (tokens or as_usual.prompts[0].token_ids)
+    assert job.captures[0][0].positions == (at or as_usual.captures[0][0].positions)
+
+
+@pytest.mark.parametrize(
     ("path", "body", "field"),
     [
         ("tokenize", {}, "prompt"),

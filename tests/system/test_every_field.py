@@ -155,6 +155,7 @@ SUBMISSIONS: dict[type[msgspec.Struct], Submission] = {
         | {
             "prompts": ["hello"],
             "messages": With([[{"role": "user", "content": "a"}]], {"prompts": None}),
+            "add_special_tokens": False,
             "sampling": {"max_tokens": 3},
         },
     ),
@@ -165,6 +166,7 @@ SUBMISSIONS: dict[type[msgspec.Struct], Submission] = {
         | {
             "prompt": "hello",
             "echo": True,
+            "add_special_tokens": False,
             "best_of": 2,
             "suffix": "a",
         },

@@ -134,7 +134,7 @@ class EstimateRequest:
 
 
 class Runs(Protocol):
-    """What runs requests on one model, loaded once, from one event loop.
+    """Runs requests on one model, which is loaded once, from one event loop.
 
     `info` and `tokenizer` are available after `start`.
     """
@@ -182,7 +182,7 @@ class Runs(Protocol):
 
 
 class Holds(Protocol):
-    """What requests hold on the ranks, beside tensors."""
+    """Holds what requests need on the ranks, except tensors."""
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
         """Load all rows of these source runs (`run_key`) on every rank of the stages that have
@@ -215,7 +215,7 @@ class Holds(Protocol):
 
 
 class Checks(Protocol):
-    """Whether all ranks are in the same state, and what brings them into it."""
+    """Checks that all ranks are in the same state, and brings them into it."""
 
     # set by `RankWatch`; called with the reason when the ranks may differ, before Quarantined is
     # raised
@@ -252,7 +252,7 @@ class Checks(Protocol):
 
 
 class Engine(Runs, Checks, Protocol):
-    """What a worker requires of any engine."""
+    """Does all that a worker requires of any engine."""
 
 
 class GeneratingEngine(Engine, Holds, Protocol):

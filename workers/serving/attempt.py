@@ -262,7 +262,7 @@ class Attempt:
 
 
 class Bench(Generic[E]):
-    """What the jobs of a worker share. Used from the engine's event loop only."""
+    """Holds what the jobs of a worker share. Only the engine's event loop uses it."""
 
     def __init__(self, ledger: Ledger, engine: E, worker: str) -> None:
         self.ledger, self.engine, self.worker = ledger, engine, worker
@@ -294,7 +294,7 @@ class Bench(Generic[E]):
 
 
 class Run(NamedTuple):
-    """How a worker runs jobs of a kind."""
+    """Says how a worker runs jobs of a kind."""
 
     # runs a claimed job to its outcome; None: it was handed on to another queue
     work: Callable[[Attempt], Awaitable[StoredOutcome | None]]

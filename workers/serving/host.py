@@ -183,7 +183,7 @@ class EngineHost:
 
     @property
     def dtype(self) -> str:
-        """What the model computes in, and why, once the engine is ready."""
+        """Return what the model computes in, and why, once the engine is ready."""
         if self._engine is None:
             return ""
         info = self._engine.info

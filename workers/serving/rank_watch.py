@@ -1,4 +1,4 @@
-"""What a worker does about its ranks besides running jobs: answers, reports, and resyncs.
+"""Looks after a worker's ranks beside its jobs: answers, reports, and resyncs.
 
 The watch polls Redis every `POLL_S`: it checks with the ranks whether they could apply
 global steering that is proposed or in force, and reports on them. A job begins only while the

@@ -127,7 +127,7 @@ class Admitted:
 async def tokenise(
     prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Codec
 ) -> list[StoredPrompt]:
-    """Return every prompt as token ids of this model.
+    """Return every prompt as token ids of this model. All texts get special tokens, or none.
 
     Raises a 400 naming the prompt that is empty or outside the vocabulary.
     """
@@ -139,7 +139,9 @@ async def tokenise(
         TooLong, lambda error: too_long(error, plain[error.index].field, model), hidden=True
     ):
         encoded = iter(
-            await codec.encode([str(prompt.value) for prompt in plain], special_tokens=True)
+            await codec.encode(
+                [str(prompt.value) for prompt in plain], special_tokens=plain[0].special_tokens
+            )
             if plain
             else []
         )
@@ -155,9 +157,11 @@ async def tokenise(
     stored = []
     for prompt in prompts:
         if isinstance(prompt.value, str):
-            ids, text = next(encoded), prompt.value
+            ids = next(encoded)
             if not ids:
                 raise invalid(prompt.field, EMPTY_ONCE_TOKENISED)
+            # without special tokens, spans are found in what the ids decode to
+            text = prompt.value if prompt.special_tokens else None
             stored.append(StoredPrompt(token_ids=ids, text=text))
         elif prompt.is_conversation:
             await asyncio.sleep(0)

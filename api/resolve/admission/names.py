@@ -1,4 +1,4 @@
-"""What the names in a request refer to: its model, modules, source runs and registered artifacts.
+"""Finds what the names in a request refer to: model, modules, source runs, registered artifacts.
 
 Each store is asked once for everything that a request names; what is found is checked without
 further questions.
@@ -50,7 +50,7 @@ from .served import Served
 
 @dataclass(frozen=True)
 class Referents:
-    """What a request names, as found and checked."""
+    """Holds what a request names, as found and checked."""
 
     state: ModelState = NOTHING
     lora: StoredLora | None = None

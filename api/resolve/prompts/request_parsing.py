@@ -139,6 +139,7 @@ class ParsedPrompt:
     value: str | list[int] | Sequence[ChatMessage]
     images: Sequence[bytes] = ()  # of a conversation, in its order
     rendering: Rendering = PLAIN  # of a conversation
+    special_tokens: bool = True  # whether the tokenizer adds its own to a text
 
     @property
     def is_conversation(self) -> bool:
@@ -200,7 +201,8 @@ def parse_job(body: JobRequest) -> ParsedRequest:
             ),
         )
     prompts = [
-        ParsedPrompt(f"prompts[{index}]", prompt) for index, prompt in enumerate(body.prompts or [])
+        ParsedPrompt(f"prompts[{index}]", prompt, special_tokens=body.add_special_tokens)
+        for index, prompt in enumerate(body.prompts or [])
     ]
     chats = [
         parse_conversation(f"messages[{index}]", messages)
@@ -234,7 +236,10 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
     return _parsed(
         body,
         kind="completion",
-        prompts=_completion_prompts(body.prompt),
+        prompts=[
+            replace(prompt, special_tokens=body.add_special_tokens)
+            for prompt in _completion_prompts(body.prompt)
+        ],
         sampling=sampling,
         n=body.n or 1,
         echo=bool(body.echo or body.return_token_ids),
@@ -304,7 +309,8 @@ def _parsed(
 def _refuse_unserved(body: OpenAIRequest) -> None:
     for name, harmless in ONLY.items():
         raw = getattr(body, name, UNSET)
-        if raw is not UNSET and not _is_one_of(bytes(raw), harmless):
+        # a form of request may serve what another one does not
+        if isinstance(raw, msgspec.Raw) and not _is_one_of(bytes(raw), harmless):
             shown = bytes(raw)[:80].decode(errors="replace")
             raise invalid(
                 name,

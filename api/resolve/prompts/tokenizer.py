@@ -96,7 +96,7 @@ class SearchedPrompt(Wire):
 
 
 class FoundSpan(Wire):
-    """Where a span is in a prompt, or why it is not."""
+    """Says where a span is in a prompt, or why it is not there."""
 
     ids: bytes = b""  # ascending positions, int32
     refusal: tuple[str, str] | None = None  # text of a SelectorError, and its place in the span
@@ -112,7 +112,7 @@ class FoundSpan(Wire):
 
 
 class CodecQuestion(Wire):
-    """What a codec is asked: to encode texts, or conversations, or to find spans in prompts."""
+    """Asks a codec to encode texts or conversations, or to find spans in prompts."""
 
     items: list[str | ChatInput] = []
     special_tokens: bool = False  # of texts: templates write them

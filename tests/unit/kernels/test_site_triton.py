@@ -11,10 +11,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
+import torch
 from site_properties import PROPERTIES
 from tree import ROOT
+
+from midstream.kernels import triton_rows
 
 #: What the program in its own process tries beyond the properties that both implementations have.
 OWN = [
@@ -123,3 +127,15 @@ def test_the_module_reads_no_values_on_the_host() -> None:
         "clone",
         "contiguous",
     }
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(3, 3), (8, 8), (100_000, 8)])
+def test_rows_leave_by_one_launch_of_few_programs(
+    rows: int, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that waits for the bus keeps a multiprocessor from the next forward."""
+    kernel = MagicMock()
+    monkeypatch.setattr(triton_rows, "_scatter", kernel)
+    memory, places = torch.zeros(1, 4), torch.zeros(rows, dtype=torch.int64)
+    triton_rows.scatter(memory, memory, places, places)
+    assert [grid for _, grid, _ in kernel.mock_calls[::2]] == [((programs,),)]

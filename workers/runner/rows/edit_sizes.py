@@ -34,7 +34,7 @@ class RequestSizes:
 
     @property
     def recorded(self) -> RecordedSizes:
-        """Where the sizes are."""
+        """Return where the sizes are."""
         places = [(number, start) for number, (start, _) in sorted(self.blocks.items())]
         return RecordedSizes(self._table.names, places)
 

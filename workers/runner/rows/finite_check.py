@@ -85,7 +85,7 @@ class Due:
 
     @cached_property
     def edited_rows(self) -> np.ndarray:
-        """Which rows each of `sites` edits: bool `[sites, tokens]`."""
+        """Return which rows each of `sites` edits, bool `[sites, tokens]`."""
         return np.ascontiguousarray(self.masks[:, self.sites][self.masked].any(axis=1).T)
 
     def miscounts(

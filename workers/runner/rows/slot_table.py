@@ -116,7 +116,7 @@ class SlotTable:
 # On one GPU, vLLM's scheduler, its model runner and our threads share one interpreter lock: the
 # model waits for what a step does in Python. So a step reads arrays, not requests.
 class Slots:
-    """What a rank knows of each slot's request in all banks; slot 0 is of requests without one."""
+    """Holds what a rank knows of each slot's request in all banks; slot 0: requests without one."""
 
     def __init__(self) -> None:
         self._free: list[int] = []

@@ -229,8 +229,8 @@ class Places:
 
     @cached_property
     def _read(self) -> Sequence[tuple[Readers, np.ndarray, np.ndarray, Callable[..., object]]]:
-        """What probes read: of each set of them the readers, their positions among those of the
-        step, the entries `[ports, positions]`, and what takes their blocks from `_blocks`.
+        """Return what probes read: of each set of them the readers, their positions among those of
+        the step, the entries `[ports, positions]`, and what takes their blocks from `_blocks`.
         """
         entries, found = self.layout.entries, []
         stacks = [recording.stack for recording in self._recordings]

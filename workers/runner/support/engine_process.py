@@ -1,4 +1,4 @@
-"""What every process that vLLM starts for an engine does first: vLLM calls `begin` as a plug-in."""
+"""Prepares every process that vLLM starts for an engine: vLLM calls `begin` first, as a plug-in."""
 
 import logging
 import multiprocessing

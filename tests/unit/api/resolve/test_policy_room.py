@@ -233,7 +233,8 @@ def test_policies_take_no_rows_of_a_requests_captures(captured: str) -> None:
     stored = [PROBE.stored("none")]
     own = CaptureSpec(layers=captured)
     scored = [("probes", capture) for capture in probe_captures(stored * (captured != "all"))]
-    full = bounds(6, capture_row_limit=4, global_captures=[CaptureSpec(tag="global")])
+    everyone = CaptureSpec(layers=3, tag="global")  # it would fit without what probes read
+    full = bounds(6, capture_row_limit=4, global_captures=[everyone])
     (captures,) = resolve_captures(own, full, held=scored)
     assert [capture.tag for capture in captures] == ["default"]
 

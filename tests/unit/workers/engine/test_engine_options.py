@@ -18,6 +18,8 @@ from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
 
+from midstream.schemas.base import machine
+from midstream.schemas.base.ring import Ring, plan_queue
 from midstream.schemas.settings.settings import (
     FILE_VARIABLE,
     Settings,
@@ -35,7 +37,7 @@ from midstream.workers.engine.options.option_lists import (
     PROVEN,
     WRONG,
 )
-from midstream.workers.engine.vllm import require_proven
+from midstream.workers.engine.vllm import _queue_mib, require_proven
 from midstream.workers.engines import check_options, make_engine
 from midstream.workers.runner.support.denylist import check
 
@@ -308,3 +310,14 @@ def test_the_command_line_reads_json_where_it_is_json() -> None:
 
 def test_no_option_is_refused_for_two_reasons() -> None:
     assert len(WRONG) == sum(map(len, option_lists._REFUSED.values()))
+
+
+def test_the_queue_is_a_share_of_the_containers_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ring, memory = Ring(rows=65536, size=1 << 30), 12 << 30
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{memory}\n")
+    monkeypatch.setattr(machine, "_LIMITS", (limit,))
+    found = _queue_mib(Settings(), ring) << 20
+    assert found == plan_queue(ring, host_bytes=memory) < plan_queue(ring)

@@ -23,7 +23,7 @@ from line_kit import python_lines
 from rank_kit import HIDDEN, Rank, Request, assert_whole, capture, rows_of, stream_of, wanted_rows
 from wait_kit import wait_until, warn_if_late
 
-from midstream.schemas.base import widened
+from midstream.schemas.base import machine, widened
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
@@ -214,6 +214,19 @@ def test_pages_are_locked_once_and_come_first_and_stay(monkeypatch: pytest.Monke
     assert resident(arena, 0, arena.locked).all()
     wait_until(lambda: not resident(arena, arena.locked, arena.locked + (1 << 20)).any())
     assert register.mock_calls == [call(arena.bytes.ctypes.data, arena.locked, 0)]
+
+
+def test_an_arena_has_as_much_room_as_the_container_has_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    limit.write_text(f"{4 << 20}\n")
+    monkeypatch.setattr(machine, "_LIMITS", (limit,))
+    arena = Arena(0)
+    _, lent = arena.take(3 << 20, 1)
+    with pytest.raises(HostMemoryError, match="no room"):
+        arena.take(2 << 20, 1)
+    assert len(lent) == 3 << 20
 
 
 def test_a_thread_gives_pages_back_before_they_are_lent_again(

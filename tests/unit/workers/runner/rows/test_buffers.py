@@ -127,7 +127,9 @@ def test_rows_around_locked_memory_take_few_bytes_at_a_time(
         return original(values)
 
     monkeypatch.setattr(buffers, "locked_like", noted)
-    rig.halves._part = 100
+    assert buffers._PART_BYTES <= 64 << 20
+    monkeypatch.setattr(buffers, "_PART_BYTES", 100 * ROW_BYTES)
+    rig.halves = rig.new_halves()
     places = blocks(2048, 1)
     rig.step(places, 3).wait()
     assert rig.found(places) == {3.0}
