@@ -45,8 +45,8 @@ ASK_AGAIN_S = 1.0
 #: takes longer than decoding it.
 GC_OBJECTS = 10_000
 #: Seconds for which a thread that resolves a request may keep the event loop waiting (Python's
-#: default is ten times as much). A small request needs the interpreter again some ten times.
-SWITCH_S = 0.0005
+#: default is a hundred times as much). A small request needs the interpreter again some ten times.
+SWITCH_S = 0.00005
 
 NO_KEYS = (
     "MIDSTREAM_API_HOST={host}: API keys are required beyond loopback, but none "

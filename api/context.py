@@ -44,6 +44,7 @@ from .resolve.admission.served import Served
 from .resolve.prompts.callback_url import check_callback
 from .resolve.prompts.request_parsing import ParsedRequest
 from .web import request_context
+from .web.aside import aside
 from .web.auth import Gate, KeyWatch, caller_of
 from .web.open_calls import OpenCalls
 from .web.problems import ClientGone
@@ -57,6 +58,8 @@ T = TypeVar("T")
 #: Time limit for broadcasting a cancellation to workers; otherwise they notice it when they next
 #: renew the lease.
 BROADCAST_S = 5.0
+#: Entries of a job's steering and patches that are resolved in the event loop that answers calls.
+INLINE_ENTRIES = 16
 #: Seconds between two reads of a harvest by its event streams, which share the reads.
 HARVEST_LOOK_S = 0.5
 #: Captures whose rows are read for their norms at the same time; others wait.
@@ -142,8 +145,16 @@ class AppContext:
         job_id = new_job_id()
         named = await self.names.resolve(parsed, info, watching, caller, job_id)
         codec = await self.served.codec(info)
-        admitted = await admission.admit(parsed, info, codec, job_id, named, caller)
         call = request_context.CURRENT.get()
+        admitting = admission.admit(parsed, info, codec, job_id, named, caller)
+        modules = named.state.modules.values()
+        entries = (
+            len(parsed.steering)
+            + len(parsed.patch)
+            + sum(len(module.entries) for module in modules)
+        )
+        large = entries > INLINE_ENTRIES or (call is not None and call.large)
+        admitted = await (aside(admitting) if large else admitting)
         body = call.body if call is not None else b""
         job = change(admitted.job, info)
         return await self.accept(job, info, admitted.blobs, idempotency, admitted.pinned, body)

@@ -177,7 +177,7 @@ async def complete(
         context,
         caller,
         data,
-        parse_completion(data),
+        await request.computed(parse_completion, data),
         openai_shapes.COMPLETION,
         key,
         module,
@@ -200,9 +200,8 @@ async def chat(
     key: IdempotencyKey = None,
     module: ModuleParameter = None,
 ) -> Response[ChatCompletion]:
-    return await _answer(
-        request, context, caller, data, parse_chat(data), openai_shapes.CHAT, key, module
-    )
+    parsed = await request.computed(parse_chat, data)
+    return await _answer(request, context, caller, data, parsed, openai_shapes.CHAT, key, module)
 
 
 ROUTES = [complete, chat]

@@ -238,7 +238,8 @@ def submission_of(
 )
 async def submit_job(data: JSONBody[JobRequest], submission: Submission) -> Response[JobView]:
     submit = submit_gradients if of_gradients(data) else submit_prompts
-    return await submission.answer(await submit(parse_job(data), submission))
+    parsed = await submission.request.computed(parse_job, data)
+    return await submission.answer(await submit(parsed, submission))
 
 
 async def submit_prompts(parsed: ParsedRequest, submission: Submission) -> str:
@@ -253,7 +254,9 @@ async def submit_gradients(parsed: ParsedRequest, submission: Submission) -> str
         return job_id
     codec, job_id = await context.served.codec(info), new_job_id()
     named = await context.names.for_gradients(parsed, info)
-    admitted = await admit_gradients(parsed, info, codec, job_id, named, caller)
+    admitted = await submission.request.resolved(
+        admit_gradients(parsed, info, codec, job_id, named, caller)
+    )
     body = call.body if (call := CURRENT.get()) is not None else b""
     return await context.accept(
         admitted.job, info, {}, submission.idempotency, admitted.pinned, body

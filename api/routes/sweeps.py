@@ -2,7 +2,7 @@
 the quotas, and accepted as a job like any other.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 from litestar import Response, get
@@ -287,13 +287,16 @@ async def post_lens_fit(
 
 
 async def _submit_fit(
-    resolve: Callable[[B, ModelInfo, Codec], Awaitable[StoredFit]], data: B, submission: Submission
+    resolve: Callable[[B, ModelInfo, Codec], Coroutine[Any, Any, StoredFit]],
+    data: B,
+    submission: Submission,
 ) -> Response[JobView]:
     """Accept a fit as a job, and answer as any submission."""
     context = submission.context
     info, job_id = await context.served.model(data.model), await submission.known()
     if job_id is None:
-        fit = await resolve(data, info, await context.served.codec(info))
+        resolving = resolve(data, info, await context.served.codec(info))
+        fit = await submission.request.resolved(resolving)
         steering = await context.steering.current(info.name)
         hooks = {"hook": fit.hook} if isinstance(fit, StoredModuleFit) else {}
         check_gradients(hooks, info, await context.ledger.gradients(info), bool(steering.entries))

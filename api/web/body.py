@@ -8,9 +8,9 @@ is written to disk as it arrives.
 import errno
 import hashlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple, TypeVar, cast
 
 import anyio
 import anyio.to_thread
@@ -25,6 +25,7 @@ from ...schemas.base.limits import MAX_IDEMPOTENCY_KEY
 from ...schemas.jobs.job_requests import MAX_KEPT_BODY
 from ...schemas.settings.settings import Settings
 from . import problems
+from .aside import aside, call_aside
 from .auth import caller_of
 from .request_context import CURRENT
 
@@ -33,15 +34,17 @@ from .request_context import CURRENT
 DRAIN_FACTOR = 4
 DRAIN_S = 5.0
 
-#: Bytes of JSON that are decoded in the event loop. Longer bodies are decoded in a thread, one at a
-#: time: each thread that computes keeps the event loop waiting for the interpreter.
-INLINE_BYTES = 1 << 16
-DECODING = anyio.CapacityLimiter(1)
+#: Bytes and items of JSON (texts, objects, lists) that are decoded and resolved in the event loop
+#: that answers calls; of larger bodies, `aside` does both.
+INLINE_BYTES, INLINE_ITEMS = 1 << 18, 1 << 10
 #: Bytes per write of a file to disk.
 PIECE = 1 << 20
 
 #: Media types of safetensors files, for the routes that take one.
 FILE_TYPES = ("application/vnd.safetensors", "application/octet-stream")
+
+
+T = TypeVar("T")
 
 
 class BodyForms(NamedTuple):
@@ -70,6 +73,7 @@ class JsonRequest(Request[Any, Any, Any]):
     """
 
     _more = True  # whether more of the body is to come
+    _large = False  # whether what the body takes is computed aside
     _request_hash = ""  # SHA-256 of path and body, if the client sent an Idempotency-Key
 
     @property
@@ -112,7 +116,10 @@ class JsonRequest(Request[Any, Any, Any]):
 
         self.receive = counting
         try:
-            return await super().body()
+            body = await super().body()
+            # called twice, it counts once
+            self._large |= len(body) > INLINE_BYTES or counter.items > INLINE_ITEMS
+            return body
         except RequestEntityTooLarge as error:
             self.receive = noting
             narrowed = limit < self.app.state.context.settings.tuning.max_body_mib << 20
@@ -146,15 +153,21 @@ class JsonRequest(Request[Any, Any, Any]):
             request.update(body)
             self._request_hash = request.hexdigest()
         call = CURRENT.get()
-        if call is not None and len(body) <= MAX_KEPT_BODY:
-            call.body = body
+        if call is not None:
+            call.large = self._large
+            call.body = body if len(body) <= MAX_KEPT_BODY else b""
         # free it: it may be large, and its decoded form is larger
         self._body = self._connection_state.body = b""
         with Translated(problems.UNREADABLE, lambda error: problems.malformed(error, kind)):
-            if len(body) <= INLINE_BYTES:
-                return from_json(body, kind)
-            # records check themselves, each by some calls
-            return await anyio.to_thread.run_sync(from_json, body, kind, limiter=DECODING)
+            return await self.computed(from_json, body, kind)
+
+    async def resolved(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what `work` returns, which takes as long as the body is large."""
+        return await (aside(work) if self._large else work)
+
+    async def computed(self, work: Callable[..., T], *args: Any) -> T:
+        """Return `work(*args)`, which takes as long as the body is large."""
+        return await call_aside(work, *args) if self._large else work(*args)
 
     async def _read_file(self, read: Callable[[bytes], Any]) -> Any:
         """Return what `read` returns for the body.

@@ -24,6 +24,7 @@ class ApiCall:
     method: str
     # body to store with the job: as received, if it is small, plus what the URL adds
     body: bytes = b""
+    large: bool = False  # whether its body is large: see `JsonRequest.computed`
     job: str = ""  # the id under which a job is being accepted
     url: str = ""  # where the job is found
     accepted: bool = False  # whether the ledger has confirmed it

@@ -26,6 +26,7 @@ class JsonCounter:
 
     def __init__(self) -> None:
         self._commas = 0  # n commas separate n + 1 values
+        self.items = 0  # texts, objects and lists: what takes long to decode and to resolve
         self._containers = 0
         self._in_string = 0
         # a backslash at the end of the previous piece, which escapes the next byte
@@ -41,12 +42,16 @@ class JsonCounter:
         # remove escaped quotes: each remaining quote begins or ends a string
         bare = bare.replace(b"\\\\", b"").replace(b'\\"', b"")
         # drop strings that are empty now: each has two quotes, so the others stay paired
-        bare = bare.translate(None, _PLAIN).replace(b'""', b"")
+        bare = bare.translate(None, _PLAIN)
+        quotes = bare.count(b'"')
+        bare = bare.replace(b'""', b"")
         parts = bare.split(b'"')
         outside = b"".join(parts[self._in_string :: 2])
         self._in_string ^= (len(parts) - 1) & 1
         self._commas += outside.count(b",")
-        self._containers += outside.count(b"{") + outside.count(b"[")
+        containers = outside.count(b"{") + outside.count(b"[")
+        self._containers += containers
+        self.items += quotes // 2 + containers
         if self._containers > MAX_JSON_CONTAINERS:
             raise TooManyValues(f"more than {MAX_JSON_CONTAINERS} objects and arrays")
         if self._commas >= MAX_JSON_VALUES:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from operator import mul
 from typing import Any
 
-import anyio
-import anyio.to_thread
 import msgspec
 
 from ....broker.ledger.named.registry import Lookup
@@ -54,6 +52,7 @@ from ....schemas.prompts.selectors import (
 )
 from ....schemas.prompts.sites import asked_names
 from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering, probe_captures
+from ...web.aside import call_aside
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
 from ..edits.steering import check_number, limited, resolve_edits
@@ -102,11 +101,8 @@ SEARCHED_CHARACTERS = 32
 #: Number of layers assumed for a patch that gives its layers as a text.
 ASSUMED_LAYERS = 32
 #: The most that a job may cost (about a second). A job that costs more than `RESOLVE_INLINE` is
-#: resolved off the event loop.
+#: resolved aside.
 RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
-#: One job at a time is resolved in a thread: each thread that computes keeps the event loop waiting
-#: for the interpreter.
-RESOLVING = anyio.CapacityLimiter(1)
 #: The most tokens that are decoded for the title of a job whose prompt has no text.
 TITLE_TOKENS = 64
 EMPTY_ONCE_TOKENISED = "has no tokens: a prompt needs at least one"
@@ -147,7 +143,6 @@ async def tokenise(
         )
     said, chats = [prompt for prompt in prompts if prompt.is_conversation], []
     for prompt in said:
-        await asyncio.sleep(0)  # there may be thousands of short ones
         check_number_of_images(prompt.images, prompt.field, model)
         chats.append(chat_of(prompt))
     with Translated(
@@ -164,7 +159,6 @@ async def tokenise(
             text = prompt.value if prompt.special_tokens else None
             stored.append(StoredPrompt(token_ids=ids, text=text))
         elif prompt.is_conversation:
-            await asyncio.sleep(0)
             ids, text = next(rendered)
             stored.append(
                 StoredPrompt(
@@ -385,7 +379,7 @@ async def resolve(
             parsed.patch, parsed.steering, bounds, model_state, gated, parsed.scales
         )
 
-    return await anyio.to_thread.run_sync(resolved, limiter=RESOLVING) if apart else resolved()
+    return await call_aside(resolved) if apart else resolved()
 
 
 def check_cost(

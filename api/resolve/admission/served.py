@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from functools import partial
 
 import anyio.to_thread
 
@@ -11,7 +10,8 @@ from ....schemas.base import MidstreamError, from_msgpack, invalid, suggestion
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.service.compatibility import misfit_of
 from ....schemas.settings.settings import Settings
-from ..prompts.tokenizer import Codec
+from ...web.aside import on
+from ..prompts.tokenizer import Codec, CodecAnswer, CodecQuestion
 from ..prompts.tokenizer_pool import Helpers
 
 
@@ -81,7 +81,11 @@ class Served:
             known = self._codecs.get(key)
             if known is None:
                 raw = await fetch()
-                helpers = partial(self._helpers.ask, info.tokenizer, fetch)
+                loop = asyncio.get_running_loop()
+
+                async def helpers(question: CodecQuestion) -> CodecAnswer:
+                    return await on(loop, self._helpers.ask(info.tokenizer, fetch, question))
+
                 known = await anyio.to_thread.run_sync(
                     lambda: Codec(from_msgpack(raw, TokenizerBundle), info.max_model_len, helpers)
                 )

@@ -47,6 +47,8 @@ PATIENCE = 3
 START_S = 30.0
 #: Bytes of data that a helper may have: a text of 8 MiB takes up to one GiB.
 MEMORY = 4 << 30
+#: What is added to a helper's niceness: long texts wait for processors, not small requests.
+NICE = 10
 #: Tokenizers that a helper keeps.
 KEPT = 4
 #: Size of a request after which a helper returns free memory to the system.
@@ -216,6 +218,7 @@ def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
 
 def main() -> None:
     die_with_parent(int(sys.argv[2]))
+    os.nice(NICE)
     # Ctrl+C is for the API, with which this process ends
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

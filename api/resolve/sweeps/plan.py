@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import anyio.to_thread
-
 from ....schemas.base import Excluded, Translated, check_excluded, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import (
@@ -37,10 +35,10 @@ from ....schemas.prompts.selectors import (
     select,
 )
 from ....schemas.settings.settings import Settings
+from ...web.aside import call_aside
 from ..admission.admission import (
     ENTRY_COST,
     RESOLVE_LIMIT,
-    RESOLVING,
     SEARCHED_CHARACTERS,
     SPAN_COST,
 )
@@ -114,9 +112,7 @@ async def plan_sweep(
     parts = parts_of(request, hooks, model)
     pairs = await _read_pairs(request, model, codec)
     answers = await _continue_pairs(request, pairs, model, codec)
-    stored = await anyio.to_thread.run_sync(
-        _store_pairs, request, pairs, answers, parts, settings.sweep_cells, limiter=RESOLVING
-    )
+    stored = await call_aside(_store_pairs, request, pairs, answers, parts, settings.sweep_cells)
     sweep = StoredSweep(
         pairs=stored,
         hooks=hooks,

@@ -30,7 +30,7 @@ from ....schemas.base import (
 )
 from ....schemas.base.limits import MAX_REQUEST_POLICIES, POLICY_DAYS
 from ....schemas.jobs.harvests import OVER
-from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State, StoredPrompt
+from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, LostRange, Receipt
@@ -222,30 +222,42 @@ def stored_tags(job: Job) -> list[str]:
     return list(dict.fromkeys(result))
 
 
-#: A job with more characters and token ids than this is packed in parts of about this size.
+#: A job of more bytes than this, by estimate, is packed in parts of about this size.
 PART = 1 << 16
-#: The empty field `prompts` of a packed job. No text can contain these bytes: they are not UTF-8.
-_NO_PROMPTS = b"\xa7prompts\x90"
+#: What a prompt, and an entry of its steering or captures, take to pack: as long as so many bytes.
+PROMPT, ENTRY = 1 << 8, 1 << 4
+#: Fields of a job with an item for each prompt, in the order in which they are packed.
+_BY_PROMPT = ("prompts", "steering", "captures")
+#: A list of one empty list, which stands in for a field. No text can contain it after the field's
+#: name: that is not UTF-8.
+_STAND_IN = b"\x91\x90"
 
 
-def _weight(prompt: StoredPrompt) -> int:
-    return len(prompt.token_ids) + len(prompt.text or "")
+def _weight(job: Job) -> int:
+    """Return about how many bytes the job takes when it is packed."""
+    entries = sum(map(len, job.steering)) + sum(map(len, job.captures))
+    texts = sum(PROMPT + len(each.token_ids) + len(each.text or "") for each in job.prompts)
+    return texts + ENTRY * entries
 
 
 def _record(job: Job) -> Iterator[bytes]:
     """Yield `to_msgpack(job)` in parts."""
-    before, _, after = to_msgpack(msgspec.structs.replace(job, prompts=[])).partition(_NO_PROMPTS)
-    count = len(job.prompts)
-    # the header of an array of `count` items
-    part = [before, _NO_PROMPTS[:-1], to_msgpack([None] * count)[:-count]]
-    weight = 0
-    for prompt in job.prompts:
-        part.append(to_msgpack(prompt))
-        weight += _weight(prompt)
-        if weight >= PART:
-            yield b"".join(part)
-            part, weight = [], 0
-    yield b"".join([*part, after])
+    lists: dict[str, Any] = {name: getattr(job, name) for name in _BY_PROMPT if getattr(job, name)}
+    rest = to_msgpack(msgspec.structs.replace(job, **{name: [[]] for name in lists}))
+    for name, items in lists.items():
+        before, _, rest = rest.partition(to_msgpack(name) + _STAND_IN)
+        # the header of an array of as many items
+        part = [before, to_msgpack(name), to_msgpack([None] * len(items))[: -len(items)]]
+        weight = 0
+        for item in items:
+            part.append(to_msgpack(item))
+            weight += PROMPT + len(part[-1])
+            if weight >= PART:
+                yield b"".join(part)
+                part, weight = [], 0
+        yield b"".join(part)
+    if rest:
+        yield rest
 
 
 async def record(job: Job) -> bytes | Parts:
@@ -254,7 +266,7 @@ async def record(job: Job) -> bytes | Parts:
     A large job is packed twice, to find its size and to send it, and is never in memory as a whole.
     """
     job = msgspec.structs.replace(job, title="")  # workers of older versions refuse the field
-    if sum(map(_weight, job.prompts)) < PART:
+    if _weight(job) < PART:
         return to_msgpack(job)
     size = 0
     for part in _record(job):

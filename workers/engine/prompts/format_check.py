@@ -38,6 +38,8 @@ RULES = {"json": 2000, "structural_tag": 2000, "regex": 128, "choice": 128, "gra
 WALKED, REPEATED = 64, 512
 #: The process's RLIMIT_DATA in bytes; its imports take half a GiB.
 MEMORY = 4 << 30
+#: What is added to its niceness: constraints wait for processors, not the engine.
+NICE = 10
 #: Exit status of the process when a constraint needs more.
 OUT_OF_MEMORY = 75
 #: Seconds for the process to start and to answer, on a busy machine.
@@ -307,6 +309,7 @@ def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float
 def main() -> None:
     model, vocab_size, seconds, trust, memory, parent = sys.argv[1:]
     die_with_parent(int(parent))
+    os.nice(NICE)
     import xgrammar
     from transformers import AutoTokenizer
 

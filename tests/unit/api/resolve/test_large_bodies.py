@@ -19,6 +19,7 @@ from midstream.broker.ledger.core.auto_pipeline import Parts, packed
 from midstream.schemas.base import from_json, now, to_json, to_msgpack
 from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import TokenizerBundle
+from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.schemas.settings.settings import Settings
 
 SETTINGS = Settings(redis_url="redis://127.0.0.1:1/0")
@@ -79,20 +80,19 @@ async def longest_hold(found: list[float]) -> None:
 
 async def accepted(body: bytes, codec: Codec) -> int:
     """Everything between the body and the connection to Redis; returns the bytes that are sent."""
-    return await sent_for(from_json(body, JobRequest), codec)
-
-
-async def sent_for(body: JobRequest, codec: Codec) -> int:
-    parsed = parse_job(body)
+    parsed = parse_job(from_json(body, JobRequest))
     await asyncio.sleep(0)
-    job = (await admit(parsed, MODEL, codec, "job_x")).job
+    return await sent((await admit(parsed, MODEL, codec, "job_x")).job)
+
+
+async def sent(job: Job) -> int:
     arguments = scripts.submit(SETTINGS, job, await scripts.record(job), {}, (), None)
-    sent = 0
+    size = 0
     for piece in packed([("EVALSHA", "sha", 0, *arguments)], msgspec.json):
         for part in piece if isinstance(piece, Parts) else [piece]:
-            sent += len(part)
+            size += len(part)
             await asyncio.sleep(0)
-    return sent
+    return size
 
 
 @pytest.mark.parametrize("kind", ["prompts", "conversations"])
@@ -120,16 +120,21 @@ def test_thousands_of_prompts_take_four_times_the_body_and_hold_nothing(kind: st
     assert peak / len(body) < MEMORY
 
 
+@pytest.mark.parametrize("entries", [0, 1])
 @pytest.mark.parametrize("count", [1, 15, 16, 300, 70_000])
 def test_a_large_job_is_packed_in_parts_as_it_is_packed_whole(
-    count: int, monkeypatch: pytest.MonkeyPatch
+    count: int, entries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompts = [
         StoredPrompt(token_ids=list(range(5)), text=f"text {number}" if number % 2 else None)
         for number in range(count)
     ]
     prompts[0] = StoredPrompt(token_ids=list(range(scripts.PART)), text="ab")
-    job = make_job(prompts, metadata={"\xa7prompts": "\x90"})
+    entry = StoredSteering(layers=[0], hook="post_block", family="add", tensors=[], positions="all")
+    capture = StoredCapture(tag="c", sites={"post_block": [0]}, positions="all")
+    edits: dict[str, Any] = {"steering": [[entry] * entries] * count, "captures": [[capture]]}
+    own = edits if entries else {}
+    job = make_job(prompts, metadata={"\xa7prompts": "\x91\x90"}, **own)
     whole, parts = to_msgpack(job), asyncio.run(scripts.record(job))
     assert isinstance(parts, Parts)
     assert (b"".join(parts), len(parts)) == (whole, len(whole))
