@@ -13,7 +13,7 @@ from importlib.util import find_spec
 MODULES: dict[str, tuple[str, ...]] = {
     "client": ("httpx2", "rich", "tqdm", "typer"),
     "plots": ("matplotlib", "pandas"),
-    "notebook": ("xarray", "plotly"),
+    "notebook": ("xarray",),
     "probes": ("sklearn",),
     "harvest": ("pyarrow",),
     "up": (

@@ -1,4 +1,4 @@
-"""Imports pandas, xarray and plotly (extra `notebook`) when a conversion needs them; the error for
+"""Imports pandas and xarray (extra `notebook`) when a conversion needs them; the error for
 a missing package names the extra.
 """
 
@@ -19,16 +19,6 @@ def xarray() -> Any:
     with Translated(ImportError, lambda error: _missing("labelled arrays need xarray", error)):
         import xarray
     return xarray
-
-
-def plotly() -> Any:
-    """Return `plotly`, with `graph_objects` and `subplots` loaded. Raises MidstreamError if it is
-    not installed.
-    """
-    with Translated(ImportError, lambda error: _missing("interactive figures need plotly", error)):
-        import plotly.graph_objects
-        import plotly.subplots
-    return plotly
 
 
 def _missing(what: str, error: ImportError) -> MidstreamError:

@@ -43,7 +43,7 @@ EXTRAS: dict[str, Extra] = {
         "client.lock",
     ),
     "plots": Extra("import matplotlib.pyplot, pandas"),
-    "notebook": Extra("import pandas, plotly, xarray, midstream.client.captures.tables"),
+    "notebook": Extra("import pandas, xarray, midstream.client.captures.tables"),
     "probes": Extra("import midstream.client.probes, sklearn.linear_model"),
     "harvest": Extra("import midstream.client.harvest, pyarrow.parquet"),
     "lens": Extra("import transformer_lens", "lens.lock", torch=True),

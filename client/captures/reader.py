@@ -504,13 +504,6 @@ class CaptureReader(Plotted):
         """
         return tables.data_array(self, hook, request)
 
-    def plotly(self, hook: str | None = None, request: int = 0) -> Any:
-        """Return an interactive heatmap of the rows' norms, a `plotly.graph_objects.Figure`.
-
-        Raises MidstreamError without plotly.
-        """
-        return rendered("plotly_figure", self, hook, request)
-
     def attention(
         self,
         layer: int,

@@ -22,7 +22,6 @@ from . import (
     attention as maps,
     doses,
     figures,
-    interactive,
     jobs,
     lines,
     readings,
@@ -218,11 +217,6 @@ def grid_html(grid: "Grid") -> str:
     """Return the heatmap, if matplotlib is installed, and the strongest cells."""
     drawn = _png(lambda: plot(grid, None))
     return (_image("heatmap", drawn) if drawn else "") + html(sweeps.strongest_of(grid))
-
-
-def plotly_figure(value: Any, *arguments: Any) -> Any:
-    """Return the interactive figure of a grid, a reader or a lens."""
-    return interactive.FIGURES[type(value).__name__](value, *arguments)
 
 
 #: Record type → the function that renders it as HTML.

@@ -75,13 +75,6 @@ class Lens(Plotted):
         """Return the token's text, or its number if the text is not known."""
         return self.words.get(int(token), f"#{int(token)}")
 
-    def plotly(self) -> Any:
-        """An interactive heatmap: `plotly.graph_objects.Figure`.
-
-        Raises MidstreamError without plotly.
-        """
-        return notebook.rendered("plotly_figure", self)
-
     def _repr_html_(self) -> str:
         return str(notebook.rendered("lens_html", self))
 

@@ -166,13 +166,6 @@ class Grid(Plotted):
             },
         )
 
-    def plotly(self) -> Any:
-        """Return an interactive heatmap, a `plotly.graph_objects.Figure`.
-
-        Raises MidstreamError without plotly.
-        """
-        return notebook.rendered("plotly_figure", self)
-
     def _repr_html_(self) -> str:
         return str(notebook.rendered("grid_html", self))
 

@@ -372,7 +372,7 @@ def test_importing_the_client_loads_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd="/"
     ).stdout.split()
     servers = {"torch", "vllm", "celery", "litestar", "transformers", "redis", "zmq"}
-    assert (servers | {"pandas", "xarray", "plotly", "matplotlib"}) & set(loaded) == set()
+    assert (servers | {"pandas", "xarray", "matplotlib"}) & set(loaded) == set()
 
 
 PAIR: Any = {"pairs": [{"clean": "a", "corrupt": "b", "answer": " c"}]}

@@ -1,5 +1,5 @@
-"""What notebooks show and convert: HTML of every kind of result, escaped; pandas, xarray and
-plotly; and what is said without them.
+"""What notebooks show and convert: HTML of every kind of result, escaped; pandas and xarray;
+and what is said without them.
 """
 
 import sys
@@ -172,7 +172,7 @@ def test_what_a_server_says_is_escaped() -> None:
         assert seen.names <= {"style", "alt", "src"}, number
 
 
-# --- pandas, xarray, plotly ---
+# --- pandas, xarray ---
 
 
 def test_captures_become_data_frames_and_labelled_arrays(tmp_path: Path) -> None:
@@ -253,26 +253,7 @@ def test_answers_name_hooks_as_the_request_first_did_and_know_both_names() -> No
         assert renamed(answer, ALIASES) == made
 
 
-def test_figures_of_plotly_show_the_same_values_and_no_markup(tmp_path: Path) -> None:
-    pytest.importorskip("plotly")
-    grid = hostile_grid()
-    drawn = grid.plotly()
-    np.testing.assert_array_equal(np.array(drawn.data[0].z, float), grid.values["pre_attn"].T)
-    assert len(drawn.data) == len(grid.hooks)
-    opened = reader(tmp_path)
-    norms = np.array(opened.plotly().data[0].customdata, float)
-    np.testing.assert_allclose(norms[:, 1], np.linalg.norm(opened.array(3), axis=-1))
-    read = lens(HOSTILE).plotly()
-    assert not any(
-        "<script" in str(text)
-        for text in (*drawn.data[0].y, *read.data[0].x, read.data[0].text[0][0])
-    )
-    assert "25.0%" in read.data[0].text[0][0]
-
-
-@pytest.mark.parametrize(
-    ("package", "call"), [("pandas", "to_pandas"), ("xarray", "to_xarray"), ("plotly", "plotly")]
-)
+@pytest.mark.parametrize(("package", "call"), [("pandas", "to_pandas"), ("xarray", "to_xarray")])
 def test_a_missing_package_is_named_with_its_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, call: str
 ) -> None:
