@@ -37,14 +37,14 @@ from ....schemas.prompts.selectors import (
     select,
 )
 from ....schemas.settings.settings import Settings
-from ..admission.admission import (
+from ..admission.continuations import Continuation, ReadPrompt, continue_prompts
+from ..admission.costs import (
     ENTRY_COST,
     RESOLVE_LIMIT,
     RESOLVING,
     SEARCHED_CHARACTERS,
     SPAN_COST,
 )
-from ..admission.continuations import Continuation, ReadPrompt, continue_prompts
 from ..edits.patches import mask_tensor
 from ..edits.steering import NO_POSITION
 from ..positions.captures import Bounds, one_hook
@@ -552,7 +552,7 @@ def _inside(positions: PositionSelector, tokens: int) -> PositionSelector:
 
 
 def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> None:
-    """Raise 400 if the plan would take long to resolve: see `admission.RESOLVE_LIMIT`."""
+    """Raise 400 if the plan would take long to resolve: see `costs.RESOLVE_LIMIT`."""
     total = 0
     for pair in pairs:
         if pair.spec.spans is None:
@@ -586,7 +586,7 @@ def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> No
 
 
 def _cost(requested_positions: PromptPositions, prompt: ReadPrompt) -> int:
-    """Return the cost as `admission.check_cost` counts it."""
+    """Return the cost as `costs.check_cost` counts it."""
     characters = len(prompt.text or "")
     items = requested_positions if isinstance(requested_positions, list) else [requested_positions]
     texts = sum(isinstance(item, Span) and item.text is not None for item in items)
