@@ -39,6 +39,7 @@ from .operations.job_feed import JobFeed
 from .operations.service_figures import ServiceFigures
 from .operations.waiting import Waiting, ended
 from .resolve.admission import admission
+from .resolve.admission.costs import RESOLVING
 from .resolve.admission.names import Names, names_something
 from .resolve.admission.served import Served
 from .resolve.prompts.callback_url import check_callback
@@ -120,11 +121,11 @@ class AppContext:
         parsed: ParsedRequest,
         idempotency: tuple[str, str] | None,
         caller: Caller,
-        change: Callable[[Job, ModelInfo], Job] = lambda job, _: job,
+        change: Callable[[Job], Job] | None = None,
     ) -> str:
         """Validate a request, commit it to the ledger and hand it to Celery; return the job's id.
 
-        `change`: returns the job to commit in place of the request's.
+        `change`: returns the job to commit in place of the request's, beside the event loop.
 
         Once this returns, the job is durable.
 
@@ -147,7 +148,9 @@ class AppContext:
         check_answer(parsed, admitted.job, info, self.settings.tuning.vllm_lens_mib)
         call = request_context.CURRENT.get()
         body = call.body if call is not None else b""
-        job = change(admitted.job, info)
+        job = admitted.job
+        if change is not None:
+            job = await anyio.to_thread.run_sync(change, job, limiter=RESOLVING)
         return await self.accept(job, info, admitted.blobs, idempotency, admitted.pinned, body)
 
     async def accept(

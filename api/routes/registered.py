@@ -46,6 +46,7 @@ from ...schemas.requests.steering import MODULES
 from ...schemas.settings.settings import ArtifactFolder
 from ...storage.formats.lens_files import lens_of
 from ..context import AppContext
+from ..resolve.admission.costs import RESOLVING
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.lens import resolve_tuned
 from ..resolve.readings.probes import (
@@ -67,7 +68,7 @@ from .steering import CHANGE_ERRORS, Made, make_module, module_file, module_of
 async def make_probe(
     data: ProbeRequest, name: str, info: ModelInfo, context: AppContext, caller: Caller
 ) -> Made:
-    made, blobs = await anyio.to_thread.run_sync(resolve_probe, data, name, info)
+    made, blobs = await anyio.to_thread.run_sync(resolve_probe, data, name, info, limiter=RESOLVING)
     return lambda _: made, blobs
 
 
@@ -76,7 +77,8 @@ async def make_policy(
 ) -> Made:
     found = await context.names.look_up(info, (PROBES, data.probe))
     named = [action.module for action in data.actions if isinstance(action, Steer)]
-    made = resolve_policy(
+    made = await anyio.to_thread.run_sync(
+        resolve_policy,
         data,
         name,
         info,
@@ -84,6 +86,7 @@ async def make_policy(
         await context.names.state(info, named, caller),
         caller,
         context.settings,
+        limiter=RESOLVING,
     )
     return lambda former: _with(replaceable(former, data), made, info.name, name), {}
 

@@ -32,6 +32,7 @@ from ...storage.formats.module_files import specs_of, to_bytes
 from ..context import AppContext
 from ..operations.global_change import change
 from ..operations.rank_agreement import agreement
+from ..resolve.admission.costs import RESOLVING
 from ..resolve.edits import module_export, steering
 from ..web.auth import needs
 from ..web.body import FILE_TYPES
@@ -60,7 +61,12 @@ async def make_module(
 ) -> Made:
     specs = await context.names.tokenised(info, data.steering)
     content = await anyio.to_thread.run_sync(
-        steering.resolve_module, specs, info, await context.names.features(info, specs), data.limit
+        steering.resolve_module,
+        specs,
+        info,
+        await context.names.features(info, specs),
+        data.limit,
+        limiter=RESOLVING,
     )
     module = Module(
         name=name,
@@ -133,7 +139,9 @@ async def put_global(
     model_state = await context.names.state(info, steering.modules_named(data.steering), caller)
     specs = await context.names.tokenised(info, data.steering)
     model_state = replace(model_state, features=await context.names.features(info, specs))
-    content = await anyio.to_thread.run_sync(steering.resolve_global, specs, info, model_state)
+    content = await anyio.to_thread.run_sync(
+        steering.resolve_global, specs, info, model_state, limiter=RESOLVING
+    )
     wait_s = context.settings.steering_wait_s
     return _global(
         info.name,

@@ -5,6 +5,7 @@ the quotas, and accepted as a job like any other.
 from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
+import anyio.to_thread
 from litestar import Response, get
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import JSONBody, QueryParameter
@@ -31,6 +32,7 @@ from ...schemas.jobs.sweep_views import (
 from ...schemas.jobs.sweeps import StoredPair, StoredSweep, SweepRequest
 from ...schemas.jobs.works import FitWork, SweepWork
 from ..context import AppContext
+from ..resolve.admission.costs import RESOLVING
 from ..resolve.admission.fits import (
     dose_layers,
     expanded,
@@ -105,10 +107,14 @@ async def plan_of(data: SweepRequest, context: AppContext) -> SweepPlan:
     """Return what a sweep or an attribution with this body would run."""
     info = await context.served.model(data.model)
     (sweep, _), _ = await _planned(context, data, info)
+    return await anyio.to_thread.run_sync(_shown, data, sweep, limiter=RESOLVING)
+
+
+def _shown(data: SweepRequest, sweep: StoredSweep) -> SweepPlan:
     clean_is_patched = data.ablation is not None or data.direction == "noise"
     per_column = len(sweep.hooks) * len(sweep.layers)
     return SweepPlan(
-        model=info.name,
+        model=data.model,
         hooks=sweep.hooks,
         layers=sweep.layers,
         axis=sweep.axis,
@@ -248,7 +254,7 @@ async def post_dose(data: JSONBody[DoseRequest], submission: Submission) -> Resp
         parse_dose(data),
         submission.idempotency,
         submission.caller,
-        lambda job, _: expanded(job, data, layers),
+        lambda job: expanded(job, data, layers),
     )
     return await submission.answer(job_id)
 

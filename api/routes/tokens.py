@@ -18,6 +18,7 @@ from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized,
 from ...schemas.requests.specs import CaptureSpec
 from ..context import AppContext
 from ..resolve.admission.admission import facts_of, tokenise
+from ..resolve.admission.costs import RESOLVING
 from ..resolve.positions.captures import Bounds, positions_of_each
 from ..resolve.prompts.request_parsing import (
     ParsedPrompt,
@@ -100,7 +101,9 @@ async def _selected(
     ):
         facts, _ = await facts_of(parsed, [prompt], info, codec)
         bounds = Bounds(info, facts, info.max_model_len)
-        (selector,) = await anyio.to_thread.run_sync(positions_of_each, spec, bounds)
+        (selector,) = await anyio.to_thread.run_sync(
+            positions_of_each, spec, bounds, limiter=RESOLVING
+        )
     return selector
 
 

@@ -4,7 +4,7 @@ request that would take long is refused.
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import mul
 
 import anyio
@@ -69,8 +69,7 @@ def check_cost(
         cost += images * sum(
             1 + (span.stop or 0) - (span.start or 0) for span in spans if span.image is not None
         )
-        if isinstance(positions, list):  # ranges are written out
-            cost += min(prompts * sum(map(_length, ranges)), characters)
+        cost += _written_out(positions, prompts, characters)
         for times, each in (renders(span) for span in spans if span.is_turn):
             cost += times * conversations + each * by_message
             if cost > RESOLVE_LIMIT:
@@ -83,6 +82,18 @@ def check_cost(
     if sum(costs.values()) > RESOLVE_LIMIT:
         raise too_many_positions(max(costs, key=lambda field: costs[field]))
     return sum(costs.values())
+
+
+def check_examples(
+    field: str, positions: RequestedPositions, examples: Sequence[Sequence[int]]
+) -> None:
+    """Raises a 400 naming `field` if its positions would take long to resolve for each of the
+    tokenised examples.
+    """
+    number, items = len(examples), len(positions) if isinstance(positions, list) else 0
+    cost = number * (ENTRY_COST + items)
+    if cost + _written_out(positions, number, sum(map(len, examples))) > RESOLVE_LIMIT:
+        raise too_many_positions(field)
 
 
 def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
@@ -161,6 +172,18 @@ def _spans(positions: RequestedPositions) -> list[Span]:
     if Span not in set(map(type, items)):  # there may be millions of numbers
         return []
     return [item for item in items if isinstance(item, Span)]
+
+
+def _written_out(positions: RequestedPositions, prompts: int, places: int) -> int:
+    """Return how many positions the ranges of a list are written out as, in all prompts, which have
+    this many `places`. Ranges of consecutive positions are joined first.
+    """
+    if not isinstance(positions, list):
+        return 0
+    ranges = [span for span in _spans(positions) if span.is_range]
+    joined = prompts * sum(_length(span) for span in ranges if not span.every)
+    stepped = (min(prompts * _length(span), places) // span.every for span in ranges if span.every)
+    return min(joined, places) + sum(stepped)
 
 
 def numbers_in(positions: RequestedPositions) -> int:

@@ -35,6 +35,7 @@ from ..positions.windows import check_window
 from ..prompts.formats import structured
 from ..prompts.tokenizer import check_vocabulary
 from ..readings.saes import named_sae
+from .costs import RESOLVING
 
 #: Fields in which two harvests that are compared must agree.
 SAME = ("sites", "cut", "positions", "max_length", "max_tokens", "shards", "root", "row_bytes")
@@ -92,6 +93,9 @@ async def plan_harvest(
             find, roots_of(settings, limits.harvest_sources), source
         )
         source = msgspec.structs.replace(source, format=kind)
+    edits = await anyio.to_thread.run_sync(
+        _edits, body, info, state, limits.edit_limit, limiter=RESOLVING
+    )
     base = store_of(settings, body.store)
     harvest_id = new_harvest_id()
     return StoredHarvest(
@@ -122,7 +126,7 @@ async def plan_harvest(
         priority=body.priority or "normal",
         metadata=body.metadata,
         steering=state.global_steering.digest,
-        edits=_edits(body, info, state, limits.edit_limit),
+        edits=edits,
         lora=lora,
         identity=info.identity,
         last_layer=info.num_layers - 1,

@@ -221,6 +221,7 @@ def _check_spans(at: str, pair: SweepPair, spans: list[PairSpan], request: Sweep
     )
     first = [span.name for span in request.pairs[0].spans or []]
     names = [span.name for span in spans]
+    first_at: dict[str, int] = {}
     for index, span in enumerate(spans):
         place = f"{at}.spans[{index}]"
         check_excluded(
@@ -231,7 +232,9 @@ def _check_spans(at: str, pair: SweepPair, spans: list[PairSpan], request: Sweep
                     "is empty: a span needs a name, which labels its column",
                 ),
                 Excluded(
-                    f"{place}.name", span.name in names[:index], f"{span.name!r} is listed twice"
+                    f"{place}.name",
+                    first_at.setdefault(span.name, index) < index,
+                    f"{span.name!r} is listed twice",
                 ),
                 Excluded(
                     f"{place}.corrupt",
