@@ -107,14 +107,14 @@ async def plan_of(data: SweepRequest, context: AppContext) -> SweepPlan:
     """Return what a sweep or an attribution with this body would run."""
     info = await context.served.model(data.model)
     (sweep, _), _ = await _planned(context, data, info)
-    return await anyio.to_thread.run_sync(_shown, data, sweep, limiter=RESOLVING)
+    return await anyio.to_thread.run_sync(_shown, info.name, data, sweep, limiter=RESOLVING)
 
 
-def _shown(data: SweepRequest, sweep: StoredSweep) -> SweepPlan:
+def _shown(model: str, data: SweepRequest, sweep: StoredSweep) -> SweepPlan:
     clean_is_patched = data.ablation is not None or data.direction == "noise"
     per_column = len(sweep.hooks) * len(sweep.layers)
     return SweepPlan(
-        model=data.model,
+        model=model,
         hooks=sweep.hooks,
         layers=sweep.layers,
         axis=sweep.axis,
