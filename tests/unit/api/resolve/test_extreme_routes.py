@@ -174,12 +174,17 @@ class Route(NamedTuple):
     usual: dict[str, Any]  # the fields that its rows share
 
 
-PAIR = {"clean": [1, 2], "corrupt": [2, 1], "answer": [3], "foil": [4]}
-SWEEP = {"model": "m", "layers": [0], "positions": [-1], "pairs": [PAIR]}
-FIT = {"model": "m", "name": "n", "method": "logistic", "layers": [0]}
-DOSE = {"model": "m", "prompts": ["word1"], "held_out": ["word2 word3"], "steering": [EDIT]}
+PAIR: dict[str, Any] = {"clean": [1, 2], "corrupt": [2, 1], "answer": [3], "foil": [4]}
+SWEEP: dict[str, Any] = {"model": "m", "layers": [0], "positions": [-1], "pairs": [PAIR]}
+FIT: dict[str, Any] = {"model": "m", "name": "n", "method": "logistic", "layers": [0]}
+DOSE: dict[str, Any] = {
+    "model": "m",
+    "prompts": ["word1"],
+    "held_out": ["word2 word3"],
+    "steering": [EDIT],
+}
 DOSE |= {"scales": [1.0], "effect": {"words": ["a"]}}
-POLICY = {"probe": "p", "condition": {"at_least": 1.0}, "mode": "active"}
+POLICY: dict[str, Any] = {"probe": "p", "condition": {"at_least": 1.0}, "mode": "active"}
 JOBS = Route("POST /v1/jobs", JobRequest, parsed(parse_job), {"model": "m", "prompts": [[1, 2]]})
 SWEEPS = Route("POST /v1/sweeps", SweepRequest, lambda body: sweeps.submit_sweep(body, SENT), SWEEP)
 PLANS = SWEEPS._replace(run=lambda body: sweeps.plan_of(body, API))
@@ -244,9 +249,15 @@ def spans(number: int) -> list[dict[str, Any]]:
 
 TRIGGERED = [EDIT | {"trigger": {"text": word}} for word in WORDS[: limits.MAX_ENTRIES]]
 EVERY = [{"start": at % 2000, "stop": 3999, "every": 2} for at in range(16_000)]
-EXAMPLES = {"positive": [[1] * 30] * limits.MAX_FIT_EXAMPLES, "negative": [[2] * 30] * 8}
-CALL = {"id": "a", "type": "function", "function": {"name": "a", "arguments": "{}"}}
-TOOL = {"type": "function", "function": {"name": "a", "parameters": {"a": ["b"] * 100}}}
+EXAMPLES: dict[str, Any] = {
+    "positive": [[1] * 30] * limits.MAX_FIT_EXAMPLES,
+    "negative": [[2] * 30] * 8,
+}
+CALL: dict[str, Any] = {"id": "a", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {"name": "a", "parameters": {"a": ["b"] * 100}},
+}
 HELD_OUT = {
     "roc": {
         "fpr": [0.0] * limits.MAX_PROBE_BINS,
