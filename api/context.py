@@ -44,7 +44,7 @@ from .resolve.admission.served import Served
 from .resolve.prompts.callback_url import check_callback
 from .resolve.prompts.request_parsing import ParsedRequest
 from .web import request_context
-from .web.aside import aside
+from .web.aside import aside, call_aside
 from .web.auth import Gate, KeyWatch, caller_of
 from .web.open_calls import OpenCalls
 from .web.problems import ClientGone
@@ -122,11 +122,11 @@ class AppContext:
         parsed: ParsedRequest,
         idempotency: tuple[str, str] | None,
         caller: Caller,
-        change: Callable[[Job, ModelInfo], Job] = lambda job, _: job,
+        change: Callable[[Job], Job] | None = None,
     ) -> str:
         """Validate a request, commit it to the ledger and hand it to Celery; return the job's id.
 
-        `change`: returns the job to commit in place of the request's.
+        `change`: returns the job to commit in place of the request's, beside the event loop.
 
         Once this returns, the job is durable.
 
@@ -156,7 +156,9 @@ class AppContext:
         large = entries > INLINE_ENTRIES or (call is not None and call.large)
         admitted = await (aside(admitting) if large else admitting)
         body = call.body if call is not None else b""
-        job = change(admitted.job, info)
+        job = admitted.job
+        if change is not None:
+            job = await call_aside(change, job)
         return await self.accept(job, info, admitted.blobs, idempotency, admitted.pinned, body)
 
     async def accept(

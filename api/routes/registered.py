@@ -58,6 +58,7 @@ from ..resolve.readings.probes import (
     resolve_probe,
 )
 from ..resolve.readings.saes import resolve_sae
+from ..web.aside import call_aside
 from ..web.auth import needs
 from ..web.body import FILE_TYPES, BodyForms
 from .jobs import ERRORS, PROBLEM, CursorParameter, ModelFilter, PageSize
@@ -67,7 +68,7 @@ from .steering import CHANGE_ERRORS, Made, make_module, module_file, module_of
 async def make_probe(
     data: ProbeRequest, name: str, info: ModelInfo, context: AppContext, caller: Caller
 ) -> Made:
-    made, blobs = await anyio.to_thread.run_sync(resolve_probe, data, name, info)
+    made, blobs = await call_aside(resolve_probe, data, name, info)
     return lambda _: made, blobs
 
 
@@ -76,7 +77,8 @@ async def make_policy(
 ) -> Made:
     found = await context.names.look_up(info, (PROBES, data.probe))
     named = [action.module for action in data.actions if isinstance(action, Steer)]
-    made = resolve_policy(
+    made = await call_aside(
+        resolve_policy,
         data,
         name,
         info,

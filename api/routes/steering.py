@@ -33,6 +33,7 @@ from ..context import AppContext
 from ..operations.global_change import change
 from ..operations.rank_agreement import agreement
 from ..resolve.edits import module_export, steering
+from ..web.aside import call_aside
 from ..web.auth import needs
 from ..web.body import FILE_TYPES
 from .jobs import ERRORS, PROBLEM, ModelFilter
@@ -59,7 +60,7 @@ async def make_module(
     data: ModuleRequest, name: str, info: ModelInfo, context: AppContext, caller: Caller
 ) -> Made:
     specs = await context.names.tokenised(info, data.steering)
-    content = await anyio.to_thread.run_sync(
+    content = await call_aside(
         steering.resolve_module, specs, info, await context.names.features(info, specs), data.limit
     )
     module = Module(
@@ -133,7 +134,7 @@ async def put_global(
     model_state = await context.names.state(info, steering.modules_named(data.steering), caller)
     specs = await context.names.tokenised(info, data.steering)
     model_state = replace(model_state, features=await context.names.features(info, specs))
-    content = await anyio.to_thread.run_sync(steering.resolve_global, specs, info, model_state)
+    content = await call_aside(steering.resolve_global, specs, info, model_state)
     wait_s = context.settings.steering_wait_s
     return _global(
         info.name,

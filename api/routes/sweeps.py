@@ -45,6 +45,7 @@ from ..resolve.readings.saes import named_sae
 from ..resolve.sweeps.alignment import CLEAN, CORRUPT
 from ..resolve.sweeps.attribution import attributed, check_exact, check_method, on_its_site
 from ..resolve.sweeps.plan import PlannedSweep, plan_sweep
+from ..web.aside import call_aside
 from ..web.auth import needs
 from .jobs import ERRORS, PROBLEM, Submission, submits
 
@@ -105,10 +106,14 @@ async def plan_of(data: SweepRequest, context: AppContext) -> SweepPlan:
     """Return what a sweep or an attribution with this body would run."""
     info = await context.served.model(data.model)
     (sweep, _), _ = await _planned(context, data, info)
+    return await call_aside(_shown, info.name, data, sweep)
+
+
+def _shown(model: str, data: SweepRequest, sweep: StoredSweep) -> SweepPlan:
     clean_is_patched = data.ablation is not None or data.direction == "noise"
     per_column = len(sweep.hooks) * len(sweep.layers)
     return SweepPlan(
-        model=info.name,
+        model=model,
         hooks=sweep.hooks,
         layers=sweep.layers,
         axis=sweep.axis,
@@ -248,7 +253,7 @@ async def post_dose(data: JSONBody[DoseRequest], submission: Submission) -> Resp
         parse_dose(data),
         submission.idempotency,
         submission.caller,
-        lambda job, _: expanded(job, data, layers),
+        lambda job: expanded(job, data, layers),
     )
     return await submission.answer(job_id)
 

@@ -1,6 +1,5 @@
 """Routes that convert between text and token ids, with the tokenizer of the model's workers."""
 
-import anyio.to_thread
 from litestar import Response, post
 from litestar.params import JSONBody
 
@@ -25,6 +24,7 @@ from ..resolve.prompts.request_parsing import (
     parse_conversation,
 )
 from ..resolve.prompts.tokenizer import Codec, TooLong, check_vocabulary
+from ..web.aside import call_aside
 from ..web.auth import needs
 from .jobs import SUBMIT_ERRORS
 
@@ -100,7 +100,7 @@ async def _selected(
     ):
         facts, _ = await facts_of(parsed, [prompt], info, codec)
         bounds = Bounds(info, facts, info.max_model_len)
-        (selector,) = await anyio.to_thread.run_sync(positions_of_each, spec, bounds)
+        (selector,) = await call_aside(positions_of_each, spec, bounds)
     return selector
 
 

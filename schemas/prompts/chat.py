@@ -132,8 +132,8 @@ def characters_of(messages: Iterable[PlainMessage]) -> int:
 
 def _characters(value: Any) -> int:
     """Return the number of characters of all texts in a JSON value, without names of fields."""
+    if isinstance(value, str):
+        return len(value)
     if isinstance(value, dict):
         return sum(map(_characters, value.values()))
-    if isinstance(value, list):
-        return sum(map(_characters, value))
-    return len(value) if isinstance(value, str) else 0
+    return sum(map(_characters, value)) if isinstance(value, list) else 0

@@ -637,13 +637,16 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
 
     The ranks apply masked replacements after full replacements, but users see a single op.
     Therefore, a full replacement that follows a masked one at the same site becomes a masked one
-    with a mask of all dimensions.
+    with a mask of all dimensions. Successive masked ones with equal masks are combined, too:
+    otherwise a masked replacement of all requests would split one row of a request into many.
     """
     groups: list[list[StoredSteering]] = []
     # bank and `shared_by` → the last group with these
     last_group: dict[object, int] = {}
     # (hook, layer, family) → the last group that applies the family there
     last_applied: dict[tuple[Hook, int, OpFamily], int] = {}
+    # such a site of `replace_masked` → the mask of the last entry there
+    last_mask: dict[tuple[Hook, int, OpFamily], str] = {}
     for entry in steering:
         if entry.family == "replace" and any(
             (entry.hook, layer, "replace_masked") in last_applied for layer in entry.layers
@@ -658,8 +661,13 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
             if entry.family == "add"
             else max((last_applied.get(site, -1) for site in sites), default=-1)
         )
+        joined = FAMILY[entry.family].joined
+        if entry.family == "replace_masked":
+            mask = entry.tensors[1]
+            joined = all(last_mask.get(site, mask) == mask for site in sites)
+            last_mask.update(dict.fromkeys(sites, mask))
         number = last_group.get(positions, -1)
-        if number < max(0, before if FAMILY[entry.family].joined else before + 1):
+        if number < max(0, before if joined else before + 1):
             number = len(groups)
             groups.append([])
         groups[number].append(entry)

@@ -6,18 +6,14 @@ request never reaches the engine.
 """
 
 import asyncio
-import sys
 from array import array
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import mul
 from typing import Any
 
 import msgspec
 
 from ....broker.ledger.named.registry import Lookup
-from ....broker.prompts.turns import renders
 from ....schemas.access.handling import Handling, callback_of
 from ....schemas.access.keys import EVERYBODY, Caller, scoped
 from ....schemas.artifacts.probes import StoredProbe
@@ -26,7 +22,6 @@ from ....schemas.base import (
     Excluded,
     MidstreamError,
     Translated,
-    by_key,
     check_excluded,
     invalid,
     now,
@@ -43,19 +38,15 @@ from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import NO_TOOL_PARSER, ModelInfo
 from ....schemas.prompts.images import digest_of
 from ....schemas.prompts.selectors import (
-    DimensionSelector,
-    LayerSelector,
-    RequestedPositions,
     Span,
     SpanFinder,
-    parts_of,
 )
 from ....schemas.prompts.sites import asked_names
-from ....schemas.requests.specs import PatchSpec, StoredCapture, StoredSteering, probe_captures
+from ....schemas.requests.specs import StoredCapture, StoredSteering, probe_captures
 from ...web.aside import call_aside
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
-from ..edits.steering import check_number, limited, resolve_edits
+from ..edits.steering import limited, resolve_edits
 from ..positions.captures import (
     Bounds,
     PromptFacts,
@@ -84,25 +75,13 @@ from ..prompts.tokenizer import (
 )
 from ..readings.probes import check_tokens
 from ..readings.readings import (
-    positions_asked,
     readings_of,
     resolve_readings,
     with_token_ids_of,
 )
+from .costs import ENTRY_COST, RESOLVE_INLINE, check_cost, numbers_in, spans_of
 from .names import NO_NAMES, Referents, artifacts_of, modules_of
 
-#: Cost of resolving, for one prompt, an entry, a span, and a part of a text such as `0-3,7,-1`. The
-#: unit is the time for one listed position.
-ENTRY_COST, SPAN_COST, PART_COST = 8, 64, 8
-#: Cost of rendering a conversation, and each of its messages.
-RENDER_COST, MESSAGE_COST = 32, 64
-#: Characters of a prompt that are searched for a span's text, or rendered, in one unit.
-SEARCHED_CHARACTERS = 32
-#: Number of layers assumed for a patch that gives its layers as a text.
-ASSUMED_LAYERS = 32
-#: The most that a job may cost (about a second). A job that costs more than `RESOLVE_INLINE` is
-#: resolved aside.
-RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
 #: The most tokens that are decoded for the title of a job whose prompt has no text.
 TITLE_TOKENS = 64
 EMPTY_ONCE_TOKENISED = "has no tokens: a prompt needs at least one"
@@ -382,136 +361,6 @@ async def resolve(
     return await call_aside(resolved) if apart else resolved()
 
 
-def check_cost(
-    parsed: ParsedRequest, prompts: int, characters: int, model_state: ModelState = NOTHING
-) -> int:
-    """Return what captures and steering cost to resolve, see `RESOLVE_LIMIT`.
-
-    `characters`: of all `prompts`. Raises a 400 naming the field that costs most.
-    """
-    check_number(
-        [*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], model_state, prompts
-    )
-    # sums over the prompts, so that a selector costs the same to look at for one and for thousands
-    messages = [len(prompt.value) for prompt in parsed.prompts if prompt.is_conversation]
-    once = RENDER_COST + characters // prompts // SEARCHED_CHARACTERS
-    rendered = [once + number * MESSAGE_COST for number in messages]
-    conversations, by_message = sum(rendered), sum(map(mul, messages, rendered))
-    images = sum(len(prompt.images) for prompt in parsed.prompts)
-    costs: Counter[str] = Counter()
-    for field, positions in _wanted(parsed, model_state):
-        spans = _spans(positions)
-        ranges = [span for span in spans if span.is_range]
-        texts = [span.text for span in spans if span.text is not None]
-        cost = prompts * (ENTRY_COST + _numbers(positions) + len(ranges) + SPAN_COST * len(texts))
-        cost += len(set(texts)) * characters // SEARCHED_CHARACTERS  # a text is searched for once
-        cost += images * sum(
-            1 + (span.stop or 0) - (span.start or 0) for span in spans if span.image is not None
-        )
-        if isinstance(positions, list):  # ranges are written out
-            cost += min(prompts * sum(map(_length, ranges)), characters)
-        for times, each in (renders(span) for span in spans if span.is_turn):
-            cost += times * conversations + each * by_message
-            if cost > RESOLVE_LIMIT:
-                break
-        costs[field] += cost
-    for field, selector in _selectors(parsed):
-        costs[field] += PART_COST * (parts_of(selector) - 1)  # the first is in the entry's cost
-    for index, patch in enumerate(parsed.patch):
-        costs[f"patch[{index}].positions"] += _cost_of_patch(patch, prompts, characters)
-    if sum(costs.values()) > RESOLVE_LIMIT:
-        raise too_many_positions(max(costs, key=lambda field: costs[field]))
-    return sum(costs.values())
-
-
-def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
-    """Return what a patch costs in addition to its selectors: its positions are listed, and rows of
-    a run become one entry for each position and layer.
-
-    The cost of these entries is capped, because `resolve_patches` limits their number.
-    """
-    parsed = patch.positions
-    named = len(parsed) if isinstance(parsed, list) else 1
-    whole = parsed in ("all", "all_prompt") or (isinstance(parsed, Span) and parsed.is_range)
-    places = characters if whole else prompts * named
-    if patch.source.run is None or patch.source.mean or isinstance(patch.source.position, int):
-        return places
-    layers = (
-        len(patch.layers)
-        if isinstance(patch.layers, list)
-        else 1
-        if isinstance(patch.layers, int)
-        else ASSUMED_LAYERS
-    )
-    return places + min(places * layers * ENTRY_COST, RESOLVE_INLINE + 1)
-
-
-def _wanted(parsed: ParsedRequest, model_state: ModelState) -> list[tuple[str, RequestedPositions]]:
-    """Return (field, positions) of the capture and of each patch and edit; for a module, of each of
-    its entries.
-    """
-    requested_positions: list[tuple[str, RequestedPositions]] = [
-        (f"patch[{index}].positions", spec.positions) for index, spec in enumerate(parsed.patch)
-    ]
-    named = [(f"steering[{index}]", spec) for index, spec in enumerate(parsed.steering)]
-    for at, spec in [*named, *((gated.at, gated.spec) for gated in gated_by(parsed.probes))]:
-        module = None if spec.module is None else model_state.modules.get(spec.module)
-        if module is None or spec.positions is not None:
-            requested_positions += [(f"{at}.positions", spec.positions or "all")] * (
-                1 if module is None else len(module.entries)
-            )
-        else:
-            requested_positions += [(f"{at}.module", entry.positions) for entry in module.entries]
-    requested_positions += positions_asked(parsed)
-    if (capture := parsed.capture) is not None:
-        requested_positions.append(("capture.positions", capture.positions))
-        if capture.scalar is not None and capture.scalar.positions is not None:
-            requested_positions.append(("capture.scalar.positions", capture.scalar.positions))
-    return requested_positions
-
-
-def _selectors(
-    parsed: ParsedRequest,
-) -> Iterator[tuple[str, LayerSelector | DimensionSelector | None]]:
-    """Yield (field, layers or dimensions) of each patch and edit, which are resolved once for all
-    prompts. Those of a capture are left out, because they are few.
-    """
-    for index, spec in enumerate(parsed.steering):
-        yield f"steering[{index}].layers", spec.layers
-    for index, patch in enumerate(parsed.patch):
-        yield f"patch[{index}].layers", patch.layers
-        yield f"patch[{index}].mask", patch.mask
-
-
-def _spans_of(parsed: ParsedRequest, model_state: ModelState) -> dict[Span, list[str]]:
-    """Return the spans of texts and messages that the request has → the fields with each."""
-    return by_key(
-        (span, field)
-        for field, positions in _wanted(parsed, model_state)
-        # windows may have lists, and no hash
-        for span in dict.fromkeys(
-            span for span in _spans(positions) if span.text is not None or span.is_turn
-        )
-    )
-
-
-def _spans(positions: RequestedPositions) -> list[Span]:
-    items = positions if isinstance(positions, list) else [positions]
-    if Span not in set(map(type, items)):  # there may be millions of numbers
-        return []
-    return [item for item in items if isinstance(item, Span)]
-
-
-def _numbers(positions: RequestedPositions) -> int:
-    return len(positions) - len(_spans(positions)) if isinstance(positions, list) else 0
-
-
-def _length(span: Span) -> int:
-    """Return the length of a range; `sys.maxsize` if its ends alone do not determine it."""
-    start, stop = span.start or 0, span.stop
-    return stop - start if stop is not None and (start < 0) == (stop < 0) else sys.maxsize
-
-
 async def facts_of(
     parsed: ParsedRequest,
     prompts: Sequence[StoredPrompt],
@@ -530,9 +379,9 @@ async def facts_of(
     )
     cost = check_cost(parsed, len(prompts), characters, model_state)
     cost += sum(
-        len(prompts) * (ENTRY_COST + _numbers(spec.positions)) for spec in model.global_captures
+        len(prompts) * (ENTRY_COST + numbers_in(spec.positions)) for spec in model.global_captures
     )
-    spans = _spans_of(parsed, model_state)
+    spans = spans_of(parsed, model_state)
     apart = cost > RESOLVE_INLINE or (bool(spans) and characters > INLINE_CHARACTERS)
     if not spans:
         return [PromptFacts(len(each.token_ids), images=each.images) for each in prompts], apart

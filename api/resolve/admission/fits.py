@@ -36,11 +36,13 @@ from ....schemas.prompts.selectors import (
 from ....schemas.requests.specs import SteeringSpec, StoredSteering
 from ....schemas.requests.steering import SteeringTemplate
 from ....schemas.requests.trainings import BY_GRADIENT
+from ...web.aside import call_aside
 from ..edits.steering import resolve_module
 from ..prompts.request_parsing import ParsedPrompt, ParsedRequest
 from ..prompts.tokenizer import Codec, TooLong
 from .admission import tokenise, too_long
 from .continuations import added_tokens
+from .costs import check_examples
 
 #: Lists of examples of the methods from rows.
 FROM_ROWS = ("positive", "negative")
@@ -50,19 +52,29 @@ async def resolve_fit(body: FitRequest, model: ModelInfo, codec: Codec) -> Store
     """Return the fit to store. Raises a 400 naming the field and what is valid."""
     _check_numbers(body)
     template = _template(body, model)
-    rows = {
-        name: [
-            _example(f"{name}[{index}]", "read", body.read, ids, len(ids), model)
-            for index, ids in enumerate(await _tokens(name, "", getattr(body, name), model, codec))
-        ]
-        for name in FROM_ROWS
-    }
-    stored = StoredModuleFit(
-        request=msgspec.structs.replace(body, positive=[], negative=[], examples=[]),
-        template=template,
-        examples=await _examples(body, model, codec),
-        **rows,
-    )
+    rows = {name: await _tokens(name, "", getattr(body, name), model, codec) for name in FROM_ROWS}
+    before, after = await _continued(body, model, codec)
+    tokens = sum(len(ids) for listed in (*rows.values(), before) for ids in listed)
+    _check_most("examples" if body.examples else "positive", "has", tokens, MAX_FIT_TOKENS)
+    check_examples("read", body.read, [*rows["positive"], *rows["negative"]])
+    check_examples("positions", body.positions, before)
+
+    def resolved() -> StoredModuleFit:
+        made = {
+            name: [
+                _example(f"{name}[{index}]", "read", body.read, ids, len(ids), model)
+                for index, ids in enumerate(listed)
+            ]
+            for name, listed in rows.items()
+        }
+        return StoredModuleFit(
+            request=msgspec.structs.replace(body, positive=[], negative=[], examples=[]),
+            template=template,
+            examples=_examples(body, before, after, model, codec),
+            **made,
+        )
+
+    stored = await call_aside(resolved)
     tokens = sum(len(example.token_ids) for example in stored.every)
     _check_most("examples" if body.examples else "positive", "has", tokens, MAX_FIT_TOKENS)
     _check_most("steps", "computes", stored.tokens, MAX_FIT_WORK)
@@ -173,9 +185,13 @@ async def _tokens(
     return [list(prompt.token_ids) for prompt in await tokenise(parsed, model, codec)]
 
 
-async def _examples(body: FitRequest, model: ModelInfo, codec: Codec) -> list[FitTokens]:
-    """Return the examples with their targets; a text is tokenised after its prompt."""
-    prompts, targets, made = [], [], []
+#: The token ids of each entry of a list.
+Listed = list[list[int]]
+
+
+async def _continued(body: FitRequest, model: ModelInfo, codec: Codec) -> tuple[Listed, Listed]:
+    """Return the prompts of the examples and their targets; a text with its prompt before it."""
+    prompts, targets = [], []
     for index, (prompt, target) in enumerate((each.prompt, each.target) for each in body.examples):
         if isinstance(target, str) and not isinstance(prompt, str):
             raise invalid(
@@ -186,7 +202,14 @@ async def _examples(body: FitRequest, model: ModelInfo, codec: Codec) -> list[Fi
         prompts.append(prompt)
         targets.append(f"{prompt}{target}" if isinstance(target, str) else target)
     before = await _tokens("examples", ".prompt", prompts, model, codec)
-    after = await _tokens("examples", ".target", targets, model, codec)
+    return before, await _tokens("examples", ".target", targets, model, codec)
+
+
+def _examples(
+    body: FitRequest, before: Listed, after: Listed, model: ModelInfo, codec: Codec
+) -> list[FitTokens]:
+    """Return the examples with their targets, see `_continued`."""
+    made = []
     for index, (example, ids, target) in enumerate(zip(body.examples, before, after, strict=True)):
         field = f"examples[{index}].target"
         if isinstance(example.target, str):

@@ -28,6 +28,7 @@ from ....schemas.requests.harvest_work import SCALED, HarvestPart, Survey
 from ....schemas.requests.specs import StoredCapture, StoredSteering
 from ....schemas.settings.settings import Settings
 from ....storage.store import below
+from ...web.aside import call_aside
 from ..edits.model_state import ModelState
 from ..edits.steering import check_number, limited, resolve_edits
 from ..positions.captures import SITE_RULES, Bounds, PromptFacts
@@ -92,6 +93,7 @@ async def plan_harvest(
             find, roots_of(settings, limits.harvest_sources), source
         )
         source = msgspec.structs.replace(source, format=kind)
+    edits = await call_aside(_edits, body, info, state, limits.edit_limit)
     base = store_of(settings, body.store)
     harvest_id = new_harvest_id()
     return StoredHarvest(
@@ -122,7 +124,7 @@ async def plan_harvest(
         priority=body.priority or "normal",
         metadata=body.metadata,
         steering=state.global_steering.digest,
-        edits=_edits(body, info, state, limits.edit_limit),
+        edits=edits,
         lora=lora,
         identity=info.identity,
         last_layer=info.num_layers - 1,

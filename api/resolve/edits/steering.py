@@ -579,16 +579,9 @@ def check_policies(gated: Sequence[Gated], model: ModelInfo, field: str) -> None
     """Raises a 400 for modules of policies that do not fit the model, or, naming `field`, that need
     more room together than those of all traffic have, or those that a request names.
     """
-    per_prompt, _ = resolve_edits([], [], Bounds(model, [PromptFacts(1)]), gated=gated)
-    rows = [row for entries in per_prompt for row in steering_rows(entries)]
-    needed = _room(rows)
     named = ", ".join(dict.fromkeys(module.probe.removeprefix(POLICY) for module in gated))
-    for what, requested, most in (
-        ("rows of the steering table", needed.rows, MAX_STEERING_ROWS),
-        ("vectors", needed.entries, MAX_POLICY_VECTORS),
-        ("entries", sum(len(row.entries) for row in rows), MAX_POLICY_VECTORS),
-        ("triggers", len({row.condition[1] for row in rows} - {b""}), MAX_TRIGGERS),
-    ):
+
+    def check(what: str, requested: int, most: int) -> None:
         if requested > most:
             raise invalid(
                 field,
@@ -598,6 +591,19 @@ def check_policies(gated: Sequence[Gated], model: ModelInfo, field: str) -> None
                 hint="give entries of a module the same limit and trigger, or merge directions "
                 "into one lowrank",
             )
+
+    # first, because all of them are resolved for the other figures
+    entries = sum(len(each.module.entries) for each in gated if each.module is not None)
+    check("entries", entries, MAX_POLICY_VECTORS)
+    per_prompt, _ = resolve_edits([], [], Bounds(model, [PromptFacts(1)]), gated=gated)
+    rows = [row for edits in per_prompt for row in steering_rows(edits)]
+    needed = _room(rows)
+    for what, requested, most in (
+        ("rows of the steering table", needed.rows, MAX_STEERING_ROWS),
+        ("vectors", needed.entries, MAX_POLICY_VECTORS),
+        ("triggers", len({row.condition[1] for row in rows} - {b""}), MAX_TRIGGERS),
+    ):
+        check(what, requested, most)
 
 
 def _places(rows: Sequence[SteeringRow]) -> int:

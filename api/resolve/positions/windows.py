@@ -1,6 +1,6 @@
 """Resolves positions that tokens decide: windows of captures and triggers of edits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,30 +29,42 @@ async def with_window_tokens(spec: CaptureSpec | None, codec: Codec) -> CaptureS
     span = None if spec is None else window_of(spec.positions)
     if spec is None or span is None or span.around is None or span.around.text is None:
         return spec
-    around = await _with_token_ids(span.around, codec, "capture.positions.around")
+    (around,) = await _with_token_ids({"capture.positions.around": span.around}, codec)
     return msgspec.structs.replace(spec, positions=msgspec.structs.replace(span, around=around))
 
 
 async def with_trigger_tokens(specs: Sequence[SteeringSpec], codec: Codec) -> list[SteeringSpec]:
     """Return steering with token ids in place of the texts of its triggers, likewise."""
-    return [
-        spec
-        if spec.trigger is None or spec.trigger.text is None
-        else msgspec.structs.replace(
-            spec,
-            trigger=await _with_token_ids(spec.trigger, codec, f"steering[{index}].trigger"),
-        )
+    made = [*specs]
+    named = {
+        index: spec.trigger
         for index, spec in enumerate(specs)
-    ]
+        if spec.trigger is not None and spec.trigger.text is not None
+    }
+    by_field = {f"steering[{index}].trigger": trigger for index, trigger in named.items()}
+    for index, trigger in zip(named, await _with_token_ids(by_field, codec), strict=True):
+        made[index] = msgspec.structs.replace(made[index], trigger=trigger)
+    return made
 
 
 OccurrencesT = TypeVar("OccurrencesT", bound=Occurrences)
 
 
-async def _with_token_ids(found: OccurrencesT, codec: Codec, at: str) -> OccurrencesT:
-    text = found.text or ""
+async def _with_token_ids(named: Mapping[str, OccurrencesT], codec: Codec) -> list[OccurrencesT]:
+    """`named`: by the field; their texts are tokenised together."""
     # Here, because ranks have no tokenizer. Other tokenisations of the same letters are not found.
-    encoded = await codec.encode([text, f" {text}"], special_tokens=False)
+    texts = [f"{before}{found.text}" for found in named.values() for before in ("", " ")]
+    encoded = iter(await codec.encode(texts, special_tokens=False))
+    pairs = zip(encoded, encoded, strict=True)
+    return [
+        _spelled(at, found, pair) for (at, found), pair in zip(named.items(), pairs, strict=True)
+    ]
+
+
+def _spelled(
+    at: str, found: OccurrencesT, encoded: tuple[Sequence[int], Sequence[int]]
+) -> OccurrencesT:
+    """Return what is to be found, by the tokens of its text alone and after a space."""
     sequences = [list(each) for each in dict.fromkeys(map(tuple, encoded)) if each]
     if not 0 < (longest := max(map(len, sequences), default=0)) <= MAX_AROUND:
         raise invalid(

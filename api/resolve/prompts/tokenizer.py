@@ -204,10 +204,14 @@ class Codec(ChatTemplate):
         """Encode all texts, or all conversations, in groups that helpers answer soon. Raises
         TooLong.
         """
-        sizes = [len(item) if isinstance(item, str) else item.characters for item in items]
+        parts = sum(1 if isinstance(item, str) else len(item.messages) for item in items)
+        sizes = (
+            await anyio.to_thread.run_sync(_sizes, items)
+            if parts > INLINE_MESSAGES
+            else _sizes(items)
+        )
         for index, characters in enumerate(sizes):
             self._check_characters(index, characters)
-        parts = sum(1 if isinstance(item, str) else len(item.messages) for item in items)
         apart = sum(sizes) > INLINE_CHARACTERS or parts > INLINE_MESSAGES
         answers: list[CodecAnswer] = []
         first = 0
@@ -379,6 +383,10 @@ class Codec(ChatTemplate):
         if chat is None:
             return where.find
         return Turns(self, chat.roles, chat.messages, chat.rendering, where).find
+
+
+def _sizes(items: Sequence[str | ChatInput]) -> list[int]:
+    return [len(item) if isinstance(item, str) else item.characters for item in items]
 
 
 def _groups(

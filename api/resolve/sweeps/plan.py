@@ -36,13 +36,13 @@ from ....schemas.prompts.selectors import (
 )
 from ....schemas.settings.settings import Settings
 from ...web.aside import call_aside
-from ..admission.admission import (
+from ..admission.continuations import Continuation, ReadPrompt, continue_prompts
+from ..admission.costs import (
     ENTRY_COST,
     RESOLVE_LIMIT,
     SEARCHED_CHARACTERS,
     SPAN_COST,
 )
-from ..admission.continuations import Continuation, ReadPrompt, continue_prompts
 from ..edits.patches import mask_tensor
 from ..edits.steering import NO_POSITION
 from ..positions.captures import Bounds, one_hook
@@ -217,6 +217,7 @@ def _check_spans(at: str, pair: SweepPair, spans: list[PairSpan], request: Sweep
     )
     first = [span.name for span in request.pairs[0].spans or []]
     names = [span.name for span in spans]
+    first_at: dict[str, int] = {}
     for index, span in enumerate(spans):
         place = f"{at}.spans[{index}]"
         check_excluded(
@@ -227,7 +228,9 @@ def _check_spans(at: str, pair: SweepPair, spans: list[PairSpan], request: Sweep
                     "is empty: a span needs a name, which labels its column",
                 ),
                 Excluded(
-                    f"{place}.name", span.name in names[:index], f"{span.name!r} is listed twice"
+                    f"{place}.name",
+                    first_at.setdefault(span.name, index) < index,
+                    f"{span.name!r} is listed twice",
                 ),
                 Excluded(
                     f"{place}.corrupt",
@@ -548,7 +551,7 @@ def _inside(positions: PositionSelector, tokens: int) -> PositionSelector:
 
 
 def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> None:
-    """Raise 400 if the plan would take long to resolve: see `admission.RESOLVE_LIMIT`."""
+    """Raise 400 if the plan would take long to resolve: see `costs.RESOLVE_LIMIT`."""
     total = 0
     for pair in pairs:
         if pair.spec.spans is None:
@@ -582,7 +585,7 @@ def _check_cost(request: SweepRequest, pairs: Sequence[_Pair], limit: int) -> No
 
 
 def _cost(requested_positions: PromptPositions, prompt: ReadPrompt) -> int:
-    """Return the cost as `admission.check_cost` counts it."""
+    """Return the cost as `costs.check_cost` counts it."""
     characters = len(prompt.text or "")
     items = requested_positions if isinstance(requested_positions, list) else [requested_positions]
     texts = sum(isinstance(item, Span) and item.text is not None for item in items)

@@ -57,9 +57,9 @@ class EditsPart(StepPart):
                     f"its steering takes {most} rows of the table at one token; at most "
                     f"{ROWS_PER_TOKEN} are allowed"
                 )
-            for entry in spec.steering:
-                self._state.check_sites(entry.hook, entry.layers)
-                check_here([entry])
+            for hook, layers in dict.fromkeys((e.hook, tuple(e.layers)) for e in spec.steering):
+                self._state.check_sites(hook, layers)
+            check_here(spec.steering)
             tracked.set_rows(self._rows.acquire(step, needed))
             if needed:
                 self._actions.fold(step, "steer", *spec.ids, spec.digest)

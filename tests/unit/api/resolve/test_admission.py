@@ -14,12 +14,8 @@ from model_kit import model
 from refusal_kit import refuses
 
 from midstream.api.resolve.admission import admission
-from midstream.api.resolve.admission.admission import (
-    RESOLVE_LIMIT,
-    check_cost,
-    resolve,
-    with_tools,
-)
+from midstream.api.resolve.admission.admission import resolve, with_tools
+from midstream.api.resolve.admission.costs import RESOLVE_LIMIT, check_cost
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import MAX_ENTRIES
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest

@@ -184,6 +184,13 @@ async def test_the_positions_of_a_span_count_for_each_entry_that_names_it() -> N
         await accepted(body, codec())
 
 
+async def test_ranges_with_a_step_cost_what_they_are_written_out_as() -> None:
+    ranges = [{"start": at % 1000, "stop": 3999, "every": 2} for at in range(4000)]
+    body = to_json({"model": MODEL.name, **LONG, "capture": {"positions": ranges}})
+    with refuses("selects too many positions over all prompts", field="capture.positions"):
+        await accepted(body, codec())
+
+
 @pytest.mark.parametrize("around", [{"text": WORDS[0]}, {"token_ids": [[1, 2], [3]]}])
 async def test_a_window_around_tokens_is_no_span_to_search_for(around: dict[str, Any]) -> None:
     capture = {"capture": {"positions": {"around": around}}}

@@ -20,12 +20,8 @@ from spelling import byte_level, covering
 from test_images import URL, picture
 from test_spans import merged_byte_level
 
-from midstream.api.resolve.admission.admission import (
-    RENDER_COST,
-    check_cost,
-    facts_of,
-    tokenise,
-)
+from midstream.api.resolve.admission.admission import facts_of, tokenise
+from midstream.api.resolve.admission.costs import RENDER_COST, check_cost
 from midstream.api.resolve.edits.steering import _check_global_positions
 from midstream.api.resolve.positions.captures import Bounds, resolve_captures
 from midstream.api.resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_job

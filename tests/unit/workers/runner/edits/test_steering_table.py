@@ -183,6 +183,7 @@ FULL, MASKED, ALL_OF = (
         ([("replace_masked", 0), ("replace", 1)], [[MASKED, FULL]]),
         ([("replace_masked", 0), ("replace", 0)], [[MASKED], [ALL_OF]]),
         ([("replace", 0), ("replace_masked", 0), ("replace", 0)], [[FULL, MASKED], [ALL_OF]]),
+        ([("replace_masked", 0), *[("replace", 0)] * 20], [[MASKED], [ALL_OF] * 20]),
     ],
 )
 def test_a_full_replacement_after_a_masked_one_at_a_site_gets_a_full_mask(

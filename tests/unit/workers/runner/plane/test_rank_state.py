@@ -98,7 +98,9 @@ def test_global_entries_precede_request_entries(rig: Rig, masked: bool) -> None:
         theirs = msgspec.structs.replace(
             theirs, family="replace_masked", tensors=[*theirs.tensors, ONES]
         )
-    request = Request(1, 6, 8, (), [mine.stored([2])], for_everyone(1, theirs))
+    # as many as a request may have: to the ranks they are one, after a masked one as well
+    own = [mine.stored([2])] * 20
+    request = Request(1, 6, 8, (), own, for_everyone(1, theirs))
     rig.step((request, 0, 6), new=[request])
     assert rig.left("pre_attn", 0)[:, 0].tolist() == [7, 7, 8, 7, 7, 7]
 
