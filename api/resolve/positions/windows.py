@@ -52,6 +52,8 @@ OccurrencesT = TypeVar("OccurrencesT", bound=Occurrences)
 
 async def _with_token_ids(named: Mapping[str, OccurrencesT], codec: Codec) -> list[OccurrencesT]:
     """`named`: by the field; their texts are tokenised together."""
+    if not named:
+        return []
     # Here, because ranks have no tokenizer. Other tokenisations of the same letters are not found.
     texts = [f"{before}{found.text}" for found in named.values() for before in ("", " ")]
     encoded = iter(await codec.encode(texts, special_tokens=False))
