@@ -69,37 +69,29 @@ class LensVector(msgspec.Struct, forbid_unknown_fields=True):
 LensVectors = Annotated[list[LensVector], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
 
 
-class LensVectorError(ValueError):
-    """A vector is invalid, or cannot be converted; `field` is the path of the cause inside it."""
-
-    def __init__(self, field: str, detail: str, allowed: str = "") -> None:
-        super().__init__(f"{field}: {detail}" + (f"; valid: {allowed}" if allowed else ""))
-        self.field, self.detail, self.allowed = field, detail, allowed
-
-
 def unpacked(tensor: LensTensor) -> tuple[DType, list[int], bytes]:
     """Return dtype, shape and little-endian bytes.
 
-    Raises LensVectorError. Allocates no more memory than the shape needs, and at most 8 MiB.
+    Raises ValueError naming the field. Allocates no more memory than the shape needs, and at most
+    8 MiB.
     """
     name = tensor.original_dtype or tensor.dtype
     if name not in _DTYPES or tensor.dtype != STORED[_DTYPES[name]]:
-        raise LensVectorError(
-            "dtype",
-            f"is {tensor.dtype!r} of {name!r}",
-            "float32, float16, or int16 of torch.bfloat16",
+        raise ValueError(
+            f"activations.dtype: is {tensor.dtype!r} of {name!r}; valid: float32, float16, or "
+            "int16 of torch.bfloat16"
         )
     dtype = _DTYPES[name]
     size = math.prod(tensor.shape) * ITEM_BYTES[dtype]
     if not 0 < size <= MAX_TENSOR_BYTES:
-        raise LensVectorError(
-            "shape", f"{tensor.shape} is {size} bytes", f"at most {MAX_TENSOR_BYTES}, and not empty"
+        raise ValueError(
+            f"activations.shape: {tensor.shape} is {size} bytes; valid: 1 to {MAX_TENSOR_BYTES}"
         )
-    import zstandard  # few requests need it
+    import zstandard  # few files need it
 
     with Translated(
         (binascii.Error, zstandard.ZstdError),
-        lambda error: LensVectorError("data", f"cannot be decoded: {error}"),
+        lambda error: ValueError(f"activations.data: cannot be decoded: {error}"),
     ):
         raw = base64.b64decode(tensor.data, validate=True)
         if tensor.compression:
@@ -109,12 +101,9 @@ def unpacked(tensor: LensTensor) -> tuple[DType, list[int], bytes]:
                 .read(size + 1)
             )
     if len(raw) != size:
-        raise LensVectorError(
-            "data",
-            (
-                f"has {'at least ' * (len(raw) > size)}{len(raw)} bytes; {dtype} of shape "
-                f"{tensor.shape} needs {size}"
-            ),
+        raise ValueError(
+            f"activations.data: has {len(raw)} bytes or more; {dtype} of shape {tensor.shape} "
+            f"needs {size}"
         )
     return dtype, tensor.shape, raw
 
@@ -123,22 +112,17 @@ def specs_of(vector: LensVector) -> list[SteeringSpec]:
     """Convert a vector to equivalent entries at `post_block`: one for each layer, and for each
     position if positions have separate rows.
 
-    Raises LensVectorError.
+    Raises ValueError naming the field.
     """
-    with Translated(
-        LensVectorError,
-        lambda error: LensVectorError(f"activations.{error.field}", error.detail, error.allowed),
-    ):
-        dtype, shape, raw = unpacked(vector.activations)
+    dtype, shape, raw = unpacked(vector.activations)
     layers, positions = vector.layer_indices, vector.position_indices
     if len(shape) < 2 or shape[0] != len(layers):
-        raise LensVectorError(
-            "activations",
-            f"has shape {shape} for {len(layers)} layers",
-            "[layers, hidden_size] or [layers, positions, hidden_size]",
+        raise ValueError(
+            f"activations: has shape {shape} for {len(layers)} layers; valid: "
+            "[layers, hidden_size] or [layers, positions, hidden_size]"
         )
     if len(set(layers)) != len(layers):
-        raise LensVectorError("layer_indices", "names a layer twice")
+        raise ValueError("layer_indices: names a layer twice")
     common: dict[str, Any] = {
         "scale": vector.scale,
         **({"norm_match": True} if vector.norm_match else {}),
@@ -150,27 +134,23 @@ def specs_of(vector: LensVector) -> list[SteeringSpec]:
     ]
     if len(shape) == 2:
         if positions is not None:
-            raise LensVectorError(
-                "position_indices",
-                "is for activations of shape [layers, positions, hidden_size]",
-                "null",
+            raise ValueError(
+                "position_indices: is for activations of shape [layers, positions, hidden_size]"
             )
         return [
             SteeringSpec(layers=layer, vector=row, **common)
             for layer, row in zip(layers, rows, strict=True)
         ]
     if len(layers) * shape[1] > MAX_ENTRIES:
-        raise LensVectorError(
-            "activations",
-            f"has {len(layers)} layers of {shape[1]} positions",
-            f"at most {MAX_ENTRIES} rows in all",
+        raise ValueError(
+            f"activations: has {len(layers)} layers of {shape[1]} positions; valid: at most "
+            f"{MAX_ENTRIES} rows in all"
         )
     places = list(range(shape[1])) if positions is None else positions
     if len(places) != shape[1] or len(set(places)) != len(places):
-        raise LensVectorError(
-            "position_indices",
-            f"has {len(places)} positions for {shape[1]} rows",
-            f"{shape[1]} different positions",
+        raise ValueError(
+            f"position_indices: has {len(places)} positions for {shape[1]} rows; valid: "
+            f"{shape[1]} different positions"
         )
     sites = [(layer, place) for layer in layers for place in places]
     return [
