@@ -12,15 +12,8 @@ from rich.text import Text
 
 from ..captures.patterns import Attention, Behaviour
 from .jobs import count, table
-from .sweeps import shaded
 
-#: Stops of the colour scale as red, green and blue, from white to dark with more attention (close
-#: to matplotlib's Blues).
-_STOPS = np.array(
-    ((247, 251, 255), (158, 202, 225), (66, 146, 198), (8, 81, 156), (8, 48, 107)), dtype=np.float64
-)
-#: Shades for terminals without colours, weakest first; the first marks keys with almost no
-#: attention.
+#: Shades of a weight, weakest first; the first marks keys with almost no attention.
 _SHADES = "·░▒▓█"
 #: In terminal cells: the width of a token's name, the height of a panel, the width of the legend,
 #: and the gap between panels; `_PANELS` is how many panels are drawn by default.
@@ -73,7 +66,6 @@ class Maps:
         cells = -(-len(names) // merged)
         wide = 2 if 2 * cells <= room else 1
         per_row = max(1, (room + _GAP) // (cells * wide + _GAP))
-        colour = console.color_system is not None
         for first in range(0, len(self.panels), per_row):
             shown = self.panels[first : first + per_row]
             titles = [set_cell_size(_title(panel, cells * wide), cells * wide) for panel in shown]
@@ -81,13 +73,13 @@ class Maps:
             maps = [coarse(pattern, merged) for pattern in self._patterns[first : first + per_row]]
             for line in range(cells):
                 rows = [
-                    Text.assemble(*(self._cell(value, wide, colour) for value in item[line]))
+                    Text.assemble(*(self._cell(value, wide) for value in item[line]))
                     for item in maps
                 ]
                 name = set_cell_size(names[line * merged], label)
                 yield Text.assemble((name, "dim"), " ", Text(" " * _GAP).join(rows), no_wrap=True)
             yield Text("")
-        scale = [self._cell(value, 1, colour) for value in np.linspace(0, self._most, _LEGEND)]
+        scale = [self._cell(value, 1) for value in np.linspace(0, self._most, _LEGEND)]
         yield Text.assemble("0 ", *scale, f" {self._most:.3g} share of the query's attention")
         if merged > 1:
             yield Text(
@@ -98,13 +90,11 @@ class Maps:
                 f"{len(self.panels)} of {count(len(self.attention.panels), 'head')}", style="dim"
             )
 
-    def _cell(self, value: float, width: int, colour: bool) -> Text:
+    def _cell(self, value: float, width: int) -> Text:
         if np.isnan(value):
             return Text(" " * width)
         share = min(value / self._most, 1.0)
-        if not colour:
-            return Text(_SHADES[min(int(share * len(_SHADES)), len(_SHADES) - 1)] * width)
-        return shaded(share, _STOPS, width)
+        return Text(_SHADES[min(int(share * len(_SHADES)), len(_SHADES) - 1)] * width)
 
 
 def _title(panel: Panel, width: int) -> str:

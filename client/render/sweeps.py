@@ -5,10 +5,8 @@ from collections.abc import Iterator
 
 import numpy as np
 from rich.cells import cell_len, set_cell_size
-from rich.color import Color
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.markup import escape
-from rich.style import Style
 from rich.table import Table
 from rich.text import Text
 
@@ -16,13 +14,8 @@ from ...schemas.jobs.sweeps import SweepResult
 from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled, written
 from .jobs import count, table
 
-#: Stops of the colour scale, as red, green and blue: blue over white to red.
-_STOPS = np.array(
-    ((33, 102, 172), (146, 197, 222), (247, 247, 247), (244, 165, 130), (178, 24, 43)),
-    dtype=np.float64,
-)
-#: Characters for terminals without colours: from the middle up, and from the middle down.
-_ABOVE, _BELOW = "▁▂▃▄▅▆▇█", "░▒▓"
+#: Characters from the middle up, and from the middle down, with their colours where there are any.
+_ABOVE, _BELOW = ("▁▂▃▄▅▆▇█", "red"), ("░▒▓", "blue")
 #: Values below the middle by less than this share of half the scale are drawn like the middle.
 _LEAST = 0.05
 #: A cell without a value.
@@ -30,13 +23,6 @@ _NONE = "·"
 #: The most characters of a row's name, the most rows, the legend's width in characters, and the
 #: most reasons for missing cells.
 _LABEL, _ROWS, _LEGEND, _REASONS = 18, 48, 24, 5
-
-
-def shaded(share: float, stops: np.ndarray, width: int) -> Text:
-    """Return blanks with the colour at a share of the way along `stops` `[colours, 3]`."""
-    at = share * (len(stops) - 1)
-    rgb = [float(np.interp(at, range(len(stops)), stops[:, part])) for part in range(3)]
-    return Text(" " * width, style=Style(bgcolor=Color.from_rgb(*rgb)))
 
 
 class Heatmap:
@@ -48,7 +34,7 @@ class Heatmap:
         self.result, self.pair, self.grid = result, pair, grid_of(result, pair)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        paint = _Paint(self.grid, colour=console.color_system is not None)
+        paint = _Paint(self.grid)
         head, *rest = described(self.result, self.pair)
         yield Text(head, style="bold")
         yield from (Text(line) for line in rest)
@@ -57,21 +43,19 @@ class Heatmap:
 
 
 class _Paint:
-    """Turns numbers into coloured cells; without colours, into block characters."""
+    """Turns numbers into cells of block characters."""
 
-    def __init__(self, grid: Grid, colour: bool):
+    def __init__(self, grid: Grid):
         self.low, self.high = grid.limits
-        self._colour = colour
 
     def cell(self, value: float, width: int) -> Text:
         if np.isnan(value):
             return Text(_NONE.ljust(width), style="dim")
         # −1 to 1: the share of the way from the middle to an end of the scale
         share = float(np.clip(2 * (value - self.low) / (self.high - self.low) - 1, -1.0, 1.0))
-        if not self._colour:
-            signs = _BELOW if share < -_LEAST else _ABOVE
-            return Text(signs[min(int(abs(share) * len(signs)), len(signs) - 1)] * width)
-        return shaded((share + 1) / 2, _STOPS, width)
+        signs, colour = _BELOW if share < -_LEAST else _ABOVE
+        sign = signs[min(int(abs(share) * len(signs)), len(signs) - 1)]
+        return Text(sign * width, style=colour)
 
     def legend(self) -> Text:
         parts = [self.cell(value, 1) for value in np.linspace(self.low, self.high, _LEGEND)]

@@ -91,8 +91,9 @@ def test_a_small_negative_effect_differs_from_none_in_every_rendering() -> None:
     names = ("The 0", "Col 1", "osse 2", "um 3", "is 4", "in 5")
     rows = [line for line in printed(sweep).splitlines() if line.startswith(names)][:6]
     assert [row[7] for row in rows] == ["░", "▁", "▁", "▓", "█", "▁"]
-    coloured = printed(sweep, color_system="truecolor")
-    assert len({part.partition("m")[0] for part in coloured.split("\x1b[48;2;")[1:]}) >= 6
+    coloured = printed(sweep, color_system="standard")
+    assert "\x1b[34m░" in coloured, "blue"
+    assert "\x1b[31m█" in coloured, "red"
 
 
 @pytest.mark.parametrize(
@@ -139,8 +140,6 @@ def test_without_colours_the_strongest_cell_is_the_highest_block() -> None:
     ):
         assert words in wide
     assert "a column is" not in text
-    coloured = printed(result(), color_system="256")
-    assert ("\x1b[48;" in coloured, "█" in coloured) == (True, False)
 
 
 @pytest.mark.parametrize("width", [40, 80, 200])

@@ -454,7 +454,7 @@ def test_a_study_a_figure_and_a_result_render_in_a_notebook(
     assert "Strongest cells" in page
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert study._repr_png_() is None
-    assert "background-color" in (study._repr_html_() or ""), "as the terminal draws it"
+    assert "█" in (study._repr_html_() or ""), "as the terminal draws it"
 
 
 def test_a_region_that_cannot_be_zoomed_into_is_refused() -> None:

@@ -103,9 +103,8 @@ def printed(
     found: Attention,
     panels: Sequence[tuple[int, int]] | None = None,
     width: int = 100,
-    colour: str | None = None,
 ) -> str:
-    console = Console(width=width, height=80, color_system=colour, force_terminal=True)  # type: ignore[arg-type]
+    console = Console(width=width, height=80, color_system=None, force_terminal=True)
     with console.capture() as captured:
         console.print(show.report(found, panels))
     return captured.get()
@@ -251,7 +250,6 @@ def test_the_maps_fit_the_terminal_and_merge_tokens_where_they_must() -> None:
     assert merged.shape == (4, 4)
     np.testing.assert_array_equal(np.isnan(merged), np.triu(np.ones((4, 4), dtype=bool), 1))
     assert np.diagonal(merged)[:3].tolist() == [1, 1, 1]
-    assert "\x1b[48;2;8;48;107m" in printed(_ideal(1), colour="truecolor")
 
 
 def test_of_many_heads_the_strongest_are_drawn() -> None:
