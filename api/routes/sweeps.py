@@ -68,7 +68,7 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
         global_captures=info.global_captures,
     )
     _, policies = await watched_model(context.ledger, info.name)
-    job = with_policies(job, all_fitting(policies, info), job.id)
+    job = with_policies(job, all_fitting(policies, info))
     if sweep.attributed is not None:
         stops = any("stop" in probe.actions for probe in job.probes)
         watched = replace(sweep, attribution=replace(sweep.attributed, watched=stops))

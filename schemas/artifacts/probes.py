@@ -29,9 +29,8 @@ from ..base.limits import (
 from ..prompts.selectors import Hook, HookName
 from .registered import ArtifactKind, Registered, Registration
 
-#: `shadow`: decisions are recorded, and nothing else happens. `canary`: a share of the requests is
-#: `active`, the others `shadow`. `active`: the actions are taken.
-Mode = Literal["shadow", "canary", "active"]
+#: `shadow`: decisions are recorded, and nothing else happens. `active`: the actions are taken.
+Mode = Literal["shadow", "active"]
 #: In the range of float32, like the scores.
 Threshold = Annotated[float, msgspec.Meta(ge=-3e38, le=3e38)]
 #: `StoredProbe.name` of a policy's scores: this, then the policy's name.

@@ -58,7 +58,6 @@ PolicyAction = Literal["flag", "stop"] | Steer | CaptureWindow | Webhook
 HIDDEN = "hidden"
 #: Of requests, at the site of a policy's probe or before it in the forward pass.
 EditsAllowed = Literal["refuse", "allow"]
-Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class PolicyRequest(Registration, kw_only=True):
@@ -70,7 +69,6 @@ class PolicyRequest(Registration, kw_only=True):
     actions: Annotated[list[PolicyAction], msgspec.Meta(max_length=MAX_POLICY_ACTIONS)]
     # null: `shadow`; required over a version that acts
     mode: Mode | None = None
-    share: Share = 0.0  # of the requests, in mode `canary`
     all_traffic: bool = False  # applies to every request to the model; otherwise to those naming it
     # of all traffic, while it may act: whether requests may edit rows that its probe reads
     edits: EditsAllowed = "refuse"
@@ -80,8 +78,6 @@ class PolicyRequest(Registration, kw_only=True):
         refuse(
             {
                 "actions has one twice, which only steer may be": len({*once}) < len(once),
-                "share is for mode canary, which needs one above 0, such as 0.1; others take "
-                "none": (self.mode == "canary") != (self.share > 0),
                 "all_traffic is not valid with the action capture": self.all_traffic
                 and "capture" in once,
             }
@@ -112,7 +108,6 @@ class PolicyChange(Record):
     version: Index | None = None  # whose content the new version has; null: the current one's
     condition: ConditionChange | None = None  # type: ignore[valid-type]  # a variable, to mypy
     mode: Mode | None = None
-    share: Share | None = None  # null: 0, or the present one in mode `canary`
     all_traffic: bool | None = None
     edits: EditsAllowed | None = None
 
@@ -132,12 +127,12 @@ class PolicyVersion(Record):
     # the tenant and the API key that its webhooks belong to and are signed for
     tenant: str
     key: str
-    registered: float = 0.0  # when its content was; a changed mode, share or reach keeps it
+    registered: float = 0.0  # when its content was; a changed mode or reach keeps it
 
     @property
     def acts_on_all(self) -> bool:
         """Return whether it may act on every request to the model."""
-        return self.content.all_traffic and self.content.mode in ("canary", "active")
+        return self.content.all_traffic and self.content.mode == "active"
 
     @property
     def named(self) -> set[tuple[str, str]]:

@@ -300,7 +300,6 @@ def test_no_request_edits_what_a_policy_of_all_traffic_reads(api: Api, hand: Han
     assert api.submit(steering=[late])
     early = {"model": MODEL, "prompts": ["a"], "steering": [early]}
     for change, status in (
-        ({"mode": "canary", "share": 0.001}, 400),
         ({"mode": "shadow"}, 202),
         ({"mode": "active"}, 400),
         ({"edits": "allow"}, 202),

@@ -439,7 +439,6 @@ def test_a_decision_is_sent_to_the_policys_webhook(client: Client, calm: str) ->
         ({"actions": [{"action": "webhook", "url": "ftp://a"}]}, "actions[0].url"),
         ({"actions": ["flag", "flag"]}, None),
         ({"mode": "canary"}, None),
-        ({"share": 0.5}, None),
     ],
 )
 def test_policies_that_are_refused(
@@ -457,8 +456,6 @@ def test_requests_and_changes_that_are_refused(client: Client, calm: str) -> Non
             run(client, *policies)
     with refuses(field="version", allowed="1"):
         client.policies.change("real", version=9)
-    with refuses(field="share"):
-        client.policies.change("real", share=0.5)
 
 
 def changed_to(client: Client, name: str, fields: dict[str, Any]) -> str:
@@ -470,10 +467,7 @@ def changed_to(client: Client, name: str, fields: dict[str, Any]) -> str:
     return "made"
 
 
-@pytest.mark.parametrize("acting", [{"mode": "active"}, {"mode": "canary", "share": 0.3}])
-def test_of_changes_at_once_those_that_fit_together_are_made(
-    client: Client, calm: str, acting: dict[str, Any]
-) -> None:
+def test_of_changes_at_once_those_that_fit_together_are_made(client: Client, calm: str) -> None:
     """Four of eight policies of all traffic, each with a row; no request is refused for them."""
     client.modules.put("joy", steering=[{"layers": 2, "op": "ablate", "vector": [1.0] * HIDDEN}])
     steer = {"action": "steer", "module": "joy"}
@@ -481,7 +475,7 @@ def test_of_changes_at_once_those_that_fit_together_are_made(
     for name in names:
         client.policies.put(name, **of_all(calm, steer, mode="shadow", edits="allow"))
     with ThreadPoolExecutor(8) as threads:
-        made = threads.map(lambda name: changed_to(client, name, acting), names)
+        made = threads.map(lambda name: changed_to(client, name, {"mode": "active"}), names)
     assert sorted(made) == ["all_traffic"] * 4 + ["made"] * 4
     own = {"layers": 1, "op": "ablate", "vector": [1.0] * HIDDEN}
     assert run(client, steering=[own] * 4).outputs

@@ -67,7 +67,7 @@ async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig:
         )
         info, policies = await watched_model(rig.ledger, "fake-model")
         job = msgspec.structs.replace(sweep_job(asked), global_captures=info.global_captures)
-        job = with_policies(job, policies, job.id)
+        job = with_policies(job, policies)
         await rig.ledger.submit(
             job, {}, None, [name for probe in job.probes for name in probe.content.tensors]
         )

@@ -93,7 +93,7 @@ class Names:
         lora = named_lora(parsed.lora, info, found)
         probes = probes_of(parsed.probes, info, found)
         of_all_traffic = found.present(POLICIES, watching)
-        policies = policies_of(parsed, info, found, of_all_traffic, job_id)
+        policies = policies_of(parsed, info, found, of_all_traffic)
         state = NOTHING
         if modules or steering or patch:
             state = await self._state(info, caller, found, patch, of_all_traffic)

@@ -329,11 +329,9 @@ def changed(policy: Policy, change: PolicyChange) -> PolicyVersion:
         raise invalid("version", f"{number} is not kept", allowed=", ".join(map(str, kept)))
     given = {
         name: value
-        for name in ("mode", "share", "all_traffic", "edits")
+        for name in ("mode", "all_traffic", "edits")
         if (value := getattr(change, name)) is not None
     }
-    if given.get("mode", "canary") != "canary":
-        given.setdefault("share", 0.0)
     former, at = kept[number], now()
     present, new = map(msgspec.to_builtins, (former.content.condition, change.condition or {}))
     with Translated(msgspec.ValidationError, lambda error: invalid("condition", str(error))):
@@ -383,14 +381,13 @@ def policies_of(
     model: ModelInfo,
     found: Lookup,
     watching: Sequence[Policy],
-    job_id: str,
 ) -> Applied:
     """Return the policies that a request names, then those `watching`, which apply to all traffic.
     Gradient rows have none: nothing is generated.
 
     Raises a 400 naming the field, and `unavailable` as `all_fitting`.
     """
-    result, named, request = Applied(), parsed.policies, parsed.conversation or job_id
+    result, named = Applied(), parsed.policies
     for index, name in enumerate(named):
         at = f"policies[{index}]"
         if name in named[:index]:
@@ -398,12 +395,12 @@ def policies_of(
         policy = found.known(POLICIES, name, at)
         if (why := unfit(policy.current, model)) is not None:
             raise invalid(at, f"{name!r} {why}")
-        _apply(policy, at, scores_of(policy, request), result)
+        _apply(policy, at, scores_of(policy), result)
     of_all = {policy.name: policy for policy in all_fitting(watching, model)}
     for name, policy in of_all.items():
         if name not in named:
-            _apply(policy, "policies", scores_of(policy, request), result)
-    # As if all acted, so that neither a canary's lot nor a change of the mode decides.
+            _apply(policy, "policies", scores_of(policy), result)
+    # As if all acted, so that no change of the mode decides.
     alone = [found.known(POLICIES, name, "policies") for name in named if name not in of_all]
     check_policies(_modules_of(alone, "policies"), model, "policies")
     acting = [policy for policy in of_all.values() if policy.current.acts_on_all]

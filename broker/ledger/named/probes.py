@@ -1,6 +1,5 @@
 """Which registered probes and policies fit the served model, and the policies of all traffic."""
 
-import hashlib
 from collections.abc import Sequence
 from datetime import date, timedelta
 
@@ -98,12 +97,12 @@ def all_fitting(policies: Sequence[Policy], model: ModelInfo) -> Sequence[Policy
     return policies
 
 
-def with_policies(job: Job, policies: Sequence[Policy], request: str) -> Job:
+def with_policies(job: Job, policies: Sequence[Policy]) -> Job:
     """Return a sweep or a part of a harvest with the scores that policies of all traffic need, and
     the webhooks of those that act. Nothing steers there: a policy without another action only
-    records. `request`: see `scores_of`.
+    records.
     """
-    probes = [scores_of(policy, request, steers=False) for policy in policies]
+    probes = [scores_of(policy, steers=False) for policy in policies]
     return msgspec.structs.replace(job, probes=probes, hooks=hooks_of(policies, probes))
 
 
@@ -125,14 +124,11 @@ def hooks_of(policies: Sequence[Policy], probes: Sequence[StoredProbe]) -> dict[
     }
 
 
-def scores_of(policy: Policy, request: str, *, steers: bool = True) -> StoredProbe:
-    """Return the scores that a policy needs in a request, and whether it acts there.
-
-    `request`: the conversation, or else the id of the job: a canary acts in the share of them whose
-    hash is low. Without `steers`, that action is left out.
+def scores_of(policy: Policy, *, steers: bool = True) -> StoredProbe:
+    """Return the scores that a policy needs in a request, and whether it acts there. Without
+    `steers`, that action is left out.
     """
     version, content = policy.current, policy.current.content
-    lot = int.from_bytes(hashlib.sha256(f"{policy.name}\0{request}".encode()).digest()[:6]) / 2**48
     actions = [kind for kind in content.kinds if steers or kind != "steer"]
     stored = StoredPolicy(
         name=policy.name,
@@ -142,7 +138,7 @@ def scores_of(policy: Policy, request: str, *, steers: bool = True) -> StoredPro
         condition=content.condition,
         actions=actions,
         mode=policy.mode,
-        acts=(policy.mode == "active" or lot < content.share) and (steers or bool(actions)),
+        acts=policy.mode == "active" and (steers or bool(actions)),
         column=version.probe.content.labels.index(content.condition.label)
         if content.condition.label is not None
         else 0,

@@ -617,7 +617,7 @@ def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, policies: Sequence[
         global_captures=model.global_captures if runs else [],
         identity=harvest.identity,
     )
-    return with_policies(job, policies, harvest.id) if runs else job
+    return with_policies(job, policies) if runs else job
 
 
 def _with_lines(harvest: StoredHarvest, lines: Sequence[Line]) -> StoredHarvest:

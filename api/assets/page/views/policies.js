@@ -3,7 +3,7 @@
 import { get, patch } from "../lib/api.js";
 import { Button, Control, Loading, Problem, html, useState, useTask } from "../lib/ui.js";
 import { EmptyState, Stats, Table } from "../lib/parts.js";
-import { age, count, number, percent } from "../lib/format.js";
+import { age, count, number } from "../lib/format.js";
 import { short } from "../lib/chips.js";
 import { useAnswer, useJobs, useModels } from "../lib/ask.js";
 import { Reading, ReadingForm } from "../lib/readings.js";
@@ -12,12 +12,11 @@ import { ProbeResult } from "./probes.js";
 
 const DAYS = 30; // POLICY_DAYS of schemas/base/limits.py
 const DAY_MS = 24 * 3600 * 1000;
-const MODES = { shadow: "decides and records", canary: "acts in a share of the requests", active: "acts" };
-const ADVICE = { shadow: "Watch how often it triggers, and try prompts below, before it acts; a canary acts in some requests first.", canary: "In the other requests it only records.", active: "In shadow mode it only records." };
-const PILLS = { active: "good", canary: "busy" };
+const MODES = { shadow: "decides and records", active: "acts" };
+const ADVICE = { shadow: "Watch how often it triggers, and try prompts below, before it acts.", active: "In shadow mode it only records." };
+const PILLS = { active: "good" };
 
 const current = ({ versions }) => versions[versions.length - 1];
-const modeOf = ({ mode, share }) => (mode === "canary" ? `canary, ${percent(share)}` : mode);
 const trafficOf = ({ all_traffic: all }) => (all ? "all traffic" : "requests that name it");
 const actionOf = (item) => (typeof item === "string" ? item : `${item.action}${item.module ? ` ${item.module}${item.scale === 1 ? "" : ` × ${short(item.scale)}`}` : ""}`);
 const actionsOf = ({ actions }) => actions.map(actionOf).join(", ") || "none";
@@ -49,7 +48,7 @@ const List = ({ policies }) => html`<${Table} label="Policies" heads=${["Policy"
   const { content } = current(policy);
   return [
     html`<a href=${`#/policies/${encodeURIComponent(policy.name)}?model=${encodeURIComponent(policy.model)}`}><strong>${policy.name}</strong></a>${policy.description && html`<br /><small>${policy.description}</small>`}`,
-    html`<span class=${`pill ${PILLS[content.mode] || ""}`}>${modeOf(content)}</span>`, trafficOf(content), conditionOf(content), actionsOf(content),
+    html`<span class=${`pill ${PILLS[content.mode] || ""}`}>${content.mode}</span>`, trafficOf(content), conditionOf(content), actionsOf(content),
     policy.days.length ? html`<${Spark} days=${lastDays(policy.days)} /><br /><span class="soft">${number(total(policy.days, "triggered"))} of ${count(total(policy.days, "prompts"), "prompt")}</span>` : html`<span class="soft">none read</span>`,
   ];
 })} />`;
@@ -57,21 +56,19 @@ const List = ({ policies }) => html`<${Table} label="Policies" heads=${["Policy"
 /** Switches the mode, after a question that says what that does. */
 function Mode({ policy, change, onError }) {
   const { content, version } = current(policy);
-  const [form, set] = useState({ mode: content.mode, share: content.share || 0.1 });
-  const same = form.mode === content.mode && (form.mode !== "canary" || form.share === content.share);
+  const [mode, set] = useState(content.mode);
   const send = async () => {
-    const acts = form.mode === "shadow" ? "It will only record" : `It will ${actionsOf(content)} in ${form.mode === "canary" ? `${percent(form.share)} of ` : ""}${trafficOf(content)}`;
-    if (confirm(`Switch ${policy.name} from ${modeOf(content)} to ${modeOf(form)}?\n\n${acts}, in requests accepted from now on. This makes version ${version + 1}; version ${version} can be restored.`)) await change(form.mode === "canary" ? form : { mode: form.mode });
+    const acts = mode === "shadow" ? "It will only record" : `It will ${actionsOf(content)} in ${trafficOf(content)}`;
+    if (confirm(`Switch ${policy.name} from ${content.mode} to ${mode}?\n\n${acts}, in requests accepted from now on. This makes version ${version + 1}; version ${version} can be restored.`)) await change({ mode });
   };
-  return html`<div class="inline"><${Control} label="Mode" hint=${MODES[form.mode]} value=${form.mode} change=${({ target }) => set({ ...form, mode: target.value })} options=${Object.keys(MODES)} />
-    ${form.mode === "canary" && html`<${Control} label="Share of requests" hint="above 0, at most 1" type="number" min="0.01" max="1" step="0.01" value=${form.share} change=${({ target }) => set({ ...form, share: target.valueAsNumber })} />`}
-    <${Button} kind="main switch" disabled=${same} onClick=${send} onError=${onError}>Switch<//></div>`;
+  return html`<div class="inline"><${Control} label="Mode" hint=${MODES[mode]} value=${mode} change=${({ target }) => set(target.value)} options=${Object.keys(MODES)} />
+    <${Button} kind="main switch" disabled=${mode === content.mode} onClick=${send} onError=${onError}>Switch<//></div>`;
 }
 
 function Versions({ policy, may, change, onError }) {
   const restore = async (version) => confirm(`Restore version ${version} of ${policy.name}? Its content and mode apply to requests accepted from now on, as version ${current(policy).version + 1}.`) && change({ version });
   return html`<h2>Versions</h2><${Table} label="Versions" heads=${["Version", "Mode", "Reads", "Turns on at", "Does", "Made", ""]} rows=${[...policy.versions].reverse().map(({ version, content, created }, n) => [
-    version, modeOf(content), trafficOf(content), conditionOf(content), actionsOf(content), `${age(created)} ago`,
+    version, content.mode, trafficOf(content), conditionOf(content), actionsOf(content), `${age(created)} ago`,
     n === 0 ? html`<span class="pill good">current</span>` : may && html`<${Button} kind="small" aria-label=${`Restore version ${version}`} onClick=${() => restore(version)} onError=${onError}>Restore<//>`,
   ])} />`;
 }
@@ -113,7 +110,7 @@ function One({ name, job, model, session, query, jobs }) {
   const mine = `policies/${encodeURIComponent(name)}`;
   return html`<p><a href="#/policies">All policies</a></p><h1>${name}</h1>${policy.description && html`<p class="lead">${policy.description}</p>`}
     <p class="finding">${prompts ? `It read ${count(prompts, "prompt")} in ${DAYS} days and was triggered by ${number(triggered)} (${number((100 * triggered) / prompts, 1)} %); it acted on ${acted ? number(acted) : "none"}.` : `It has read no prompt in ${DAYS} days.`}</p>
-    <${Stats} items=${[{ name: "Mode", value: modeOf(content), note: MODES[content.mode] }, { name: "Version", value: version, note: policy.versions.length > 1 ? `the last ${policy.versions.length} are kept` : null }, { name: "Reads", value: content.all_traffic ? "all" : "named", note: trafficOf(content) }]} />
+    <${Stats} items=${[{ name: "Mode", value: content.mode, note: MODES[content.mode] }, { name: "Version", value: version, note: policy.versions.length > 1 ? `the last ${policy.versions.length} are kept` : null }, { name: "Reads", value: content.all_traffic ? "all" : "named", note: trafficOf(content) }]} />
     <p>Turns on at: ${conditionOf(content)}.<br />Does: ${actionsOf(content)}${content.edits === "allow" ? "; edits before it are allowed" : ""}.</p>
     <${Problem} error=${error} />
     <div class="reading even"><${Hits} policy=${policy} />

@@ -1,4 +1,4 @@
-"""What policies refuse, the versions that changes make, and which requests a canary acts on."""
+"""What policies refuse, and the versions that changes make."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from refusal_kit import refuses
 
 from midstream.api.resolve.readings.probes import _tag_of, changed, digest_of, replaceable
 from midstream.api.routes.registered import _with
-from midstream.broker.ledger.named.probes import scores_of, unfit, with_policies
+from midstream.broker.ledger.named.probes import unfit, with_policies
 from midstream.schemas.artifacts.probes import Condition, ProbeContent, StoredProbe
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.prompts.selectors import HOOKS
@@ -68,18 +68,6 @@ def test_a_policy_that_does_not_fit_the_model(
     assert why == words or (words is not None and words in str(why))
 
 
-def test_a_canary_acts_in_its_share_of_requests() -> None:
-    canary = policy("stop", mode="canary", share=0.25)
-    scores = [scores_of(canary, f"job_{number}") for number in range(2000)]
-    acts = [score.policy.acts for score in scores]
-    assert 400 < sum(acts) < 600
-    assert (
-        [score.actions == ["stop"] for score in scores],
-        scores[0].name,
-        scores[0].policy.column,
-    ) == (acts, "policy:guard", 1)
-
-
 @pytest.mark.parametrize(
     ("actions", "acts", "kept"),
     [
@@ -93,7 +81,7 @@ def test_only_steering_is_left_out_in_sweeps_and_harvests(
     actions: list[Any], acts: bool, kept: list[str]
 ) -> None:
     for mode, on in (("active", acts), ("shadow", False)):
-        job = with_policies(JOB, [policy(*actions, mode=mode)], "h")
+        job = with_policies(JOB, [policy(*actions, mode=mode)])
         stored = job.probes[0].policy
         assert (job.probes[0].actions, stored.acts) == (kept if on else [], on)
         assert (stored.actions, [*job.hooks]) == (kept, ["guard"] * (on and HOOK in actions))
@@ -109,20 +97,15 @@ def test_tags_of_policies_are_distinct() -> None:
 
 def test_changes_make_versions() -> None:
     first = policy("flag", mode="shadow")
-    canary = changed(first, PolicyChange(mode="canary", share=0.5))
-    assert (canary.content.mode, canary.content.share) == ("canary", 0.5)
-    active = changed(msgspec.structs.replace(first, versions=[canary]), PolicyChange(mode="active"))
-    assert active.content.share == 0.0
-    assert len({digest_of(each) for each in (first.current, canary, active)}) == 3
+    active = changed(first, PolicyChange(mode="active"))
+    assert active.content.mode == "active"
+    assert digest_of(active) != digest_of(first.current)
 
 
 @pytest.mark.parametrize(
     ("action", "change", "field", "words"),
     [
         (CaptureWindow(layers=0), {"all_traffic": True}, "all_traffic", "the action capture"),
-        ("flag", {"share": 0.5}, "share", "is for mode canary"),
-        ("flag", {"mode": "canary"}, "share", "is for mode canary"),
-        ("flag", {"mode": "shadow", "share": 0.5}, "share", "is for mode canary"),
     ],
 )
 def test_a_change_is_refused_by_the_field_that_is_wrong(
@@ -130,11 +113,6 @@ def test_a_change_is_refused_by_the_field_that_is_wrong(
 ) -> None:
     with refuses(words, field=field, status=400):
         changed(policy(action), PolicyChange(**change))
-
-
-def test_a_share_without_a_canary_is_refused_by_its_name() -> None:
-    with pytest.raises(ValueError, match="share is for mode canary"):
-        policy("flag", share=0.5)
 
 
 def test_a_change_of_the_condition_keeps_its_other_fields() -> None:
@@ -168,10 +146,9 @@ def test_identical_content_makes_no_version_but_another_registration() -> None:
     assert [each.registered for each in kept.versions] == [0.0, 10.0]
 
 
-@pytest.mark.parametrize("of", [{"mode": "active"}, {"mode": "canary", "share": 0.5}])
-def test_content_without_a_mode_does_not_replace_a_policy_that_acts(of: dict[str, Any]) -> None:
-    acting, silent = policy("flag", **of), policy("flag", mode=None).current.content
-    with refuses(f"version 1 is {of['mode']}: give mode", field="mode"):
+def test_content_without_a_mode_does_not_replace_a_policy_that_acts() -> None:
+    acting, silent = policy("flag", mode="active"), policy("flag", mode=None).current.content
+    with refuses("version 1 is active: give mode", field="mode"):
         replaceable(acting, silent)
     shadow = policy("flag", mode="shadow")
     for former, content in ((acting, acting.current.content), (None, silent), (shadow, silent)):

@@ -92,11 +92,11 @@ def parsed(*policies: str) -> ParsedRequest:
     )
 
 
-def applied(watching: list[Policy], named: list[Policy] | None = None, job: str = "j") -> Any:
+def applied(watching: list[Policy], named: list[Policy] | None = None) -> Any:
     named = named or []
     found = Lookup("m", {(POLICIES.plural, each.name): each for each in named})
     asked = parsed(*(each.name for each in named))
-    return policies_of(asked, model(), found, watching, job)
+    return policies_of(asked, model(), found, watching)
 
 
 @pytest.mark.parametrize(
@@ -144,18 +144,15 @@ def test_a_policy_with_more_vectors_than_there_is_room_for_is_not_registered() -
         policy(*every[: fitting + 1])
 
 
-@pytest.mark.parametrize("fields", [{"mode": "active"}, {"mode": "canary", "share": 0.3}])
-def test_the_fifth_row_of_all_traffic_is_refused_where_a_policy_begins_to_act(
-    fields: dict[str, Any],
-) -> None:
+def test_the_fifth_row_of_all_traffic_is_refused_where_a_policy_begins_to_act() -> None:
     """When it is registered, and when its mode or its reach changes."""
     others = guards(MAX_STEERING_ROWS)
     check_beside(model(), others[-1], others)
     with refuses("guard0, guard1, guard2, guard3 need 5 rows", field="all_traffic", status=400):
-        check_beside(model(), policy(ABLATION, all_traffic=True, **fields), others)
+        check_beside(model(), policy(ABLATION, all_traffic=True, mode="active"), others)
     for given, change in (
-        ({"mode": "shadow", "all_traffic": True}, PolicyChange(**fields)),
-        (fields, PolicyChange(all_traffic=True)),
+        ({"mode": "shadow", "all_traffic": True}, PolicyChange(mode="active")),
+        ({"mode": "active"}, PolicyChange(all_traffic=True)),
     ):
         silent = policy(ABLATION, **given)
         check_beside(model(), silent, others)
@@ -178,19 +175,16 @@ def test_what_does_not_fit_the_served_model_stops_all_traffic_and_not_one_reques
     ended = policy(late, mode="active", all_traffic=True)
     served = model(hooks=["post_block", HOOKS[0]])
     with refuses("mlp_out", kind="unavailable", field=None):
-        policies_of(parsed(), served, Lookup("m"), [ended], "j")
+        policies_of(parsed(), served, Lookup("m"), [ended])
 
 
-@pytest.mark.parametrize(
-    "mode", [{"mode": "shadow"}, {"mode": "canary", "share": 0.3}, {"mode": "active"}]
-)
+@pytest.mark.parametrize("mode", [{"mode": "shadow"}, {"mode": "active"}])
 def test_what_a_request_names_fits_or_not_whatever_the_mode(mode: dict[str, Any]) -> None:
-    """A change of the mode fails no request, and neither does the lot of a canary."""
+    """A change of the mode fails no request."""
     named = guards(5, all_traffic=False, **mode)
-    for job in "abcdef":
-        applied(guards(4, ABLATION), [policy(ABLATION, name="one", **mode)], job)
-        with refuses("need 5 rows", field="policies", status=400):
-            applied([], named, job)
+    applied(guards(4, ABLATION), [policy(ABLATION, name="one", **mode)])
+    with refuses("need 5 rows", field="policies", status=400):
+        applied([], named)
 
 
 #: What a request may have at one token, and what the operator may add to it.
@@ -246,9 +240,11 @@ def test_the_probes_of_a_request_count_with_its_captures() -> None:
 
 
 def test_captures_of_a_policy_count_whether_or_not_it_acts() -> None:
-    window = policy(actions=[CaptureWindow(layers=0)], mode="canary", share=0.5)
-    asked = [applied([], [window], f"job{number}") for number in range(40)]
-    assert {(len(each.captures), len(each.idle)) for each in asked} == {(1, 0), (0, 1)}
+    windows = [
+        policy(actions=[CaptureWindow(layers=0)], mode=mode) for mode in ("active", "shadow")
+    ]
+    asked = [applied([], [window]) for window in windows]
+    assert [(len(each.captures), len(each.idle)) for each in asked] == [(1, 0), (0, 1)]
 
 
 def test_a_probes_own_module_is_the_requests_and_a_policys_the_operators() -> None:

@@ -142,8 +142,7 @@ def test_a_list_of_policies_breaks_no_word_at_80_columns() -> None:
         probe="personal-data",
         condition=Condition(aggregation="mean", window=4, at_least=0.25),
         actions=["flag", Webhook(url="https://alerts.example.com"), "stop"],
-        mode="canary",
-        share=0.5,
+        mode="active",
         all_traffic=True,
     )
     version: Any = SimpleNamespace(version=12, content=content)
