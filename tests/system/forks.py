@@ -1,5 +1,5 @@
-"""Starts the service's processes in a short time: one process imports their modules once, and each
-is a fork of it that goes on as `python -m MODULE` would.
+"""Starts the service's processes in a short time: for each module that they run, one process
+imports what it needs once, and each is a fork of it that goes on as `python -m MODULE` would.
 
     process = start("midstream.api", to_environment(settings), folder, log)
     process.send_signal(signal.SIGTERM)
@@ -19,19 +19,21 @@ import signal
 import subprocess
 import sys
 import threading
+import uuid
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-#: What the forks run.
-MODULES = (
-    "midstream.api.__main__",
-    "midstream.broker.callbacks",
-    "midstream.broker.relay",
-    "midstream.workers.__main__",
-)
-#: What they import only when they are at work.
-LATER = ("midstream.workers.engines", "midstream_fake_engine")
+#: Module that runs → what is imported for it: a package's own module `__main__` does so, and a
+#: worker imports its engine only when it is at work.
+IMPORTS = {
+    "midstream.api": ("midstream.api.__main__",),
+    "midstream.workers": (
+        "midstream.workers.__main__",
+        "midstream.workers.engines",
+        "midstream_fake_engine",
+    ),
+}
 
 
 class Fork:
@@ -76,12 +78,12 @@ Process = Fork | subprocess.Popen[bytes]
 
 
 class Nursery:
-    """The process that is forked; it ends with this one."""
+    """The process that is forked to run a module; it ends with this one."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str) -> None:
         self._turn = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__))],
+            [sys.executable, str(Path(__file__)), module],
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -100,8 +102,8 @@ class Nursery:
 
 
 @cache
-def nursery() -> Nursery:
-    return Nursery()
+def nursery(module: str) -> Nursery:
+    return Nursery(module)
 
 
 def start(module: str, environment: dict[str, str], directory: Path, log: Path) -> Fork:
@@ -110,12 +112,11 @@ def start(module: str, environment: dict[str, str], directory: Path, log: Path) 
     `environment`: beside the variables of this process that are no settings.
     """
     request = {
-        "module": module,
         "environment": beside(environment),
         "directory": str(directory),
         "log": str(log),
     }
-    return Fork(nursery(), nursery().ask(**request))
+    return Fork(nursery(module), nursery(module).ask(**request))
 
 
 def start_anew(
@@ -171,16 +172,19 @@ def become(birth: dict[str, Any]) -> None:
     os.environ.update(birth["environment"])
     folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:1] = [birth["directory"], *(name for name in folders if name not in sys.path)]
-    sys.argv = [birth["module"]]
+    boot = uuid.uuid4().hex  # otherwise that of the nursery, which was made by an import
+    for module in list(sys.modules.values()):
+        if "BOOT" in vars(module):
+            vars(module)["BOOT"] = boot
 
 
 if __name__ == "__main__":
-    for name in (*MODULES, *LATER):
+    (wanted,) = sys.argv[1:]
+    for name in IMPORTS.get(wanted, (wanted,)):
         importlib.import_module(name)
-    for name in MODULES:  # they run anew, under the name `__main__`
-        del sys.modules[name]
+    del sys.modules[IMPORTS.get(wanted, (wanted,))[0]]  # it runs anew, under the name `__main__`
     assert threading.active_count() == 1, "a fork has no other thread than the one that forks"
     assert "torch" not in sys.modules, "its threads would not survive a fork"
-    wanted = await_birth()
-    become(wanted)
-    runpy.run_module(wanted["module"], run_name="__main__", alter_sys=True)
+    become(await_birth())
+    del sys.argv[1:]
+    runpy.run_module(wanted, run_name="__main__", alter_sys=True)
