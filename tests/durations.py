@@ -98,18 +98,19 @@ class Durations:
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         name = GROUP.sub("", report.nodeid)
-        test = self.tests.setdefault(name, {"outcome": UNFINISHED})
-        if report.when == "setup":
-            test |= {"seconds": 0.0, "quiet": 0.0, "fixtures": {}, "tree": self.tree}
+        new = {"seconds": 0.0, "quiet": 0.0, "fixtures": {}, "tree": self.tree}
+        test = self.tests.setdefault(name, new | {"outcome": UNFINISHED})
+        # The report of a test whose process crashed comes from another one, which measured nothing.
+        fixtures, busy = getattr(report, "fixtures", {}), getattr(report, "load", 1.0)
         if test["outcome"] == UNFINISHED and (report.when == "teardown" or not report.passed):
             test["outcome"] = report.outcome
-        test["fixtures"] |= {key: s for key, s in report.fixtures.items() if s >= NOTED_S}
-        shared = sum(s for key, s in report.fixtures.items() if not key.startswith(OWN))
+        test["fixtures"] |= {key: s for key, s in fixtures.items() if s >= NOTED_S}
+        shared = sum(s for key, s in fixtures.items() if not key.startswith(OWN))
         if report.when != "teardown":  # which may end what many tests shared
             seconds = max(0.0, report.duration - shared)
             test["seconds"] = round(test["seconds"] + seconds, 3)
-            if report.load <= BUSY:
-                test["quiet"] = round(test["quiet"] + seconds / report.load, 3)
+            if busy <= BUSY:
+                test["quiet"] = round(test["quiet"] + seconds / busy, 3)
         if "slow" in report.keywords:
             self.excused.add(name)
         if time.monotonic() - self.saved > SAVE_S:

@@ -157,6 +157,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         lock = WorkerLock(settings)
         observability.start(settings, "worker", worker=settings.worker_id)
         leftovers.remove_left(Path(settings.data_dir))
+        leftovers.own_temporary_folder(Path(settings.data_dir))
     except (SettingsError, MidstreamError) as error:
         _print_failure(str(error))
         return EXIT_BAD_SETTINGS
@@ -205,6 +206,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     if app.engine_host.death:
         _print_failure(app.engine_host.death)
         code = EXIT_ENGINE_DIED
+    leftovers.remove_left(Path(settings.data_dir))
     _leave(code)
 
 

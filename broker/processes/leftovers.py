@@ -1,17 +1,25 @@
-"""Shared memory of an engine's processes: named after the data directory, so that what killed
-processes left in /dev/shm, which is memory, is found and removed.
+"""Shared memory and temporary files of an engine's processes: named after the data directory, so
+that what killed processes left in /dev/shm, which is memory, and in the temporary folder is found
+and removed.
 
 Python removes it in a process of its own (`multiprocessing.resource_tracker`), which is killed with
 the others when a worker's whole group is.
 """
 
+import getpass
 import hashlib
+import os
 import secrets
+import shutil
+import tempfile
 from contextlib import suppress
 from multiprocessing import shared_memory, synchronize
 from pathlib import Path
 
-FOLDER = Path("/dev/shm")
+FOLDER, TEMPORARY = Path("/dev/shm"), Path(tempfile.gettempdir())
+#: Characters of `TEMPORARY` with which a folder inside it still has room for vLLM's sockets: the
+#: path of a socket has 107 at most.
+LONGEST = 31
 
 
 def name_after(data: Path) -> None:
@@ -24,11 +32,33 @@ def name_after(data: Path) -> None:
     shared_memory._make_filename = lambda: f"/{prefix}{secrets.token_hex(8)}"  # type: ignore[attr-defined]
 
 
+def own_temporary_folder(data: Path) -> None:
+    """Have this process, and those that it starts, make temporary files in a folder of its own.
+    vLLM leaves sockets and a file there.
+    """
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = f"uid_{os.getuid()}"
+    # Compiled code stays where torch has it, for the next start.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{TEMPORARY}/torchinductor_{user}")
+    if len(str(TEMPORARY)) <= LONGEST:
+        prefix = f"{_prefix(data)}{os.getpid()}-"
+        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=prefix)
+
+
 def remove_left(data: Path) -> None:
-    """Remove what processes of the data directory have left, unless a living process has it
-    mapped.
+    """Remove what processes of the data directory have left: shared memory, unless a living process
+    has it mapped, and temporary folders, unless another living process made them.
     """
     left = [*FOLDER.glob(f"*{_prefix(data)}*")]
+    for folder in TEMPORARY.glob(f"{_prefix(data)}*"):
+        pid = folder.name.split("-")[2]
+        # In a container, the next process often has the same number as the former.
+        if pid == str(os.getpid()) or not Path("/proc", pid).exists():
+            # vLLM names the memory that ranks share after the file through which they meet.
+            left += [path for file in folder.iterdir() for path in FOLDER.glob(f"{file.name}-*")]
+            shutil.rmtree(folder, ignore_errors=True)
     mapped = _mapped() if left else set()
     for path in left:
         with suppress(OSError):  # its own process removes it, or it is another account's

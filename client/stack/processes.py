@@ -73,6 +73,7 @@ class Child:
         self.stop_timeout_s = stop_timeout_s
         self.longest_pause_s = longest_pause_s
         self.process: subprocess.Popen[bytes] | None = None
+        self._told = False  # to end
         self._log_start = 0  # where this start's output begins
         self._started = 0.0
         self._deaths = 0
@@ -95,7 +96,7 @@ class Child:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-        self._started = time.monotonic()
+        self._told, self._started = False, time.monotonic()
 
     def _open_log(self) -> IO[bytes]:
         try:
@@ -164,16 +165,21 @@ class Child:
         """Return whether the process is dead and its pause is over."""
         return self.process is None and time.monotonic() >= self._not_before
 
+    def terminate(self) -> None:
+        """Send SIGTERM, once."""
+        if self.process is not None and self.process.poll() is None and not self._told:
+            self._told = True
+            self.process.terminate()
+
     def stop(self, hurry: Callable[[], bool] = lambda: False) -> bool:
-        """Send SIGTERM and wait; send SIGKILL after `stop_timeout_s`, or as soon as `hurry()` is
-        true.
+        """Send SIGTERM, if it has not been sent, and wait; send SIGKILL after `stop_timeout_s`, or
+        as soon as `hurry()` is true.
 
         Returns whether it exited without SIGKILL.
         """
         if self.process is None:
             return True
-        if self.process.poll() is None:
-            self.process.terminate()
+        self.terminate()
         exited = wait_for(
             lambda: self.process is None or self.process.poll() is not None,
             self.stop_timeout_s,

@@ -91,8 +91,8 @@ SECRET_HOLDERS = {
 }
 #: Child → offset of its metrics port from `metrics_port`; the API serves its metrics at /metrics.
 METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2, "gradients": 3}
-#: Processes that create work stop first, then the worker, then the relay, which receives the
-#: worker's receipts; Redis stops last.
+#: All but the relay stop at the same time; then the relay, which receives the worker's receipts;
+#: Redis stops last.
 STOP_ORDER = ("api", "callbacks", "flower", "gradients", "worker", "relay")
 #: Long, because loading and compiling a large model takes minutes.
 READY_TIMEOUT_S = 1800.0
@@ -361,7 +361,10 @@ class Supervisor:
             self._print(line)
 
     def stop(self) -> None:
-        """Stop all processes, in order. May be called again."""
+        """Stop all processes, the relay and Redis last. May be called again."""
+        for name, child in self._children.items():
+            if name != "relay":
+                child.terminate()
         for name in STOP_ORDER:
             child = self._children.get(name)
             if child is not None and not child.stop(lambda: self._hurry):

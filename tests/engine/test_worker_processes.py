@@ -3,13 +3,14 @@
 Real vLLM.
 """
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 from stack import Stack
-from wait_kit import wait_until
+from wait_kit import wait_until, warn_if_late
 
 from midstream.broker.processes import leftovers
 from midstream.client.captures.reader import CaptureReader
@@ -110,21 +111,22 @@ def test_when_a_process_of_the_engine_dies_the_worker_exits_and_the_job_is_run_a
     assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
 
 
-def shared(stack: Stack) -> set[int]:
-    """Inodes of what the worker's processes have in /dev/shm."""
+def left_by(stack: Stack) -> list[Path]:
+    """What the worker's processes have in /dev/shm, and their temporary folder."""
     prefix = leftovers._prefix(Path(stack.settings.data_dir))
-    return {path.stat().st_ino for path in leftovers.FOLDER.glob(f"*{prefix}*")}
+    folders = leftovers.FOLDER, leftovers.TEMPORARY
+    return [path for folder in folders for path in folder.glob(f"*{prefix}*")]
 
 
-def test_shared_memory_of_killed_processes_is_gone_after_the_next_start(stack: Stack) -> None:
+def test_memory_and_files_of_killed_processes_are_gone_after_the_next_start(stack: Stack) -> None:
     # Python's tracker of resources among them, which would remove it
     for process in engine_of(stack):
         process.kill()
     stack.kill("worker")
-    left = shared(stack)
-    assert left
+    left = left_by(stack)
+    assert {path.parent for path in left} == {leftovers.FOLDER, leftovers.TEMPORARY}
     stack.restart("worker")
-    assert not left & shared(stack)
+    assert not any(path.exists() for path in left)
 
 
 def test_a_worker_that_is_killed_while_its_engine_starts_leaves_no_process(stack: Stack) -> None:
@@ -145,8 +147,11 @@ def test_sigterm_stops_an_engine_with_prompts_and_they_run_again(stack: Stack) -
     stack.replace("worker", **{"tuning.stop_grace_s": 0})
     engine = engine_of(stack)
     jobs = [start_long_job(stack), *(stack.submit(["a"], max_tokens=LONG) for _ in range(31))]
+    began = time.monotonic()
     assert stack.end("worker") == 0
+    warn_if_late(time.monotonic() - began, 3.0, "a stop is over soon, whatever runs")
     require_gone(engine)
+    assert leftovers.TEMPORARY not in {path.parent for path in left_by(stack)}
     views = [stack.view(job_id) for job_id in jobs]
     assert {view.state for view in views} <= {State.QUEUED, State.SUCCEEDED}
     assert views[0].state is State.QUEUED

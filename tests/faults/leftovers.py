@@ -8,7 +8,6 @@ which each process of a stack leads.
 
 import contextlib
 import os
-import re
 import shutil
 import tempfile
 import time
@@ -22,9 +21,8 @@ from stack import Stack
 from midstream.broker.processes.leftovers import FOLDER, _mapped
 from midstream.client.stack.processes import members
 
-#: What vLLM and torch leave of each start, whether or not it was killed: empty sockets, a file of
-#: 2 KiB, a cache. Counted, and not judged.
-OF_VLLM = re.compile(r"[0-9a-f-]{36}|vllm_dist_[0-9a-f]+|torchinductor_.*")
+#: Compiled code, which the next start uses.
+KEPT = "torchinductor_"
 #: Processes that a living process of the stack may have started since the beginning: they are
 #: started when they are first needed (tokenisers, readers of sources, checks of formats).
 SPARE_PROCESSES = 4
@@ -68,7 +66,7 @@ class Census:
             *(
                 f"{name} in the temporary folder"
                 for name in sorted(self._files() - self.files)
-                if not OF_VLLM.fullmatch(name)
+                if not name.startswith(KEPT)
             ),
             *(f"process {name} outlived {leader}" for leader, name in self._orphans()),
             *self._grown(),
@@ -92,7 +90,10 @@ class Census:
         return [path.name for path in made if path.exists() and path.stat().st_ino not in mapped]
 
     def _files(self) -> set[str]:
-        return {str(path.relative_to(self.temporary)) for path in self.temporary.iterdir()}
+        """Without the folders of processes that run."""
+        owners = [f"-{process.pid}-" for process in self.stack.processes.values()]
+        names = {path.name for path in self.temporary.iterdir()}
+        return {name for name in names if not any(owner in name for owner in owners)}
 
     def _orphans(self) -> list[tuple[int, str]]:
         """Session of a process that has ended → name of a process that has not."""

@@ -83,8 +83,6 @@ logger = logging.getLogger(__name__)
 UNCERTIFIED = (
     f"{UNPROVEN}its hook points were not certified on the loaded model (setting certify=false)"
 )
-#: Seconds in which vLLM's processes end by themselves; nothing is lost if they do not.
-SHUTDOWN_S = 2.0
 #: How often `failed` checks whether the engine is alive.
 _HEALTH_INTERVAL_S = 0.25
 #: A rank's writing process must answer within this share of `capture_timeout_s`, after which its
@@ -560,7 +558,8 @@ class VllmEngine(RankControl):
             await self._call("midstream_close", ())
         if self._llm.output_handler is not None:
             self._llm.output_handler.cancel()  # otherwise it would log the shutdown as a crash
-        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_S)
+        # vLLM's processes hold nothing any more, and end by themselves only after seconds.
+        await asyncio.to_thread(self._llm.shutdown, 0.0)
 
     async def failed(self) -> str:
         while True:

@@ -54,3 +54,17 @@ def test_a_test_has_passed_only_once_its_end_was_reported(told: str, outcome: st
             SimpleNamespace(**facts, nodeid="t@group", fixtures={}, load=1.0, duration=1.0)
         )
     assert durations.tests["t"]["outcome"] == outcome
+
+
+@pytest.mark.parametrize("told", ["", "setup"])
+def test_a_test_whose_process_crashed_is_recorded_as_failed(told: str) -> None:
+    durations = Durations("tree", bounded=True)
+    if told:
+        facts = {"when": "setup", "outcome": "passed", "passed": True, "keywords": {}}
+        durations.pytest_runtest_logreport(
+            SimpleNamespace(**facts, nodeid="t", fixtures={"function:a": 1.0}, load=1, duration=2)
+        )
+    crashed = pytest.TestReport("t", ("t", None, "t"), {}, "failed", "crashed", "???")  # type: ignore[arg-type]
+    durations.pytest_runtest_logreport(crashed)
+    assert durations.tests["t"]["outcome"] == "failed"
+    assert durations.over() == []

@@ -15,6 +15,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class Arena:
         self.late: list[LateLanding] = []  # landings that the host has to finish
         # Filled from any thread, also by garbage collection, so no lock may be taken there.
         self._returned: deque[tuple[int, int, Landing]] = deque()
-        self._dirty = queue.SimpleQueue[Any]()  # pages to give back, and what is returned then
+        self._dirty = queue.SimpleQueue[Any]()  # pages to give back, and what to call then
         self.size, self.end = end + disk, end
         self.memory = SharedMemory(self.size)
         self.bytes = self.memory.bytes
@@ -77,7 +78,7 @@ class Arena:
             lock(self.bytes[:locked])
         threading.Thread(
             target=_give_back,
-            args=(self.memory, self._dirty, self._returned),
+            args=(self.memory, self._dirty),
             name="midstream-arena",
             daemon=True,
         ).start()
@@ -109,22 +110,32 @@ class Arena:
         return start, lent
 
     def _take(self, size: int, align: int, parts: Sequence[FreeRanges]) -> int:
+        start = self._free(size, align, parts)
+        if start is None:
+            # Room that was released may still wait for the thread that gives pages back.
+            given = threading.Event()
+            self._dirty.put((0, 0, given.set))
+            given.wait()
+            start = self._free(size, align, parts)
+        if start is None:
+            raise HostMemoryError(f"no room for {size} bytes of captured rows")
+        return start
+
+    def _free(self, size: int, align: int, parts: Sequence[FreeRanges]) -> int | None:
         while self._returned and self._returned[0][2].done():
             start, stop, _ = self._returned.popleft()
             part = next(part for part in (*self._parts, self._disk) if start < part.stop)
             part.give(start, stop)
             self.used -= 0 if part is self._disk else stop - start
         found = (part.take(size, align) for part in parts)
-        if (start := next((first for first in found if first is not None), -1)) < 0:
-            raise HostMemoryError(f"no room for {size} bytes of captured rows")
-        return start
+        return next((first for first in found if first is not None), None)
 
     def _release(self, start: int, stop: int) -> None:
         first, last = -(-max(start, self._keep) // PAGE) * PAGE, stop // PAGE * PAGE
         # Not before rows on their way have landed: a late copy would overwrite another request's.
         returned = start, stop, self.landing
         if first < last:
-            self._dirty.put((first, last, returned))
+            self._dirty.put((first, last, partial(self._returned.append, returned)))
         else:
             self._returned.append(returned)
 
@@ -151,13 +162,13 @@ class Arena:
         self.spilled += size
 
 
-def _give_back(memory: SharedMemory, dirty: "queue.SimpleQueue[Any]", returned: deque[Any]) -> None:
+def _give_back(memory: SharedMemory, dirty: "queue.SimpleQueue[Any]") -> None:
     """Give pages back to the system, before their range is lent again. In a thread of its own: it
     takes a tenth of a second for 256 MiB, and the model's thread returns much of the memory.
     """
-    for first, last, item in iter(dirty.get, None):
+    for first, last, then in iter(dirty.get, None):
         memory.advise(first, last, _MADV_REMOVE)
-        returned.append(item)
+        then()
 
 
 def _close(descriptors: Sequence[int]) -> None:

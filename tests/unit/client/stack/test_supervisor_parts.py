@@ -338,6 +338,28 @@ def test_a_start_that_fails_ends_no_supervisor(tmp_path: Path) -> None:
     assert not part.due
 
 
+def test_parts_stop_at_the_same_time_and_the_relay_after_them(tmp_path: Path) -> None:
+    """`api` ends only once the worker was told to, and the worker only while the relay runs."""
+    said: list[str] = []
+    stack = Supervisor(Settings(data_dir=str(tmp_path)), say=said.append)
+    told, relay = tmp_path / "told", tmp_path / "relay"
+    ends = {
+        "api": f"until [ -e {told} ]; do sleep 0.01; done; exit",
+        "worker": f"touch {told}; [ ! -e {relay} ] && exit; sleep 600",
+        "relay": f"touch {relay}; exit",
+    }
+    for name, code in ends.items():
+        part = child(
+            tmp_path, f"trap '{code}' TERM; echo {name} up; while true; do sleep 0.1; done"
+        )
+        part.name, part.log, part.stop_timeout_s = name, tmp_path / f"{name}.log", 30.0
+        stack._children[name] = part
+        part.start()
+    assert wait_for(lambda: all("up" in part.output() for part in stack._children.values()), 60)
+    stack.stop()
+    assert said == [], "none was killed"
+
+
 def test_a_download_that_fails_is_told_of_once_while_the_worker_goes_on_trying(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
