@@ -58,7 +58,7 @@ T = TypeVar("T")
 #: Time limit for broadcasting a cancellation to workers; otherwise they notice it when they next
 #: renew the lease.
 BROADCAST_S = 5.0
-#: Entries of a job's steering and patches that are resolved in the event loop that answers calls.
+#: Entries of a job's modules that are resolved in the event loop that answers calls.
 INLINE_ENTRIES = 16
 #: Seconds between two reads of a harvest by its event streams, which share the reads.
 HARVEST_LOOK_S = 0.5
@@ -147,12 +147,7 @@ class AppContext:
         codec = await self.served.codec(info)
         call = request_context.CURRENT.get()
         admitting = admission.admit(parsed, info, codec, job_id, named, caller)
-        modules = named.state.modules.values()
-        entries = (
-            len(parsed.steering)
-            + len(parsed.patch)
-            + sum(len(module.entries) for module in modules)
-        )
+        entries = sum(len(module.entries) for module in named.state.modules.values())
         large = entries > INLINE_ENTRIES or (call is not None and call.large)
         admitted = await (aside(admitting) if large else admitting)
         body = call.body if call is not None else b""

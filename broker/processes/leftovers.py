@@ -6,7 +6,6 @@ Python removes it in a process of its own (`multiprocessing.resource_tracker`), 
 the others when a worker's whole group is.
 """
 
-import getpass
 import hashlib
 import os
 import secrets
@@ -36,12 +35,8 @@ def own_temporary_folder(data: Path) -> None:
     """Have this process, and those that it starts, make temporary files in a folder of its own.
     vLLM leaves sockets and a file there.
     """
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):
-        user = f"uid_{os.getuid()}"
-    # Compiled code stays where torch has it, for the next start.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{TEMPORARY}/torchinductor_{user}")
+    # Compiled code stays outside of it, for the next start.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{TEMPORARY}/torchinductor_{os.getuid()}")
     if len(str(TEMPORARY)) <= LONGEST:
         prefix = f"{_prefix(data)}{os.getpid()}-"
         os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=prefix)

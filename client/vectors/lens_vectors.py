@@ -17,8 +17,6 @@ import msgspec
 from ...schemas.base import ITEM_BYTES, DType, Tensor, Translated
 from ...schemas.base.limits import (
     MAX_ENTRIES,
-    MAX_LAYERS,
-    MAX_POSITIONS,
     MAX_TENSOR_BYTES,
     Index,
 )
@@ -36,17 +34,15 @@ _DTYPES: dict[str, DType] = {
 STORED: dict[DType, str] = {"float32": "float32", "float16": "float16", "bfloat16": "int16"}
 #: The largest window of a zstandard frame, in bytes; no compression level of vllm-lens needs more.
 _WINDOW = 1 << 27
-#: The most characters of a tensor in JSON.
-MAX_LENS_TEXT = 2 * MAX_TENSOR_BYTES
 
 
 class LensTensor(msgspec.Struct, forbid_unknown_fields=True):
     """A tensor in JSON."""
 
-    data: Annotated[str, msgspec.Meta(max_length=MAX_LENS_TEXT)]
-    dtype: Annotated[str, msgspec.Meta(max_length=32)]
+    data: str
+    dtype: str
     shape: Annotated[list[Index], msgspec.Meta(min_length=1, max_length=3)]
-    original_dtype: Annotated[str, msgspec.Meta(max_length=32)] | None = None
+    original_dtype: str | None = None
     compression: Literal["zstd"] | None = None
 
 
@@ -58,15 +54,13 @@ class LensVector(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     activations: LensTensor
-    layer_indices: Annotated[list[Index], msgspec.Meta(min_length=1, max_length=MAX_LAYERS)]
+    layer_indices: list[Index]
     scale: float = 1.0
     norm_match: bool = False
-    position_indices: (
-        Annotated[list[Index], msgspec.Meta(min_length=1, max_length=MAX_POSITIONS)] | None
-    ) = None
+    position_indices: list[Index] | None = None
 
 
-LensVectors = Annotated[list[LensVector], msgspec.Meta(min_length=1, max_length=MAX_ENTRIES)]
+LensVectors = Annotated[list[LensVector], msgspec.Meta(min_length=1)]
 
 
 def unpacked(tensor: LensTensor) -> tuple[DType, list[int], bytes]:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[3]
 PRODUCT = ("api", "broker", "client", "kernels", "schemas", "storage", "workers")
 #: Nodes of the product's syntax trees: what no change of form saves, unlike lines or statements. It
 #: had 706,127 on 29 November 2026. A commit that raises the figure says what the addition is worth.
-MOST = 715_200
+MOST = 713_188
 #: The most statements of a class, and lines of an `__init__.py`.
 CLASS, INIT = 300, 60
 #: Names of classes and types that may be defined more than once, and why.
