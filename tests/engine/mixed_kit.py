@@ -1,5 +1,6 @@
 """Requests with and without sampling in the same steps, on an engine with drafts."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ SAMPLED: list[dict[str, Any]] = [
 ]
 
 
-def check_mixed(host: Host, reference: Reference) -> None:
+def check_mixed(host: Host, reference: Reference, ways: Sequence[dict[str, Any]] = SAMPLED) -> None:
     """Beside sampled requests, greedy ones return what the model chooses, and sampled ones what
     their top-k and top-p allow.
 
@@ -26,7 +27,7 @@ def check_mixed(host: Host, reference: Reference) -> None:
     greedy = [host.job(prompt, max_tokens=20) for prompt in prompts]
     sampled = [
         (host.job(prompt, max_tokens=20, seed=number, **options), options)
-        for options in SAMPLED
+        for options in ways
         for number, prompt in enumerate(prompts)
     ]
     outputs = host.run(*greedy, *(job for job, _ in sampled))

@@ -14,7 +14,7 @@ import pytest
 from draft_heads import AUX_LAYERS, eagle3_head, echo_target, glm4_moe, mimo
 from host import Host, capture_of, prompt_of, relative_error, steer
 from inside_reference import InsideReference
-from mixed_kit import check_mixed
+from mixed_kit import SAMPLED, check_mixed
 from nursery import Nursery
 from probe_kit import Weights, new_maximum, scores_of, tokens_of
 from reference import Edit, Reference
@@ -59,6 +59,7 @@ class Drafting(NamedTuple):
     reference: Reference
     target: Path
     drafter: str
+    runner: str
     aux: Path  # what an EAGLE-3 head was given, a file for each time
 
 
@@ -90,7 +91,7 @@ def drafting(
         hooks="all,inside",
         **head,
     )
-    yield Drafting(host, Reference(target), target, drafter, folder / "aux")
+    yield Drafting(host, Reference(target), target, drafter, runner, folder / "aux")
     host.close()
 
 
@@ -167,7 +168,9 @@ def test_tokens_rows_and_edits_are_those_without_drafts(drafting: Drafting) -> N
 
 
 def test_sampled_requests_leave_greedy_ones_in_the_same_steps_alone(drafting: Drafting) -> None:
-    check_mixed(drafting.host, drafting.reference)
+    # Triton's interpreter, in which v2 runs here, cannot run vLLM's kernel for top-k and top-p.
+    ways = SAMPLED[:1] if drafting.runner == "v2" else SAMPLED
+    check_mixed(drafting.host, drafting.reference, ways)
 
 
 def test_rows_edits_and_patterns_inside_are_those_without_drafts(drafting: Drafting) -> None:

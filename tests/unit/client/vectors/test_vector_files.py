@@ -534,7 +534,7 @@ SHAPE = struct.pack("<IQI", 1, 8, 0)
             for change, says in (
                 ({"layer_indices": [1, 2]}, "activations: has shape"),
                 ({"position_indices": [3]}, "position_indices: is for activations of shape"),
-                ({"layer_indices": []}, "layer_indices"),
+                ({"layer_indices": []}, "for 0 layers"),
                 ({"layer": [3]}, "unknown field `layer`"),
                 ({"scale": "much"}, "scale"),
             )
