@@ -362,9 +362,9 @@ class Supervisor:
 
     def stop(self) -> None:
         """Stop all processes, the relay and Redis last. May be called again."""
-        for name, child in self._children.items():
+        for name, started in self._children.items():
             if name != "relay":
-                child.terminate()
+                started.terminate()
         for name in STOP_ORDER:
             child = self._children.get(name)
             if child is not None and not child.stop(lambda: self._hurry):
