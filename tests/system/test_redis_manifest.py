@@ -94,15 +94,17 @@ def test_a_transaction_that_was_cut_off_never_comes_back(
     assert [path.name[: len(log.name)] for path in log.parent.glob("*.cut-at-*")] == [log.name]
 
 
+@pytest.mark.parametrize("size", [b"$19", b"$9999"], ids=["in a command", "beyond the end"])
 def test_damage_in_the_middle_is_not_cut_off(
-    start: Callable[[], "redis.Redis"], tmp_path: Path
+    start: Callable[[], "redis.Redis"], tmp_path: Path, size: bytes
 ) -> None:
+    """A size beyond the end looks to Redis like a command that was cut off there."""
     client = start()
     client.set("first", "0123456789")
     client.set("second", "1")
     client.shutdown(nosave=True)
     log = log_of(tmp_path)
-    damaged = log.read_bytes().replace(b"$10\r\n", b"$19\r\n")
+    damaged = log.read_bytes().replace(b"$10\r\n", size + b"\r\n")
     log.write_bytes(damaged)
     with pytest.raises(AssertionError, match="append only file"):
         start()

@@ -102,6 +102,15 @@ def test_a_truncated_aof_transaction_is_not_applied(tmp_path: Path) -> None:
     assert (start_and_add(1), start_and_add(0)) == ([b"1", b"1", b"1"], [b"2", b"2", b"2"])
 
 
+def test_a_server_with_known_faults_is_named_at_its_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = list[str]()
+    monkeypatch.setattr(redis_server, "advisory", lambda _: "it has known faults")
+    redis_server.start(tmp_path, say=said.append).stop()
+    assert said == ["it has known faults"]
+
+
 def rewrite(client: "redis.Redis") -> None:
     """Let the append-only file begin with a snapshot."""
     client.bgrewriteaof()

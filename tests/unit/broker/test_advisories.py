@@ -1,8 +1,15 @@
 """Is a server with published faults named, and no other?"""
 
+from pathlib import Path
+from unittest.mock import Mock
+
 import pytest
 
+from midstream.broker.redis_service import opening
 from midstream.broker.redis_service.advisories import advisory
+from midstream.client.stack.checks import redis_checks
+from midstream.client.stack.checks.finding import Service
+from midstream.schemas.settings.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -22,3 +29,16 @@ def test_a_server_with_published_faults_is_named(info: dict[str, str], named: st
     found = advisory(info)
     assert named in found
     assert bool(found) is bool(named)
+
+
+def test_the_doctor_warns_of_a_server_with_published_faults(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    info = {"redis_version": "7.4.10", "connected_clients": 1}
+    monkeypatch.setattr(opening, "client", Mock(**{"return_value.info.return_value": info}))
+    service = Service(Settings(data_dir=str(tmp_path)), "redis://127.0.0.1:1/0", "")
+    findings = redis_checks.redis_server(service)
+    assert next(findings).about == "redis"
+    warned = next(findings)
+    assert (warned.about, warned.level) == ("redis version", "warn")
+    assert "CVE-2026-81934" in warned.found

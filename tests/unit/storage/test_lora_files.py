@@ -186,6 +186,12 @@ def test_the_member_that_refuses_an_adapter_of_peft_is_named(adapter: str, membe
         check(read(PEFT / adapter), TINY)
 
 
+@pytest.mark.parametrize("member", ["corda_config", "eva_config", "loftq_config", "lora_ga_config"])
+def test_details_of_an_initialisation_are_ignored(tmp_path: Path, member: str) -> None:
+    """PEFT saves those of an initialisation that another member did not choose, too."""
+    check(read(write(tmp_path, **{member: {"loftq_bits": 4}})), SUPPORT)
+
+
 @pytest.mark.parametrize("switch", ["use_new", "new_config"])
 def test_a_detail_of_what_is_switched_off_is_ignored(tmp_path: Path, switch: str) -> None:
     check(read(write(tmp_path, new_size=4, **{switch: None})), SUPPORT)

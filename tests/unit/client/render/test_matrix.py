@@ -309,8 +309,8 @@ def test_scores_are_drawn_with_tokens_and_threshold_and_the_first_sets_no_scale(
 
 def outlying(positions: list[int]) -> Features:
     reading = replace(
-        FEATURES, positions=positions, token_ids=[7, 8, 9], active=[2, 1, 1], errors=[0.1] * 3,
-        features=[[5, 9], [2], [3]], activations=[[39.0, 31.0], [0.5], [0.3]],
+        FEATURES, positions=positions, token_ids=[7, 8, 9], active=[3, 1, 1], errors=[0.1] * 3,
+        features=[[5, 9, 2], [2], [3]], activations=[[39.0, 31.0, 20.0], [0.5], [0.3]],
     )  # fmt: skip
     return Features("job_x", reading)
 

@@ -14,8 +14,8 @@ from midstream.schemas.jobs.jobs import JobView
 JOB = "job_1m7wyqaqe78qxr5dmkjyqtj1ezxcg251d27"
 
 
-def printed(drawn: RenderableType) -> list[str]:
-    console = Console(width=80, color_system=None)
+def printed(drawn: RenderableType, width: int = 80) -> list[str]:
+    console = Console(width=width, color_system=None)
     with console.capture() as captured:
         console.print(drawn)
     return captured.get().splitlines()
@@ -47,6 +47,11 @@ def test_a_lens_keeps_its_layers_and_marks_only_tokens_that_are_cut(count: int) 
     assert last.startswith("   29 ␣a ")
     assert first.startswith("    0 ␣a ")
     assert last.count("…") == 1
+
+
+def test_a_lens_cuts_its_tokens_before_its_layers_on_a_terminal_of_50_characters() -> None:
+    lines = printed(lens_table(lens([" quantitative"] * 12)), width=50)
+    assert any(line.startswith("layer ␣q") for line in lines)
 
 
 def test_a_list_of_jobs_that_triggered_policies_keeps_its_columns() -> None:

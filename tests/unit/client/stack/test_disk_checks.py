@@ -44,6 +44,15 @@ def test_the_doctor_warns_of_shared_memory_that_no_engine_fits_in(
     assert found["shared memory"].level == level
 
 
+def test_the_doctor_does_not_say_by_its_own_settings_whether_adapters_are_served(
+    tmp_path: Path,
+) -> None:
+    settings = Settings(data_dir=str(tmp_path))
+    folders = next(disk_checks.data_disk(Service(settings, "", "")))
+    said = folders.found.partition("registered from ")[2]
+    assert said.split(", ") == [f"{tmp_path}/{kind}" for kind in ("loras", "lenses", "saes")]
+
+
 @pytest.mark.parametrize(
     ("folder", "found"),
     [

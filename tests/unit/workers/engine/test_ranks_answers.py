@@ -11,6 +11,8 @@ from wait_kit import settled
 
 from midstream.schemas.base import MidstreamError, content_hash, from_numpy
 from midstream.schemas.requests.steering import RankSteering
+from midstream.schemas.settings.settings import Settings
+from midstream.workers.engine import vllm
 from midstream.workers.engine.admission import (
     CaptureBudget,
     CellSlots,
@@ -245,3 +247,22 @@ async def test_a_rank_whose_writing_process_does_not_answer_is_trouble(
     await engine.steering_status()
     assert engine.trouble.endswith(trouble)
     assert bool(engine.trouble) == bool(trouble)
+
+
+async def test_a_rank_gives_up_on_its_writing_process_before_its_jobs_have_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They run again then, as after the end of an engine."""
+
+    class Planned(Exception):
+        pass
+
+    def planned(answer_s: float, **_: object) -> None:
+        raise Planned(answer_s)
+
+    monkeypatch.setattr(vllm, "PlaneConfig", planned)
+    for changes_this_process in ("prepare_environment", "use_all_cores"):
+        monkeypatch.setattr(vllm, changes_this_process, lambda _: None)
+    with pytest.raises(Planned) as found:
+        await VllmEngine(Settings(model="m", capture_timeout_s=12.0)).start()
+    assert found.value.args[0] < 12.0 / 2

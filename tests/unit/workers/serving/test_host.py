@@ -1,6 +1,7 @@
-"""A worker whose engine is still starting can be stopped."""
+"""A worker that starts can be stopped, and no job begins while a rank writes nothing."""
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,3 +65,9 @@ def test_an_engine_that_holds_the_loop_does_not_hold_the_stop(
         starting.start(stopped)
     assert starting._thread.is_alive(), "the loop is still held, and the process may end"
     go.set()
+
+
+def test_no_job_begins_while_a_rank_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = EngineHost(Settings(redis_url="redis://127.0.0.1:1/0"), lambda _: None)
+    monkeypatch.setattr(made, "_engine", SimpleNamespace(trouble="has not answered for 7 s"))
+    assert made._trouble == "has not answered for 7 s"

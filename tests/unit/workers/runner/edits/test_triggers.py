@@ -131,6 +131,17 @@ def test_a_step_of_many_triggers_takes_as_many_lines_of_python_as_one_of_few() -
     assert lines(64, [[1] * length for length in range(240, 256)]) == lines(1, [[1]])
 
 
+def test_a_trigger_begins_without_a_search_of_its_prompt_on_the_models_thread() -> None:
+    """The process that sends a request has searched its prompt."""
+
+    def lines(length: int, tokens: int) -> int:
+        trigger, prompt, table = Trigger(token_ids=[[1] * length]), [1] * tokens, SearchTable()
+        (ends,) = occurrences(edits(trigger), prompt).values()
+        return python_lines(lambda: Search(table, trigger, prompt, ends))
+
+    assert lines(256, 3000) < 2 * lines(1, 30)  # its table may have to grow
+
+
 @pytest.fixture
 def rig(tmp_path: Path) -> Rig:
     return Rig(tmp_path, loras=Adapters())

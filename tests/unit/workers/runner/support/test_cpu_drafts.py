@@ -8,6 +8,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from tree import ROOT
+from vllm.v1.sample import rejection_sampler
 
 from midstream.workers.runner.support import cpu_drafts
 
@@ -26,6 +27,18 @@ def test_each_substitute_of_a_kernel_on_a_cpu_does_what_the_kernel_does() -> Non
     assert done.returncode == 0, done.stderr[-4000:]
     faults = json.loads(done.stdout)
     assert faults == dict.fromkeys(faults)
+
+
+def test_an_engine_on_a_cpu_gets_the_substitutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own functions, which discard what they write, read memory that nobody wrote, or fail,
+    are no longer called.
+    """
+    names = ["expand_batch_to_tokens", "rejection_sample", "apply_top_k_top_p"]
+    for name in names:
+        monkeypatch.setattr(rejection_sampler, name, None)
+    cpu_drafts.install()
+    found = [getattr(rejection_sampler, name) for name in names]
+    assert found == [getattr(cpu_drafts, name) for name in names]
 
 
 def test_the_drafts_that_fill_a_step_are_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
