@@ -224,6 +224,13 @@ async def test_an_attempt_that_finds_redis_away_is_followed_by_another(at: Harne
     assert await at.sent_again() == [(job_id, 1)]
 
 
+async def test_a_worker_that_stops_begins_no_job(at: Harness) -> None:
+    job_id = await at.submit(prompts=1)
+    await at.runs.give_back(0)
+    assert await at.runs.run_job(job_id) is AttemptOutcome.PUT_BACK
+    assert (await at.ledger.view(job_id)).attempt == 0
+
+
 # field case 38
 async def test_a_job_that_may_not_wait_for_its_format_comes_again_later(
     at: Harness, monkeypatch: pytest.MonkeyPatch
