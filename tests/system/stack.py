@@ -31,6 +31,7 @@ from ports import free_port
 from processes import Processes
 
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
+from midstream.broker.processes import leftovers
 from midstream.broker.queue.celery_app import make_app
 from midstream.broker.redis_service import server as redis_server
 from midstream.schemas.base import Problem, now
@@ -160,6 +161,7 @@ class Stack(Processes):
                     process.wait()
             if self._redis is not None:
                 self._redis.stop()
+            leftovers.remove_left(Path(self.settings.data_dir))
             self.app.close()
             self._loop.close()
 
