@@ -82,7 +82,7 @@ up: $(STACK) ## run the whole stack until Ctrl-C
 
 # Two lanes beside each other keep two cores busy.
 test: $(READY) model browser ## the fast tests: lint, unit and system tests, and beside them browser and engine tests; a line for each; a failure does not stop the others
-	@MAY=720 MAKE="$(MAKE)" tests/stages.sh test-system test-unit -- lint test-smoke test-engine
+	@MAY=900 MAKE="$(MAKE)" tests/stages.sh test-system test-unit -- lint test-smoke test-engine
 
 test-all: $(READY) model browser ## every test but those of packages and the fault gate, in stages, for the night before a release; hours (RESUME=1: what has not passed on this tree)
 	@MAKE="$(MAKE)" tests/stages.sh test-system test-unit test-long test-redis -- lint test-smoke test-engine test-matrix test-triton test-torch

@@ -49,6 +49,8 @@ CALLS = {
     # tokens decide the steering of all requests; a graph is chosen for each step
     **{"triggered all": 47, "families": 38},
 }
+#: Kinds that are parts of others here.
+PARTS = {"one", "steer", "gated"}
 #: Kind of load → operations that a step queues on the forward's stream beside the forward.
 QUEUED = {
     **dict.fromkeys(CALLS, 2),
@@ -225,7 +227,10 @@ def _others() -> float:
 
 
 @pytest.mark.slow("every call is counted: 320 requests begin, and 48 steps of 64 and of 256")
-@pytest.mark.parametrize("kind", CALLS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=pytest.mark.long) if kind in PARTS else kind for kind in CALLS],
+)
 def test_a_step_costs_calls_that_do_not_grow_with_the_requests(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
