@@ -42,7 +42,7 @@ SLOW = (
     "steering",
 )
 #: What pages register, which is deleted after each.
-REGISTERED = ("modules", "loras", "lenses", "saes", "policies", "probes")
+REGISTERED = ("policies", "modules", "loras", "lenses", "saes", "probes")
 #: The id that `midstream up` gives its worker on a machine called `vm`.
 WORKER = "vm-SmolLM2-135M-Instruct"
 

@@ -84,7 +84,8 @@ class Nursery:
         self._turn = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__)), module],
-            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+            env={key: text for key, text in os.environ.items() if key != "TMPDIR"}
+            | {"PYTHONUNBUFFERED": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

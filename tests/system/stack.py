@@ -13,6 +13,7 @@ Processes: `redis`, `relay`, `callbacks`, `worker` (also `worker-2`, … when as
 
 import asyncio
 import contextlib
+import os
 import re
 import signal
 import time
@@ -275,7 +276,9 @@ class Stack(Processes):
         log.parent.mkdir(parents=True, exist_ok=True)
         if log.exists():
             log.rename(log.with_suffix(f".{time.monotonic_ns()}.log"))
-        begin = forks.start if values["engine"] == "fake" else forks.start_anew
+        # A module that is imported once keeps the folder for temporary files that there was then.
+        forked = values["engine"] == "fake" and "TMPDIR" not in os.environ
+        begin = forks.start if forked else forks.start_anew
         self.processes[name] = begin(MODULES[kind], environment, self.directory, log)
         self.sessions.add(self.processes[name].pid)
 
