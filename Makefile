@@ -179,7 +179,7 @@ test-faults: $(READY) model ## fault gate: 10,000 jobs with a fixed seed and wit
 	@echo "== fault gate"
 	@$(PYTEST) -s tests/faults; $(DONE)
 
-test-machines: $(READY) model ## network namespaces as machines, killed, cut off and slow; failovers of Redis; needs root (MACHINES="-k outlive": some)
+test-machines: $(READY) model ## network namespaces as machines, killed, cut off and slow; needs root (MACHINES="-k relay": some)
 	@test "$$(id -u)" = 0 || { echo "make test-machines needs root: it lays out network namespaces"; exit 2; }
 	@echo "== machines"
 	@$(ONE_THREAD); $(PYTEST) -s tests/machines $(MACHINES); $(DONE)

@@ -79,15 +79,7 @@ ROLES: dict[str, RedisRole] = {
 #: read-only key patterns.
 FLOWER, FLOWER_JOBS = "flower", "flower-jobs"
 FLOWER_JOBS_RULES = "resetkeys resetchannels -@all +hmget ~ms:job:*"
-#: Users of the servers, for a Redis with replicas: `replica`, with which a replica logs in to its
-#: master, and `sentinel`, with which a sentinel monitors both.
-SERVERS: dict[str, str] = {
-    "replica": "resetkeys resetchannels -@all +psync +replconf +ping",
-    "sentinel": "resetkeys resetchannels &__sentinel__:hello -@all +multi +exec +ping +info "
-    "+role +slaveof +replicaof +subscribe +publish"
-    " +config|rewrite +client|setname +client|kill +script|kill",
-}
-#: For people: all permissions, with a password.
+#: For people, and for replicas at their master: all permissions, with a password.
 OPERATOR = "operator"
 
 
@@ -99,8 +91,6 @@ def rules(role: str, database: int = 0) -> str:
         return "allkeys allchannels +@all"
     if role == FLOWER_JOBS:
         return FLOWER_JOBS_RULES
-    if role in SERVERS:
-        return SERVERS[role]
     return " ".join(
         [
             EVERY_ROLE,
@@ -132,7 +122,7 @@ def write_users(folder: Path, database: int = 0, host: str = HOST) -> list[Path]
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines, written = [DEFAULT_USER], []
-    for role in (*ROLES, *SERVERS, OPERATOR):
+    for role in (*ROLES, OPERATOR):
         password = secrets.token_hex(PASSWORD_BYTES)
         written.append(_write(folder / f"{role}.password", password))
         lines.append(user_line(role, password, database))

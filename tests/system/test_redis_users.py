@@ -196,6 +196,12 @@ def test_a_redis_with_a_wrong_certificate_is_refused(machines: Machines, tmp_pat
         app.connection_for_write().ensure_connection(max_retries=1, timeout=3, interval_start=0)
 
 
+@pytest.mark.parametrize("role", ["api", "callbacks", "relay", "worker"])
+def test_who_confirms_may_wait_for_replicas(machines: Machines, role: str) -> None:
+    with machines.client(role) as client:
+        assert client.wait(0, 1) == 0
+
+
 def test_a_restart_keeps_what_scripts_and_transactions_wrote(tmp_path: Path) -> None:
     """From version 7 on, Redis loads its append-only file with the rights of the user `default`."""
     users, *_ = write_users(tmp_path / "acl")
