@@ -213,7 +213,9 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _run_ranks(settings: Settings) -> int:
-    """Run only the ranks of this machine, for a worker on another one; return the exit code."""
+    """Run only the ranks of this machine, for a worker on another one, and end the process; return
+    the exit code of ranks that did not begin.
+    """
     from .engine.headless import run
 
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -222,7 +224,7 @@ def _run_ranks(settings: Settings) -> int:
     except (SettingsError, MidstreamError) as error:
         _print_failure(str(error))
         return EXIT_NO_ENGINE
-    return EXIT_ENGINE_DIED
+    _leave(EXIT_ENGINE_DIED)
 
 
 def _print_failure(reason: str) -> None:

@@ -46,7 +46,7 @@ def run(settings: Settings) -> None:
 
 def end_with(first: tuple[str, int], executor: Any) -> None:
     """End this machine's ranks when rank 0, which listens on `first`, has ended or cannot be
-    reached: vLLM's ranks would wait for it for ever.
+    reached: vLLM's ranks would wait for it forever.
     """
     with contextlib.suppress(OSError), socket.create_connection(first) as link:
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

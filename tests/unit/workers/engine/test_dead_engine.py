@@ -63,7 +63,7 @@ def test_an_answer_counts_even_if_the_core_has_died_since() -> None:
 async def test_ranks_must_answer_as_fast_as_in_a_step_unless_the_model_decides(
     method: str, bound: int | None
 ) -> None:
-    """A rank whose machine is lost never answers, and vLLM's core would wait for it for ever."""
+    """A rank whose machine is lost never answers, and vLLM's core would wait for it forever."""
     bounds = []
 
     async def answer(_: str, timeout: float | None, **__: Any) -> list[Any]:
