@@ -166,6 +166,8 @@ def main(arguments: Sequence[str] = ()) -> int:
             f"{disk_trouble(error) or error.strerror}: {error.filename or settings.data_dir}"
         )
         return EXIT_NO_ENGINE
+    if settings.engine_options.get("node_rank"):
+        return _run_ranks(settings)
     signals.setup_logging.connect(_keep_logging)
     # Neither warning applies: tasks are never cancelled on connection loss, and no message is
     # unpickled.
@@ -208,6 +210,21 @@ def main(arguments: Sequence[str] = ()) -> int:
         code = EXIT_ENGINE_DIED
     leftovers.remove_left(Path(settings.data_dir))
     _leave(code)
+
+
+def _run_ranks(settings: Settings) -> int:
+    """Run only the ranks of this machine, for a worker on another one, and end the process; return
+    the exit code of ranks that did not begin.
+    """
+    from .engine.headless import run
+
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    try:
+        run(settings)
+    except (SettingsError, MidstreamError) as error:
+        _print_failure(str(error))
+        return EXIT_NO_ENGINE
+    _leave(EXIT_ENGINE_DIED)
 
 
 def _print_failure(reason: str) -> None:

@@ -71,8 +71,8 @@ class Stepped:
     def call(self, work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return self.thread.submit(work, *arguments, **named).result()
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        return list(self.call(self.llm.collective_rpc, method, args=args))
+    async def collective_rpc(self, method: str, **options: Any) -> list[Any]:
+        return list(self.call(self.llm.collective_rpc, method, **options))
 
     async def reset_prefix_cache(self) -> bool:
         return bool(self.call(self.llm.reset_prefix_cache))

@@ -120,9 +120,9 @@ class Settings(Record):
     # So many replicas must have a write before it is acknowledged. With fewer than there are, a
     # failover may lose what was acknowledged: docs/machines.md#failover
     redis_replicas: Natural = 0
-    # `tcp://host:port` that the relay binds to and the ranks connect to. For workers and followers,
-    # several addresses separated by commas: without a connection for 2 s, a rank tries the next
-    # relay (docs/machines.md#several-relays). Empty: `midstream up` picks a free loopback port
+    # `tcp://host:port` that the relay binds to and the ranks connect to. For workers, several
+    # addresses separated by commas: without a connection for 2 s, a rank tries the next relay
+    # (docs/machines.md#several-relays). Empty: `midstream up` picks a free loopback port
     relay_url: str = ""
     # Let the relay bind to a non-loopback address without CURVE keys. Use it only on a network
     # where every machine is trusted
@@ -169,10 +169,6 @@ class Settings(Record):
     # docs/capacity.md#one-process-or-two). `ray` spreads the ranks over the machines of a Ray
     # cluster: docs/machines.md#one-engine-on-several-machines
     executor: Literal["auto", "mp", "ray"] = "auto"
-    # Machines that share one engine without Ray: docs/machines.md#without-ray
-    nodes: PositiveInt = 1
-    node_rank: Natural = 0  # This machine's number; machine 0 runs the worker
-    node_master: str = ""  # `host:port` of the first machine, where the ranks of all machines meet
     # vLLM's model runner: `auto`, `v1` or `v2`. On CPUs, `auto` is `v1`, because the v2 runner
     # needs Triton
     runner: Literal["auto", "v1", "v2"] = "auto"

@@ -219,8 +219,10 @@ class InprocLLM:
     async def abort(self, request_id: str) -> None:
         await self._in_thread(self._llm.abort_request, [request_id])
 
-    async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
-        return list(await self._in_thread(lambda: self._llm.collective_rpc(method, args=args)))
+    async def collective_rpc(
+        self, method: str, timeout: float | None = None, args: tuple[Any, ...] = ()
+    ) -> list[Any]:
+        return list(await self._in_thread(lambda: self._llm.collective_rpc(method, timeout, args)))
 
     async def call_utility_async(self, method: str, *args: Any) -> Any:
         result = await self._in_thread(getattr(self._core, method), *args)

@@ -78,11 +78,6 @@ class Fleet(Machines):
             "GLOO_SOCKET_IFNAME": self.network.device(machine),
         }
 
-    def settings(self, name: str, **changed: Any) -> Settings:
-        if name == "follower":  # of the worker, on another machine
-            return super().settings("worker", **{"node_rank": 1} | changed)
-        return super().settings(name, **changed)
-
     def inside(self, name: str) -> list[str]:
         return self.network.inside(self.where.get(name, HERE))
 

@@ -29,7 +29,7 @@ MODULES = {
     "relay": "midstream.broker.relay",
     "callbacks": "midstream.broker.callbacks",
     "worker": "midstream.workers",
-    "follower": "midstream.workers.follower",
+    "ranks": "midstream.workers",
     "api": "midstream.api",
     "flower": "midstream.broker.flower",
 }
@@ -144,7 +144,7 @@ class Machines(Processes):
         """Further variables of the process `name`."""
         return {}
 
-    def wait_ready(self, name: str, timeout: float = 300.0) -> None:
+    def wait_ready(self, name: str, timeout: float = 900.0) -> None:
         def ready() -> bool:
             assert self.processes[name].poll() is None, (
                 f"{name} has ended:\n{self.log(name)[-4000:]}"

@@ -4,7 +4,6 @@ is patched.
 
 import asyncio
 import logging
-import multiprocessing
 import os
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
@@ -14,7 +13,7 @@ from typing import Any
 import msgspec
 import vllm
 from transformers import AutoConfig
-from vllm import SamplingParams, TokensPrompt
+from vllm import SamplingParams, TokensPrompt, envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.exceptions import VLLMClientError
 from vllm.lora.request import LoRARequest
@@ -40,7 +39,6 @@ from ...schemas.service.global_capture import from_settings
 from ...schemas.settings.settings import NO_TOOLS, Settings, SettingsError
 from ...storage.formats.lora_files import joined
 from ..runner.base.backlog import WORKS
-from ..runner.base.compile_key import layout
 from ..runner.base.config import Found, PlaneConfig
 from ..runner.base.extensions import agreed, check_installed, named
 from ..runner.files.consumers import available
@@ -50,7 +48,6 @@ from ..runner.support.denylist import check
 from ..runner.support.quantisation import check_kernels, quantisation_of, refuse_gguf
 from ..runner.vllm.ring_budget import CapturedRows
 from ..runner.vllm.stages import stage_layers
-from . import nodes
 from .admission import CaptureBudget, StepRows
 from .identity import BOOT
 from .model_identity import check_folder, check_layers, content_of, digests_in, identity_of
@@ -88,6 +85,8 @@ _HEALTH_INTERVAL_S = 0.25
 #: A rank's writing process must answer within this share of `capture_timeout_s`, after which its
 #: jobs would fail instead of running again; and after so many seconds it counts as silent.
 ANSWER_SHARE, SILENT_S = 3, 3.0
+#: Calls of ranks that take as long as the model, or the disk under pending captures, needs.
+UNBOUNDED = ("midstream_certify", "midstream_close")
 
 
 class VllmEngine(RankControl):
@@ -111,7 +110,6 @@ class VllmEngine(RankControl):
         self._stopping = False
         self._broken = ""  # why the ranks' answers are no longer reliable
         self._ends = Ends(self._send_ends)
-        self._followers: nodes.Followers | None = None
         self._tools: ToolParsers | None = None
 
     async def start(self) -> None:
@@ -119,50 +117,7 @@ class VllmEngine(RankControl):
         caveats = await asyncio.to_thread(_caveats, settings)
         prepare_environment(settings)
         use_all_cores(settings.vllm.ranks)
-        residual, inside = asked_hooks(settings.hooks)
-        plane = PlaneConfig(
-            version=__version__,
-            worker=settings.worker_id,
-            boot=BOOT,
-            relay_url=settings.relay_url,
-            outbox_dir=str(Path(settings.data_dir).resolve() / "outbox"),
-            capture_root=settings.artifacts,
-            hooks=residual,
-            inside=inside,
-            steering_rows=settings.tuning.table_rows,
-            steering_entries=settings.tuning.table_entries,
-            step_tokens=settings.vllm.max_num_batched_tokens,
-            step_rows=0,  # set below: it depends on the model's shape
-            capture_queue_mib=0,  # set below
-            capture_window_mib=settings.tuning.capture_window_mib,
-            capture_overload=settings.capture_overload,
-            spill_dir=_spill_dir(settings),
-            # 0 if rows may be dropped: rows that a later request takes from the store must exist
-            row_store_mib=settings.tuning.row_store_mib
-            if settings.vllm.enable_prefix_caching and settings.capture_overload != "drop"
-            else 0,
-            sweep_entry=settings.tuning.sweep_entry,
-            graph_families=settings.tuning.graph_families,
-            writer_threads=plan_writers(
-                accelerator=not current_platform.is_cpu(),
-                cores=len(os.sched_getaffinity(0)),
-                ranks=settings.vllm.ranks,
-                threads=settings.tuning.writer_threads,
-            ),
-            segment_limit_kib=settings.tuning.segment_limit_kib,
-            segment_mib=settings.tuning.segment_mib,
-            memory_limit_kib=settings.tuning.memory_limit_kib,
-            capture_quota_mib=settings.capture_quota_mib,
-            lens_dir=settings.artifacts_of("lenses"),
-            cores=sorted(os.sched_getaffinity(0)),
-            answer_s=settings.capture_timeout_s / ANSWER_SHARE,
-            log_format=settings.log_format,
-            log_level=settings.log_level,
-            extensions=named(settings.extensions),
-            fault=settings.fault,
-            curve_secret_file=settings.curve_secret_file,
-            curve_server_key=settings.curve_server_key,
-        )
+        plane = plane_of(settings)
         try:
             await asyncio.to_thread(check_installed, settings.extensions)
             await asyncio.to_thread(check_drafter, settings)
@@ -184,7 +139,7 @@ class VllmEngine(RankControl):
             self._stages = stage_layers(
                 config.get_total_num_hidden_layers(), settings.vllm.pipeline_parallel_size
             )
-            ring = _ring(settings, config, len(hooks), max(map(len, self._stages)), inside)
+            ring = _ring(settings, config, len(hooks), max(map(len, self._stages)), plane.inside)
             plane = msgspec.structs.replace(
                 plane,
                 step_rows=ring.step_rows if ring else 0,
@@ -202,11 +157,7 @@ class VllmEngine(RankControl):
                 config.trust_remote_code,
                 jobs=max(2, settings.tuning.worker_concurrency // 2),
             )
-            vllm_config.additional_config = layout(plane)
             plane.export()
-            if settings.nodes > 1:
-                await asyncio.to_thread(nodes.publish, settings, plane)
-                self._followers = nodes.Followers(settings, BOOT, self._lose)
             self._llm = await asyncio.to_thread(
                 AsyncLLM.from_vllm_config, vllm_config, disable_log_stats=True
             )
@@ -294,7 +245,7 @@ class VllmEngine(RankControl):
             content_of, digests_in(settings.data_dir), config.model, config
         )
         self.checkpoint = [*source._replace(content=content)]
-        await self._certify(trusted=adapter.variant.known and bool(residual))
+        await self._certify(trusted=adapter.variant.known and bool(plane.hooks))
         if self._tools is not None and settings.tool_parser:
             # where the template chose the parser, the process starts when it is needed
             await self._formats.begin()
@@ -552,8 +503,6 @@ class VllmEngine(RankControl):
         """Stop the engine, after pending captures and receipts have been written and sent."""
         self._stopping = True
         await self._formats.close()
-        if self._followers is not None:
-            self._followers.stop()
         if not self._llm.errored:
             await self._call("midstream_close", ())
         if self._llm.output_handler is not None:
@@ -569,13 +518,6 @@ class VllmEngine(RankControl):
                 return f"the engine died: {self._llm.dead_error}"
             await asyncio.sleep(_HEALTH_INTERVAL_S)
 
-    def _lose(self, reason: str) -> None:
-        """End the engine, whose ranks would wait for a lost machine; called on another thread."""
-        logger.error("%s", reason)
-        self._broken = reason
-        for process in multiprocessing.active_children():
-            process.kill()
-
     async def _send_ends(self, ends: list[tuple[str, int]]) -> None:
         """Notify the ranks where requests end, see `DataPlane.end`. The notice goes with the next
         step, because a separate call would delay a step.
@@ -590,7 +532,9 @@ class VllmEngine(RankControl):
                 )
 
     async def _call(self, method: str, args: tuple[Any, ...]) -> list[Any]:
-        call = asyncio.ensure_future(self._llm.collective_rpc(method, args=args))
+        # as long as vLLM waits for a step: a rank whose machine is lost never answers
+        bound = None if method in UNBOUNDED else envs.VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS
+        call = asyncio.ensure_future(self._llm.collective_rpc(method, timeout=bound, args=args))
         try:
             # a core that dies while the call is on its way never answers it
             while not call.done():
@@ -667,6 +611,54 @@ def require_proven(settings: Settings, caveats: Sequence[str]) -> None:
             "the engine did not start: the setting compare=require refuses what is "
             + "; ".join(unproven),
         )
+
+
+def plane_of(settings: Settings) -> PlaneConfig:
+    """Return the ranks' configuration, as far as it does not depend on the model."""
+    residual, inside = asked_hooks(settings.hooks)
+    return PlaneConfig(
+        version=__version__,
+        worker=settings.worker_id,
+        boot=BOOT,
+        relay_url=settings.relay_url,
+        outbox_dir=str(Path(settings.data_dir).resolve() / "outbox"),
+        capture_root=settings.artifacts,
+        hooks=residual,
+        inside=inside,
+        steering_rows=settings.tuning.table_rows,
+        steering_entries=settings.tuning.table_entries,
+        step_tokens=settings.vllm.max_num_batched_tokens,
+        step_rows=0,  # `start` sets it: it depends on the model's shape
+        capture_queue_mib=0,  # `start` sets it
+        capture_window_mib=settings.tuning.capture_window_mib,
+        capture_overload=settings.capture_overload,
+        spill_dir=_spill_dir(settings),
+        # 0 if rows may be dropped: rows that a later request takes from the store must exist
+        row_store_mib=settings.tuning.row_store_mib
+        if settings.vllm.enable_prefix_caching and settings.capture_overload != "drop"
+        else 0,
+        sweep_entry=settings.tuning.sweep_entry,
+        graph_families=settings.tuning.graph_families,
+        writer_threads=plan_writers(
+            accelerator=not current_platform.is_cpu(),
+            cores=len(os.sched_getaffinity(0)),
+            ranks=settings.vllm.ranks,
+            threads=settings.tuning.writer_threads,
+        ),
+        segment_limit_kib=settings.tuning.segment_limit_kib,
+        segment_mib=settings.tuning.segment_mib,
+        memory_limit_kib=settings.tuning.memory_limit_kib,
+        capture_quota_mib=settings.capture_quota_mib,
+        lens_dir=settings.artifacts_of("lenses"),
+        cores=sorted(os.sched_getaffinity(0)),
+        answer_s=settings.capture_timeout_s / ANSWER_SHARE,
+        log_format=settings.log_format,
+        log_level=settings.log_level,
+        extensions=named(settings.extensions),
+        fault=settings.fault,
+        curve_secret_file=settings.curve_secret_file,
+        curve_server_key=settings.curve_server_key,
+    )
 
 
 def configured(settings: Settings) -> tuple[Any, Images]:

@@ -17,7 +17,6 @@ NAMES = {
     "client/cli/demo.py",
     "client/stack/checks/disk_checks.py",
     "schemas/settings/settings.py",
-    "workers/engine/nodes.py",
     "workers/engine/vllm.py",
 }
 

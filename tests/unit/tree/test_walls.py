@@ -72,7 +72,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "notebook durations extras frames images",
     ),
     "workers": (
-        "__main__ remote follower",
+        "__main__ remote",
         "app",
         "gradient_jobs",
         "serving",
@@ -97,10 +97,11 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "api/resolve": ("sweeps", "admission", "readings", "edits", "positions", "prompts"),
     "broker/ledger": ("recovery", "people named", "jobs", "results", "core"),
     "workers/engine": (
+        "headless",
         "vllm",
         "proof vllm_output model_identity",
         "plan options ranks requests prompts",
-        "plan_inside dtype no_torchvision admission nodes identity protocol",
+        "plan_inside dtype no_torchvision admission identity protocol",
     ),
     "workers/runner": (
         "vllm",

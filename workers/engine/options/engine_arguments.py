@@ -10,7 +10,7 @@ from vllm.platforms import current_platform
 
 from ....broker.processes.private_files import private_folder
 from ....schemas.base import to_json
-from ....schemas.settings.settings import Settings, SettingsError
+from ....schemas.settings.settings import Settings
 from ...runner.support.quantisation import W4A8
 from .. import no_torchvision
 from ..dtype import Choice, choose
@@ -51,8 +51,6 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     }
     if settings.executor != "auto":
         options["distributed_executor_backend"] = settings.executor
-    if settings.nodes > 1:
-        options |= node_options(settings)
     if settings.speculative_tokens:
         # A rank knows a token's position before the forward pass only if no step begins before the
         # drafts of the last step are verified.
@@ -60,35 +58,6 @@ def engine_options(settings: Settings) -> dict[str, Any]:
     if current_platform.is_cpu():
         options["kv_cache_memory_bytes"] = int(settings.kv_cache_gib * (1 << 30))
     return options | accepted(settings).options
-
-
-def node_options(settings: Settings) -> dict[str, Any]:
-    """Returns vLLM's options for an engine on several machines. Raises SettingsError."""
-    host, _, port = settings.node_master.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise SettingsError(
-            f"node_master={settings.node_master!r}: with nodes > 1 it is host:port of the "
-            "first machine"
-        )
-    if settings.node_rank >= settings.nodes:
-        raise SettingsError(
-            f"node_rank={settings.node_rank}: valid values are 0 to {settings.nodes - 1} "
-            "(nodes - 1)"
-        )
-    if settings.vllm.ranks % settings.nodes:
-        raise SettingsError(
-            f"nodes={settings.nodes}: {settings.vllm.ranks} ranks cannot be divided evenly among "
-            "them"
-        )
-    if settings.executor != "auto":
-        raise SettingsError(f"nodes={settings.nodes} and executor={settings.executor}: use one")
-    return {
-        "nnodes": settings.nodes,
-        "node_rank": settings.node_rank,
-        "master_addr": host.strip("[]"),
-        "master_port": int(port),
-        "distributed_executor_backend": "mp",
-    }
 
 
 def use_all_cores(ranks: int) -> None:

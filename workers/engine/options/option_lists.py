@@ -10,10 +10,6 @@ from typing import Any
 #: Option → Midstream's setting for it. These are refused, so that each fact is in one place.
 OURS: dict[str, str] = {
     "distributed_executor_backend": "executor",
-    "master_addr": "node_master",
-    "master_port": "node_master",
-    "nnodes": "nodes",
-    "node_rank": "node_rank",
     "kv_cache_memory_bytes": "kv_cache_gib (on a CPU; elsewhere engine.num_gpu_blocks_override)",
     "enable_lora": "engine.max_loras",
     "log_level": "log_level",
@@ -172,7 +168,8 @@ WRONG: dict[str, str] = {name: reason for reason, names in _REFUSED.items() for 
 
 #: Option → the values (of a table: the keys) with which an engine gave transformers' rows at every
 #: hook, plain and edited, and the same tokens; empty: all values of its type. Kept so that ordinary
-#: options have no caveat; `tests/engine/option_cases.py` has a case for each.
+#: options have no caveat; `tests/engine/option_cases.py` has a case for each, and
+#: `tests/machines/test_nodes.py` for those of several machines.
 PROVEN: dict[str, tuple[Any, ...]] = {
     "async_scheduling": (False,),
     "attention_backend": ("CPU_ATTN",),
@@ -198,10 +195,14 @@ PROVEN: dict[str, tuple[Any, ...]] = {
     "load_format": ("auto", "hf", "safetensors"),
     "long_prefill_token_threshold": (),
     "long_prefill_token_threshold_adaptive": (),
+    "master_addr": (),
+    "master_port": (),
     "max_num_active_seqs": (),
     "max_num_scheduled_tokens": (),
     "model_impl": ("auto", "vllm"),
     "model_loader_extra_config": ("enable_multithread_load", "num_threads"),
+    "nnodes": (),
+    "node_rank": (),
     "optimization_level": (0, 1, 2, 3),
     "performance_mode": ("balanced", "interactivity", "throughput"),
     "prefill_schedule_interval": (),
@@ -237,10 +238,12 @@ SERVING = frozenset({
     "expert_placement_strategy", "fail_on_environ_validation", "gpu_memory_utilization",
     "ir_op_priority", "jit_monitor_mode", "jit_monitor_verbose",
     "long_prefill_token_threshold", "long_prefill_token_threshold_adaptive",
+    "master_addr", "master_port",
     "max_cudagraph_capture_size", "max_logprobs", "max_num_active_seqs",
     "max_num_scheduled_tokens", "max_parallel_loading_workers", "mm_encoder_tp_mode",
     "mm_hasher_algorithm", "mm_ipc_gpu_memory_gb", "mm_processor_cache_type",
-    "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc", "numa_bind", "numa_bind_cpus",
+    "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc",
+    "nnodes", "node_rank", "numa_bind", "numa_bind_cpus",
     "numa_bind_nodes", "offload_backend", "offload_group_size", "offload_num_in_group",
     "offload_params", "offload_prefetch_step", "optimization_level", "performance_mode",
     "prefill_schedule_interval", "prefix_cache_retention_interval",

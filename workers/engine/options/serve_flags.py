@@ -27,8 +27,6 @@ SETTINGS: dict[str, str] = {
     "served_model_name": "model_name",
     "tool_call_parser": "tool_parser",
     "distributed_executor_backend": "executor",
-    "nnodes": "nodes",
-    "node_rank": "node_rank",
     "otlp_traces_endpoint": "otel_endpoint",
     "spec_method": "drafter",
     "spec_model": "draft_model",
@@ -72,8 +70,8 @@ _REFUSED: dict[str, tuple[str, ...]] = {
         "dp_supervisor_probe_failure_threshold",
         "dp_supervisor_probe_interval_s",
         "dp_supervisor_probe_timeout_s",
-        "headless",
     ),
+    "the other machines run `python -m midstream.workers`": ("headless", "node_rank"),
     "it belongs to vLLM's own HTTP server, which does not run here": (
         "allow_credentials",
         "allowed_headers",

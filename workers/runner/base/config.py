@@ -8,12 +8,26 @@ and are passed by one environment variable, which is not part of the key.
 import os
 from dataclasses import dataclass
 
+import msgspec
+
 from ....schemas.base import Record, __version__, from_json, to_json
 from ....schemas.extensions import Extension
+from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.model.attention import AttentionKind
 from ....schemas.model.banks import RowShape
 
 VARIABLE = "_MIDSTREAM_PLANE"
+#: Fields of `PlaneConfig` that each machine of an engine has of its own.
+OF_MACHINE = (
+    "relay_url",
+    "outbox_dir",
+    "capture_root",
+    "spill_dir",
+    "lens_dir",
+    "cores",
+    "curve_secret_file",
+    "curve_server_key",
+)
 
 
 @dataclass(frozen=True)
@@ -106,3 +120,17 @@ def plane_config() -> PlaneConfig:
             "install one version on both"
         )
     return config
+
+
+def join(of_first: str) -> None:
+    """Take over rank 0's config, which the worker made for this start of the engine; what is of
+    this machine stays. Raises RuntimeError if this machine has another model.
+    """
+    own, start = plane_config(), from_json(of_first, PlaneConfig)
+    if own.identity != start.identity:
+        raise RuntimeError(
+            f"the model on this machine has the identity {own.identity[:SHOWN_IDENTITY]}, but that "
+            f"of the first machine has {start.identity[:SHOWN_IDENTITY]}: every machine needs the "
+            "same checkpoint, dtype and engine options"
+        )
+    msgspec.structs.replace(start, **{name: getattr(own, name) for name in OF_MACHINE}).export()

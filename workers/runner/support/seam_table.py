@@ -391,7 +391,7 @@ SEAMS: tuple[Seam, ...] = (
     Seam(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
         ("__init__(vllm_config, monitor_workers)", "start_worker_monitor(inline)"),
-        "follower.py",
+        "engine/headless.py",
     ),
     Seam(
         "vllm.v1.engine.core_client:AsyncMPClient",

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 from vllm.config import CompilationMode, set_current_vllm_config
-from vllm.distributed import get_pp_group, get_tp_group
+from vllm.distributed import get_pp_group, get_tp_group, get_world_group
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 
@@ -27,7 +27,8 @@ from ....schemas.prompts.selectors import INSIDE
 from ....schemas.readings.features import StoredFeatures
 from ....schemas.requests.source_runs import RunFiles
 from ....schemas.requests.steering import GlobalSteering
-from ..base.config import Found, PlaneConfig, RankPlace, plane_config
+from ..base.compile_key import layout
+from ..base.config import VARIABLE, Found, PlaneConfig, RankPlace, join, plane_config
 from ..base.extensions import ExtensionError, trusted
 from ..base.process import threads_elsewhere
 from ..certificate.certify import Certifier
@@ -96,6 +97,9 @@ class MidstreamWorker(PlatformWorker):
 
     def init_device(self) -> None:
         super().init_device()
+        # the ranks of a further machine know only what its own settings say
+        join(get_world_group().broadcast_object(os.environ[VARIABLE]))
+        self.vllm_config.additional_config = layout(plane_config())
         runner = self.model_runner
         mixed: tuple[type, ...] = (
             V2Adapter if self.vllm_config.use_v2_model_runner else V1Adapter,
