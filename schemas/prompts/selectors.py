@@ -374,6 +374,21 @@ def _layer(layer: int, num_layers: int, thing: str) -> int:
     return layer % num_layers
 
 
+def served_hook(
+    name: HookName, hooks: Sequence[str] = HOOKS, absent: Mapping[str, str] | None = None
+) -> Hook:
+    """Return the hook of this name. `hooks`, `absent`: see `resolve_sites`.
+
+    Raises SelectorError for one that is not served.
+    """
+    hook = resolve_hook(name)
+    if hook not in hooks:
+        why = (absent or {}).get(hook, NOT_SET if hook in INSIDE else "")
+        wrong = f"hook {name!r} is not served: {why};" if why else f"unknown hook {name!r}:"
+        raise SelectorError(f"{wrong} the model has {', '.join(hooks)}")
+    return hook
+
+
 def resolve_sites(
     layer_selectors: Mapping[HookName, LayerSelector],
     num_layers: int,
@@ -394,14 +409,8 @@ def resolve_sites(
             raise SelectorError(
                 f"{hook} is given twice: as {named[hook]!r} and as {name!r}", f".{name}"
             )
-        if hook not in hooks:
-            why = (absent or {}).get(
-                hook,
-                NOT_SET if hook in INSIDE else "",
-            )
-            wrong = f"hook {name!r} is not served: {why};" if why else f"unknown hook {name!r}:"
-            raise SelectorError(f"{wrong} the model has {', '.join(hooks)}", f".{name}")
         try:
+            served_hook(name, hooks, absent)
             sites[hook] = resolve_layers(layers, num_layers)
         except SelectorError as error:
             raise SelectorError(str(error), f".{name}") from error

@@ -4,6 +4,8 @@ import hashlib
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from operator import attrgetter
 from typing import Annotated, Literal, Self
 
 import msgspec
@@ -13,7 +15,7 @@ from ..artifacts.loras import LoraUse
 from ..artifacts.probes import StoredProbe
 from ..artifacts.registered import NamedArtifact, references
 from ..artifacts.saes import SAES
-from ..base import ITEM_BYTES, EditLimit, NumbersOrTensor, Record, RowDType, pack_numbers
+from ..base import ITEM_BYTES, EditLimit, NumbersOrTensor, Published, Record, RowDType, pack_numbers
 from ..base.limits import (
     MAX_CONSUMERS,
     MAX_ENTRIES,
@@ -283,6 +285,11 @@ Owner = Literal["request", "operator"]
 WriterWork = Literal["writer", "harvest", "reading"]
 
 
+#: Read a field of many entries without a line of Python for each.
+HOOK, LAYERS, FAMILY_NAME = map(attrgetter, ("hook", "layers", "family"))
+TENSORS, LIMIT, _ENTRIES = map(attrgetter, ("tensors", "limit", "entries"))
+
+
 class StoredSteering(CheckedSteering, kw_only=True):
     """A `SteeringSpec` after validation, for one prompt."""
 
@@ -477,10 +484,11 @@ class Grade(Record):
     against: str = ""
 
 
-class RankSpec(Record):
+class RankSpec(Published):
     """A request as ranks receive it, packed into vLLM's `SamplingParams.extra_args`.
 
-    Positions are resolved against this request's prompt.
+    Positions are resolved against this request's prompt. A rank ignores fields of another version,
+    since it refuses that version's requests.
     """
 
     version: str  # Midstream's version; a rank of another version rejects the request
@@ -488,7 +496,8 @@ class RankSpec(Record):
     request: int  # index of the prompt in its job
     attempt: int  # fencing token
     prompt_tokens: int
-    steering: list[StoredSteering] = []  # entries of global steering first, then the request's own
+    # of the entries of global steering, then of the request's own
+    rows: list["SteeringRow"] = []
     # trigger, as in `StoredSteering.condition` → the positions of the prompt at which occurrences
     # end, ascending, int32: a rank searches only what is generated
     occurrences: dict[bytes, bytes] = {}
@@ -521,6 +530,11 @@ class RankSpec(Record):
     tenant: str = ""  # whose turn its readings take
 
     @property
+    def steering(self) -> tuple[StoredSteering, ...]:
+        """The entries of its rows."""
+        return tuple(chain.from_iterable(map(_ENTRIES, self.rows)))
+
+    @property
     def ids(self) -> tuple[str, int, int]:
         """Job, index of the prompt, and attempt."""
         return self.job, self.request, self.attempt
@@ -549,16 +563,15 @@ def touched(spec: RankSpec) -> tuple[int, int]:
     """Return the window `[first, stop)` of positions that the request's steering and captures
     select; `(0, 0)` if they select none.
     """
-    selectors = [entry.positions for entry in spec.steering] + [
-        capture.positions for capture in spec.captures
-    ]
+    selectors = [row.positions for row in spec.rows]
+    selectors += [capture.positions for capture in spec.captures]
     first = min((lowest_position(item, spec.prompt_tokens) for item in selectors), default=0)
     return first, max((end_position(item, spec.prompt_tokens) for item in selectors), default=0)
 
 
 def touched_hooks(spec: RankSpec) -> set[Hook]:
     """Return the hooks of the request's steering and captures."""
-    hooks = {entry.hook for entry in spec.steering}
+    hooks = set(map(HOOK, spec.steering))
     return hooks.union(*(capture.sites for capture in spec.captures))
 
 
@@ -573,6 +586,7 @@ class SteeringRow(Record):
     positions: PositionSelector
     # all at hooks of one bank, with one gate, one trigger, one limit and one owner
     entries: list[StoredSteering]
+    column: int = 0  # see `columns_of`
 
     @property
     def gate(self) -> str:
@@ -595,12 +609,12 @@ class SteeringRow(Record):
         entries share pool entries.
         """
         # (hook, layer, family) → indices of the entries that apply there
-        applied: dict[tuple[Hook, int, OpFamily], tuple[int, ...]] = {}
+        applied: dict[tuple[Hook, int, OpFamily], list[int]] = {}
         for number, entry in enumerate(self.entries):
             for layer in entry.layers:
-                site = entry.hook, layer, entry.family
-                applied[site] = (*applied.get(site, ()), number)
-        return sum(self.entries[numbers[-1]].num_vectors for numbers in set(applied.values()))
+                applied.setdefault((entry.hook, layer, entry.family), []).append(number)
+        chains = set(map(tuple, applied.values()))
+        return sum(self.entries[numbers[-1]].num_vectors for numbers in chains)
 
 
 #: Name of a mask of all dimensions, for which no bytes are stored.
@@ -626,7 +640,7 @@ def dims_named(name: str) -> list[range]:
     return result
 
 
-def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
+def steering_rows(steering: Iterable[StoredSteering]) -> list[SteeringRow]:
     """Group a request's steering into rows by bank and what `shared_by` returns, in the order of
     first occurrence.
 
@@ -685,6 +699,14 @@ def steering_rows(steering: list[StoredSteering]) -> list[SteeringRow]:
     return rows
 
 
+def with_columns(rows: list[SteeringRow]) -> list[SteeringRow]:
+    """Return all rows of a request with their columns."""
+    return [
+        msgspec.structs.replace(row, column=column)
+        for row, column in zip(rows, columns_of(rows), strict=True)
+    ]
+
+
 def columns_of(rows: list[SteeringRow]) -> list[int]:
     """Return the column of each row in the table that lists, per bank and token, the token's rows:
     after the columns of all earlier rows that may share a token with it.
@@ -722,7 +744,7 @@ def hashable(positions: PositionSelector) -> str | tuple[int, ...] | PositionWin
     return tuple(positions) if isinstance(positions, list) else positions
 
 
-def steering_digest(steering: list[StoredSteering]) -> str:
+def steering_digest(steering: Sequence[StoredSteering]) -> str:
     """Return the digest of everything that determines the effect of steering on a request's KV
     cache; empty without steering.
     """

@@ -27,6 +27,7 @@ from midstream.schemas.requests.specs import (
     StoredCapture,
     StoredSteering,
     steering_rows,
+    with_columns,
 )
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.storage.store import open_store
@@ -134,9 +135,14 @@ class Request:
             prompt_tokens=self.prompt_tokens,
         )
         spec.captures.extend(self.captures)
-        spec.steering.extend([*self.everyone.at(self.prompt_tokens), *self.steering])
         self.tracked = Tracked(spec)
-        self.asks = bool(spec.captures or spec.steering)
+        self.steer(*self.everyone.at(self.prompt_tokens), *self.steering)
+        self.asks = bool(spec.captures or spec.rows)
+
+    def steer(self, *entries: StoredSteering) -> None:
+        """Steer it also with these."""
+        rows = self.tracked.spec.rows
+        rows[:] = with_columns(steering_rows([*self.tracked.spec.steering, *entries]))
 
 
 class Rank:
@@ -197,7 +203,7 @@ class Rank:
         return request
 
     def rows(self, request: Request) -> list[SteeringRow]:
-        return steering_rows(request.tracked.spec.steering)
+        return request.tracked.spec.rows
 
     def plan(self, *windows: tuple[Request, int, int], again: bool = True) -> bool:
         """(request, first position, how many) in batch order. Of a request that asks for nothing

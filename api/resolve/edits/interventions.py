@@ -97,7 +97,7 @@ def _valid_for_op(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
 
 
 def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
-    hook = one_hook(spec.hook or "post_block", bounds)
+    hook = resolve_hook(spec.hook or "post_block")
     if spec.norm_match and hook not in STREAM_HOOKS:
         streams = ", ".join(name for name in get_args(Hook) if name in STREAM_HOOKS)
         raise ValueError(
@@ -109,7 +109,7 @@ def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
 # --- Tensors
 
 
-def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+def _shape(family: Intervention, field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     tensor, width = (
         getattr(spec, field),
         bounds.model.row_size(resolve_hook(spec.hook or "post_block")),
@@ -120,7 +120,7 @@ def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
         if tensor.shape != [width]:
             raise ValueError(f"has shape {tensor.shape}: it must be [{width}]")
         return
-    first, rank = family_of(spec).tensors[0], _rank(spec)
+    first, rank = family.tensors[0], _rank(family, spec)
     if field == first and not (tensor.shape == [rank, width] and 1 <= rank <= MAX_RANK):
         raise ValueError(
             f"has shape {tensor.shape}: it must be [rank, {width}] with rank 1 to {MAX_RANK}"
@@ -132,19 +132,17 @@ def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
         )
 
 
-def _within_one_rank(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
-    family = family_of(spec)
-    if field == family.tensors[0]:
-        within_one_rank(spec, family, bounds.model)
+def _within_one_rank(family: Intervention, spec: SteeringSpec, bounds: Bounds) -> None:
+    within_one_rank(spec, family, bounds.model)
 
 
-def _rank(spec: SteeringSpec) -> int:
+def _rank(family: Intervention, spec: SteeringSpec) -> int:
     """Return the rank of the family's first tensor; 0 if it is not a matrix."""
-    tensor: Tensor | None = getattr(spec, family_of(spec).tensors[0])
+    tensor: Tensor | None = getattr(spec, family.tensors[0])
     return tensor.shape[0] if tensor is not None and tensor.shape else 0
 
 
-def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
+def _data(family: Intervention, field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     tensor = getattr(spec, field)
     if tensor is None:
         return
@@ -154,7 +152,6 @@ def _data(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
         raise ValueError(
             f"element {bad[0]} is not finite (non-finite elements: {len(bad)} of {values.size})"
         )
-    family = family_of(spec)
     if field == "vector" and family.unit and not values.any():
         raise ValueError(f"is all zeros: {family.flag or family.op} needs a direction")
     if (
@@ -172,8 +169,8 @@ def check_vector(spec: SteeringSpec, bounds: Bounds) -> None:
     """Raises ValueError for a vector of the wrong size, with a non-finite element, or beyond the
     range of the model's dtype.
     """
-    _shape("vector", spec, bounds)
-    _data("vector", spec, bounds)
+    _shape(FAMILY["add"], "vector", spec, bounds)
+    _data(FAMILY["add"], "vector", spec, bounds)
     if spec.vector is not None and not (largest := _largest(spec.vector)) <= limit_of(bounds):
         raise ValueError(
             f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at "
@@ -193,12 +190,9 @@ def limit_of(bounds: Bounds) -> float:
 # --- Numbers
 
 
-def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
-    """Return the number or its default; None if the family does not take it."""
-    family, given = family_of(spec), getattr(spec, field)
-    number = numbers_of(family).get(field)
-    if number is None:
-        return None
+def _number(family: Intervention, number: Number, spec: SteeringSpec, bounds: Bounds) -> float:
+    """Return the number or its default."""
+    given = getattr(spec, number.name)
     value: float = number.default if given is None else given
     if given is not None:
         check_limit(family, number, value)
@@ -209,8 +203,8 @@ def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
                 f"scale times vector has an element of magnitude {largest:.3g}: "
                 f"{bounds.model.dtype} allows at most {limit_of(bounds):.3g}"
             )
-    if family.limits is not None and field in family.limits:
-        _check_range(field, value, spec, family.limits)
+    if family.limits is not None and number.name in family.limits:
+        _check_range(number.name, value, spec, family.limits)
     return value
 
 
@@ -257,17 +251,25 @@ PLACE_RULES: tuple[FieldRule, ...] = (
     ("heads", lambda spec, bounds: of_spec(spec, bounds.model)),
 )
 
-RULES: tuple[FieldRule, ...] = (
-    *PLACE_RULES,
-    ("layers", edited_layers),
-    ("positions", positions_of_each),
-    *((field, partial(_valid_for_op, field)) for field in (*GIVEN, *OPTIONS)),
-    *((f"{field}.shape", partial(_shape, field)) for field in GIVEN),
-    *((f"{field}.data", partial(_data, field)) for field in GIVEN),
-    ("norm_match", _norm_match),
-    *((field, partial(_within_one_rank, field)) for field in GIVEN),
-    *((name, partial(_number, name)) for name in NUMBERS),
-)
+
+def _rules(family: Intervention) -> tuple[FieldRule, ...]:
+    """Return the rules of a family's entries that follow `PLACE_RULES`."""
+    taken = STEERING_FIELDS[family.op].tensors
+    given = [field for field in GIVEN if field in taken]
+    numbers = numbers_of(family)
+    return (
+        ("layers", edited_layers),
+        ("positions", positions_of_each),
+        *((field, partial(_valid_for_op, field)) for field in (*GIVEN, *OPTIONS)),
+        *((f"{field}.shape", partial(_shape, family, field)) for field in given),
+        *((f"{field}.data", partial(_data, family, field)) for field in given),
+        ("norm_match", _norm_match),
+        (family.tensors[0], partial(_within_one_rank, family)),
+        *((name, partial(_number, family, numbers[name])) for name in NUMBERS if name in numbers),
+    )
+
+
+RULES = {family.name: _rules(family) for family in PLAIN}
 
 
 def resolve_entry(
@@ -279,24 +281,24 @@ def resolve_entry(
     Raises a 400 naming the field below `at`.
     """
     spec = _filled_in(spec)
-    heads = apply_rules(PLACE_RULES, spec, bounds, at)["heads"]
+    place = apply_rules(PLACE_RULES, spec, bounds, at)
+    hook, heads, family = place["hook"], place["heads"], family_of(spec)
     if heads:
         spec = widened(spec, heads, bounds.model)
-    made = apply_rules(RULES, spec, bounds, at)
-    family = family_of(spec)
+    made = apply_rules(RULES[family.name], spec, bounds, at)
     masks = []
     if heads and family.name == "replace":  # other families keep columns that are 0
-        family, masks = FAMILY["replace_masked"], [keep_mask(made["hook"], heads, bounds, blobs)]
+        family, masks = FAMILY["replace_masked"], [keep_mask(hook, heads, bounds, blobs)]
     entry = SteeringTemplate(
         layers=made["layers"],
-        hook=made["hook"],
+        hook=hook,
         positions=spec.positions or "all",
         family=family.name,
         tensors=[keep(getattr(spec, field), blobs) for field in family.tensors if field != "mask"]
         + masks,
         scale=made["scale"] if family.scale is not None else 1.0,
         numbers=[made[number.name] for number in family.numbers],
-        rank=_rank(spec) if family.ranked else 0,
+        rank=_rank(family, spec) if family.ranked else 0,
     )
     return entry, made["positions"]
 

@@ -165,7 +165,9 @@ class ResolvedPatch:
 
 # --- What is written
 
-VECTOR_RULES = tuple(rule for rule in STEERING_RULES if rule[0] in ("vector.shape", "vector.data"))
+VECTOR_RULES = tuple(
+    rule for rule in STEERING_RULES["replace"] if rule[0] in ("vector.shape", "vector.data")
+)
 
 
 def _of_vector(

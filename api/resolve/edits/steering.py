@@ -6,7 +6,7 @@ precede steering.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar, get_args
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -23,7 +23,6 @@ from ....schemas.base.limits import (
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import (
-    PositionName,
     PositionSelector,
     RequestedPositions,
     SelectorError,
@@ -61,10 +60,6 @@ from .patches import resolve_patches
 
 #: Limit on listed positions of global steering: workers scan them for every prompt.
 MAX_GLOBAL_POSITIONS = 1 << 15
-
-
-#: Names that may stand for positions after resolution.
-POSITION_NAMES: tuple[PositionName, ...] = get_args(PositionName)
 
 NO_POSITION = "no position given: give at least one"
 
@@ -263,11 +258,13 @@ def resolve_edits(
         placed = _placed(spec, bounds, f"steering[{index}]", model_state, blobs)
         _check_scales(spec, placed, scales, bounds, f"steering[{index}]", model_state)
         for entry, positions in placed:
-            # shared by all prompts
-            named = {name: entry.stored(name) for name in POSITION_NAMES}
+            named: dict[str, StoredSteering] = {}  # shared by all prompts
             for entries, chosen in zip(per_prompt, positions, strict=True):
-                same = named.get(chosen) if isinstance(chosen, str) else None
-                entries.append(same or entry.stored(chosen))
+                stored = named.get(chosen) if isinstance(chosen, str) else None
+                stored = stored or entry.stored(chosen)
+                entries.append(stored)
+                if isinstance(chosen, str):
+                    named[chosen] = stored
     for module in own:
         _extend(per_prompt, _applied(module, bounds, model_state))
     _check_each(per_prompt, "steering" if specs or not own else "probes", bounds.model)
@@ -366,6 +363,8 @@ def _placed(
 def _unqualified(spec: SteeringSpec, at: str, model: ModelInfo) -> SteeringSpec:
     """Return the spec without its limit and trigger. Raises a 400 for one that is not valid."""
     check_trigger(spec.trigger, at, model)
+    if spec.limit is None and spec.trigger is None:
+        return spec
     return msgspec.structs.replace(spec, limit=None, trigger=None)
 
 

@@ -26,6 +26,7 @@ from ....schemas.prompts.selectors import (
     resolve_layers,
     resolve_positions,
     resolve_sites,
+    served_hook,
 )
 from ....schemas.prompts.sites import SitesSpec
 from ....schemas.requests.specs import (
@@ -120,11 +121,7 @@ def _reachable(positions: PositionSelector, total: int) -> PositionSelector:
 
 
 def one_hook(name: Any, bounds: Bounds) -> Hook:
-    with Translated(SelectorError, lambda error: SelectorError(str(error))):
-        (hook,) = resolve_sites(
-            {name: "all"}, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent
-        )
-    return hook
+    return served_hook(name, bounds.model.hooks, bounds.model.absent)
 
 
 def apply_rules(

@@ -124,7 +124,7 @@ class FakeEngine(RankControl):
     async def _generate(
         self, ask: EngineRequest, spec: RankSpec | None
     ) -> AsyncGenerator[NewOutput, None]:
-        steering = spec.steering if spec is not None else []
+        steering = list(spec.steering) if spec is not None else []
         async with self._rows.admitted(row_demand(spec)), self._slots, self._stepping():
             if (faults := self.faults.get("generate")) is not None and int(
                 faults["request"]

@@ -15,7 +15,7 @@ import msgspec
 
 from midstream.schemas.base import Tensor, to_msgpack
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, parse_row
-from midstream.schemas.requests.specs import DIMS_PREFIX, RankSpec, StoredSteering, steering_rows
+from midstream.schemas.requests.specs import DIMS_PREFIX, RankSpec, StoredSteering
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.schemas.settings.settings import Settings
 from midstream.workers.runner.base.actions import ActionKind, ActionLedger
@@ -191,10 +191,10 @@ class FakeRank:
 
     def begin(self, spec: RankSpec) -> Answer:
         """A request that is steered begins: its rows, then itself, are accounted for."""
-        fits, why = self._fits(spec.steering)
+        fits, why = self._fits(list(spec.steering))
         if not fits:
             return fits, why
-        self._live[spec.key] = [row.key for row in steering_rows(spec.steering)]
+        self._live[spec.key] = [row.key for row in spec.rows]
         for row in self._live[spec.key]:
             self._rows[row] += 1
             if self._rows[row] == 1:

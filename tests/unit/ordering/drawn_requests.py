@@ -25,6 +25,8 @@ from midstream.schemas.requests.specs import (
     occurrences,
     probe_captures,
     steering_digest,
+    steering_rows,
+    with_columns,
 )
 
 #: What may decide where a request's steering is applied, beside its positions.
@@ -115,7 +117,7 @@ class Asked:
             request=0,
             attempt=1,
             prompt_tokens=self.prompt,
-            steering=self.steering,
+            rows=with_columns(steering_rows(self.steering)),
             occurrences=occurrences(self.steering, self.tokens[: self.prompt]),
             captures=[*self.captures, *probe_captures(probes)],
             digest=steering_digest(self.steering),

@@ -31,6 +31,8 @@ from midstream.schemas.requests.specs import (
     occurrences,
     probe_captures,
     steering_digest,
+    steering_rows,
+    with_columns,
 )
 from midstream.workers.runner.base.config import RankPlace
 from midstream.workers.runner.base.engine_step import NewRequest
@@ -154,7 +156,7 @@ class Load:
             attempt=1,
             prompt_tokens=PROMPT,
             captures=[*captures, *probe_captures(probes)],
-            steering=steering,
+            rows=with_columns(steering_rows(steering)),
             occurrences=occurrences(steering, PROMPT_IDS),
             digest=steering_digest(steering) if steering else "",
             probes=probes,

@@ -11,7 +11,7 @@ from ....schemas.artifacts.loras import StoredLora
 from ....schemas.artifacts.saes import StoredSae
 from ....schemas.base import by_key
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.requests.specs import RankSpec, SteeringRow, StoredSteering, steering_rows
+from ....schemas.requests.specs import RankSpec, SteeringRow, StoredSteering
 from ....schemas.requests.steering import GlobalSteering, RankSteering
 from ....schemas.settings.settings import Settings
 from ....schemas.settings.tuning import global_share
@@ -136,7 +136,7 @@ def rank_steering(status: dict[str, Any]) -> RankSteering:
 
 def row_demand(spec: RankSpec | None) -> frozenset[RowDemand]:
     """Returns the rows of the steering table that a request needs."""
-    return _demand(steering_rows(spec.steering) if spec is not None else [])
+    return _demand(spec.rows if spec is not None else [])
 
 
 def _demand(rows: Sequence[SteeringRow]) -> frozenset[RowDemand]:

@@ -8,6 +8,8 @@ from ....schemas.requests.specs import (
     content_key,
     occurrences,
     steering_digest,
+    steering_rows,
+    with_columns,
 )
 from ..protocol import EngineRequest
 
@@ -40,7 +42,7 @@ def rank_spec(ask: EngineRequest) -> RankSpec | None:
         request=ask.request,
         attempt=ask.attempt,
         prompt_tokens=prompt_tokens,
-        steering=steering,
+        rows=with_columns(steering_rows(steering)),
         occurrences=occurrences(steering, ask.token_ids),
         captures=captures,
         digest=_digest(global_rows, own_steering, ask),

@@ -4,14 +4,14 @@
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Protocol
 
 import numpy as np
 
 from ....kernels.installed import OPS, InstalledEdit
 from ....schemas.extensions import MAX_OP_OPTIONS, Extension, OpTerms, Option
-from ....schemas.requests.specs import StoredSteering
+from ....schemas.requests.specs import FAMILY_NAME, StoredSteering
 from ..base.extensions import ExtensionError, Offer, code_of, declared, digest
 
 logger = logging.getLogger(__name__)
@@ -70,9 +70,9 @@ def load_ops(offers: Iterable[Offer], hidden_size: int, *, cpu: bool) -> list[Ex
     return list(extensions.values())
 
 
-def check_here(entries: Iterable[StoredSteering]) -> None:
+def check_here(entries: Collection[StoredSteering]) -> None:
     """Raises LookupError if this rank lacks an installed op, or has another version of it."""
-    for entry in entries:
+    for entry in entries if "installed" in map(FAMILY_NAME, entries) else ():
         if entry.family == "installed" and int(entry.numbers[-1]) not in OPS:
             raise LookupError(
                 "this rank lacks an installed op of this request, or has another version of it: "

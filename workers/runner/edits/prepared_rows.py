@@ -13,12 +13,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from itertools import chain
 
 import torch
 
 from ....schemas.requests.source_runs import is_row
-from ....schemas.requests.specs import SteeringRow, steering_rows
-from ..base.packed_spec import unpack
+from ....schemas.requests.specs import TENSORS, SteeringRow
 from .vector_pool import JoinedRow
 
 logger = logging.getLogger(__name__)
@@ -36,11 +36,13 @@ class PreparedRows:
     def __init__(
         self,
         make: Callable[[SteeringRow], JoinedRow],
-        holds: Callable[[str], bool],
+        missing: Callable[[set[str]], set[str]],
         kept_bytes: int = KEPT_BYTES,
     ) -> None:
-        """`make` lays a row out, in any thread. `holds` returns whether this rank has a tensor."""
-        self._make, self._holds, self._room = make, holds, kept_bytes
+        """`make` lays a row out, in any thread. `missing` returns which of some tensors this rank
+        lacks.
+        """
+        self._make, self._missing, self._room = make, missing, kept_bytes
         self._kept: OrderedDict[str, JoinedRow] = OrderedDict()  # by `SteeringRow.key`
         self._size = 0  # bytes of all kept rows
         self._under_way: dict[str, Future[None]] = {}  # rows that the thread lays out now
@@ -71,10 +73,10 @@ class PreparedRows:
 
     def get(self, spec: SteeringRow) -> JoinedRow:
         """Return the row's content. Raises what `make` raises."""
-        names = {name for entry in spec.entries for name in entry.tensors}
-        if any(map(is_row, names)):
+        missing = self._missing(set(chain.from_iterable(map(TENSORS, spec.entries))))
+        if any(map(is_row, missing)):
             return self._make(spec)
-        if all(map(self._holds, names)):  # else `make` refuses the row, even if it is kept
+        if not missing:  # else `make` refuses the row, even if it is kept
             with self._lock:
                 under_way = self._under_way.get(spec.key)
             if under_way is not None:
@@ -128,8 +130,3 @@ class PreparedRows:
             with self._lock:
                 del self._under_way[spec.key]
             done.set_result(None)
-
-
-def rows_of(packed: bytes) -> list[SteeringRow]:
-    """Return the rows that a request's packed `RankSpec` needs; none if it is unreadable."""
-    return steering_rows(unpack(packed).spec.steering)

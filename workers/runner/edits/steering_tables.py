@@ -10,7 +10,14 @@ from ....kernels.plan import Does, does_of, laid_out
 from ....schemas.base import Tensor, content_hash, to_numpy
 from ....schemas.requests.interventions import FAMILIES, FAMILY, PLACE, OpFamily
 from ....schemas.requests.source_runs import ZEROS, is_row
-from ....schemas.requests.specs import DIMS_PREFIX, ONES, SteeringRow, StoredSteering, dims_named
+from ....schemas.requests.specs import (
+    DIMS_PREFIX,
+    LIMIT,
+    ONES,
+    SteeringRow,
+    StoredSteering,
+    dims_named,
+)
 from ..base.actions import ActionLedger
 from ..base.host_memory import locked_copy
 from ..files.finished_rows import BankColumns
@@ -49,6 +56,11 @@ class VectorStore:
 
     def names(self) -> list[str]:
         return sorted(self._vectors)
+
+    def missing(self, names: set[str]) -> set[str]:
+        """Return those of the names that stand for a tensor that this rank does not have."""
+        unknown = names.difference(self._vectors, (ZEROS, ONES))
+        return {name for name in unknown if not name.startswith(DIMS_PREFIX)}
 
     def drop(self, name: str) -> None:
         self._vectors.pop(name, None)
@@ -133,9 +145,9 @@ class RowTable:
         self._pool.write(row, prepared)
         self._free_rows.pop()
         self._rows[spec.key], self._references[spec.key] = row, 1
-        self.sites[row, [site for site, _ in prepared.content]] = True
+        self.sites[row, prepared.runs[:, 0]] = True
         self.num_sites[row] = self.sites[row].sum()
-        self.limited[row] = any(entry.limit for entry in spec.entries)
+        self.limited[row] = any(map(LIMIT, spec.entries))
         if self._columns is not None and self._columns.sharded:
             self._whole[row] = prepared.fingerprint(), prepared.crc32
         # The ledger records the bytes that were written, not their name: a rank that wrote other
@@ -324,9 +336,7 @@ class Tables:
         self._of_banks: dict[str, RowTable] = {}
         self.prepared = PreparedRows(
             lambda spec: self.of(spec).joined(spec),
-            lambda name: (
-                name in (ZEROS, ONES) or name.startswith(DIMS_PREFIX) or name in self.vectors
-            ),
+            self.vectors.missing,
         )
 
     def add(

@@ -26,10 +26,10 @@ from ....storage.store import open_store
 from ..base.actions import ActionLedger
 from ..base.config import PlaneConfig, RankPlace
 from ..base.engine_step import EngineLoad, Finish, NewRequest, StepView
+from ..base.packed_spec import unpack
 from ..base.process import begin_helper
 from ..base.row_index import Keeping
 from ..edits.model_state import RankState
-from ..edits.prepared_rows import rows_of
 from ..edits.source_runs import RunStore
 from ..edits.steering_tables import Tables
 from ..edits.taints import Taints
@@ -339,7 +339,7 @@ class DataPlane:
         if new and not self._tracked:
             self._schedule, self._least = 0, IDLE
         for packed in waiting:
-            self._table.prepared.expect(partial(rows_of, packed))
+            self._table.prepared.expect(lambda packed=packed: unpack(packed).spec.rows)  # type: ignore[misc]
         for request in new:
             if request.id in self._tracked:  # in the v2 runner a resumed request arrives as new
                 requests.resume(self._tracked[request.id], request.cached_tokens)

@@ -100,7 +100,7 @@ class Requests:
                 if not all(each.capture.scored for each in item.recordings.values())
             ),
             [item for item in every if item.watch is not None and not item.reported],
-            any(item.spec.steering for item in every),
+            any(item.spec.rows for item in every),
         )
 
     def blame(self, error: Exception, concerned: Collection[Tracked], kind: str) -> None:

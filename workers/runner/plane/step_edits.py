@@ -3,7 +3,7 @@
 import logging
 
 from ....kernels.plan import ROWS_PER_TOKEN
-from ....schemas.requests.specs import columns_of, steering_rows
+from ....schemas.requests.specs import HOOK, LAYERS
 from ..base.actions import ActionLedger
 from ..base.engine_step import NewRequest, StepView
 from ..edits.installed_ops import check_here
@@ -38,7 +38,8 @@ class EditsPart(StepPart):
 
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
         with self._requests.guard([tracked], "intervention_failed"):
-            for entry in tracked.spec.steering:
+            for row in tracked.spec.rows:
+                entry = row.entries[0]  # of which all have the trigger
                 if entry.trigger and entry.condition not in tracked.searches:
                     found = tracked.spec.occurrences[entry.condition[1]]
                     tracked.searches[entry.condition] = Search(
@@ -48,20 +49,21 @@ class EditsPart(StepPart):
     def acquire(self, tracked: Tracked) -> None:
         """Acquire the table rows of a request's steering, or fail the request with the reason."""
         spec, step = tracked.spec, self._requests.step
-        needed = steering_rows(spec.steering)
+        entries = spec.steering
         try:
             if self._requests.taints.affects(spec, tracked.cached_tokens):
                 raise RuntimeError(TAINTED)
-            if (most := max(columns_of(needed), default=-1) + 1) > ROWS_PER_TOKEN:
+            if (most := max((row.column for row in spec.rows), default=-1) + 1) > ROWS_PER_TOKEN:
                 raise ValueError(
                     f"its steering takes {most} rows of the table at one token; at most "
                     f"{ROWS_PER_TOKEN} are allowed"
                 )
-            for hook, layers in dict.fromkeys((e.hook, tuple(e.layers)) for e in spec.steering):
+            layers_of = map(tuple, map(LAYERS, entries))
+            for hook, layers in dict.fromkeys(zip(map(HOOK, entries), layers_of, strict=True)):
                 self._state.check_sites(hook, layers)
-            check_here(spec.steering)
-            tracked.set_rows(self._rows.acquire(step, needed))
-            if needed:
+            check_here(entries)
+            tracked.set_rows(self._rows.acquire(step, spec.rows))
+            if spec.rows:
                 self._actions.fold(step, "steer", *spec.ids, spec.digest)
         except Exception as error:
             # these types have a clear reason, and a sweep may raise thousands: no traceback

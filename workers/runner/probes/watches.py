@@ -303,7 +303,7 @@ def gates_of(spec: RankSpec, watch: Watch | None) -> list[str]:
 
     Raises LookupError for one that this rank does not score.
     """
-    probes = sorted({entry.gate for entry in spec.steering if entry.gate})
+    probes = sorted({row.gate for row in spec.rows} - {""})
     scored = [] if watch is None else [probe.name for probe in watch.probes]
     for probe in probes:
         if probe not in scored:

@@ -18,7 +18,7 @@ from ....kernels import WHOLE, plan as columns
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.prompts.selectors import select
-from ....schemas.requests.specs import RankSpec, SteeringRow, WriterWork, columns_of
+from ....schemas.requests.specs import RankSpec, SteeringRow, WriterWork
 from ..edits.steering_tables import RowTable
 from ..edits.triggers import Search, TriggeredGate
 from ..hooks.sites import Buffers, RankSite
@@ -39,7 +39,6 @@ class Tracked:
 
     spec: RankSpec
     rows: list[tuple[int, SteeringRow]] = field(default_factory=list)  # table rows that it holds
-    columns: list[int] = field(default_factory=list)  # each row's column in `token_rows`
     recordings: dict[int, Recording] = field(default_factory=dict)  # by index in the captures
     slot: int = 0  # its slot in the tables; 0: it has none
     stale: bool = True  # the slot is to be written again
@@ -70,7 +69,7 @@ class Tracked:
 
     def set_rows(self, rows: list[tuple[int, SteeringRow]]) -> None:
         """Set the rows that edit the request's tokens from now on, in this order."""
-        self.rows, self.columns, self.stale = rows, columns_of([spec for _, spec in rows]), True
+        self.rows, self.stale = rows, True
 
     def count(self, slots: Slots) -> None:
         """Count what its rows edited so far."""
@@ -87,16 +86,14 @@ class Tracked:
         for sizes in self.sizes.values():
             sizes.close(0)
 
-    def gate_of(self, row: SteeringRow) -> int | None:
-        """Return the column of a row's gate in `StepTokens.closed`; None if it never opens."""
-        gates = ["", *self.gates]
-        if row.gate not in gates:
-            return None
-        if not row.condition[1]:
-            return gates.index(row.gate)
-        if row.condition not in self.searches:  # they could not be made
-            return None
-        return len(gates) + [*self.searches].index(row.condition)
+    def columns_of_gates(self) -> dict[tuple[str, bytes], int]:
+        """Return the condition of rows → its column in `StepTokens.closed`. Others never open."""
+        gates = [("", b""), *((gate, b"") for gate in self.gates), *self.searches]
+        return {
+            condition: column
+            for column, condition in enumerate(gates)
+            if condition[0] in ("", *self.gates)
+        }
 
     def conditions_at(self, number: int) -> list[TriggeredGate]:
         """Return its conditions, as the request of this number in a step."""
@@ -191,12 +188,13 @@ class Planner:
     def write(self, tracked: Tracked) -> None:
         """Write the request's slot in the tables."""
         slot, prompt = tracked.slot, tracked.spec.prompt_tokens
+        gates = tracked.columns_of_gates()
         self._steering.write(
             slot,
             [
-                entry_of(column, row, spec.positions, prompt, gate=gate)
-                for column, (row, spec) in zip(tracked.columns, tracked.rows, strict=True)
-                if spec.bank == self._bank and (gate := tracked.gate_of(spec)) is not None
+                entry_of(spec.column, row, spec.positions, prompt, gate=gate)
+                for row, spec in tracked.rows
+                if spec.bank == self._bank and (gate := gates.get(spec.condition)) is not None
             ],
         )
         captures = list(tracked.recordings.values()) if not tracked.reported else []

@@ -40,6 +40,9 @@ _WAITING = "midstream_waiting"
 
 #: Seconds between two steps while all running requests wait for the writers.
 _PAUSE_S = 0.005
+#: With more entries of steering than this, a request waits for one step of those that run, in which
+#: ranks lay its rows out.
+_MANY = 64
 #: Part of every hash that covers an intervention; increasing it prevents reuse of earlier blocks.
 _epoch = 0
 #: Attribute of a request whose hashes cover an intervention: the epoch of the first such hash.
@@ -99,6 +102,7 @@ class _Midstream:
         self._midstream_ends: list[tuple[str, int]] = []
         # steered requests that arrived since the last step → packed spec
         self._midstream_arrived: dict[str, bytes] = {}
+        self._midstream_long = set[str]()  # those of them with many entries
         _accept_ends()
         # live requests that capture prompt rows
         self._midstream_capturing: dict[str, RequestCaptures] = {}
@@ -180,6 +184,8 @@ class _Midstream:
             packed = packed_spec(request.sampling_params)
             if packed is not None:
                 self._midstream_arrived[request.request_id] = packed
+                if len(spec.steering) > _MANY:
+                    self._midstream_long.add(request.request_id)
 
     def _fill(self, request: Any) -> None:
         """Note that a request is to compute its prompt, or after a preemption all its tokens."""
@@ -238,7 +244,7 @@ class _Midstream:
         with self._midstream_cells.composing(
             running,
             self.waiting,  # type: ignore[attr-defined]
-            waits,
+            waits | self._midstream_long if running else waits,
         ):
             if filling or waits:
                 self._midstream_ring.begin(
@@ -269,6 +275,7 @@ class _Midstream:
                 [item for name, item in self._midstream_arrived.items() if name not in scheduled],
             )
             self._midstream_arrived.clear()
+            self._midstream_long.clear()
         if self._midstream_ends:
             setattr(output, _ENDS, self._midstream_ends)
             self._midstream_ends = []

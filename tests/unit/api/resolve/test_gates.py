@@ -134,12 +134,12 @@ def test_a_probe_that_is_not_scored_here_gates_nothing() -> None:
         gate="digest",
     )
     spec = RankSpec(
-        version="", job="j", request=0, attempt=1, prompt_tokens=PROMPT, steering=[entry]
+        version="", job="j", request=0, attempt=1, prompt_tokens=PROMPT, rows=steering_rows([entry])
     )
     for watch in (None, Watch("r", [probe()])):
         with pytest.raises(LookupError, match="does not score"):
             gates_of(spec, watch)
-    assert gates_of(msgspec.structs.replace(spec, steering=[]), None) == []
+    assert gates_of(msgspec.structs.replace(spec, rows=[]), None) == []
 
 
 def test_the_result_names_runs_of_open_positions_up_to_a_bound() -> None:

@@ -72,9 +72,15 @@ def test_global_entries_are_resolved_per_prompt_without_absent_positions() -> No
     assert {entry.owner for entry in spec.steering} == {"operator"}
 
 
+def test_rows_that_may_share_a_token_have_columns_of_their_own() -> None:
+    own = [template(name).stored(positions) for name, positions in (("b", [0]), ("c", [1]))]
+    spec = told(4, global_steering(template("a")), *own)
+    assert [row.column for row in spec.rows] == [0, 1, 1]
+
+
 def test_requests_untouched_by_global_steering_are_reported() -> None:
     spec = told(4, global_steering(template("a", [9])))
-    assert (spec.steering, spec.digest, spec.first_affected, spec.global_version) == ([], "", -1, 7)
+    assert (spec.rows, spec.digest, spec.first_affected, spec.global_version) == ([], "", -1, 7)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from midstream import __version__
 from midstream.schemas.base import to_msgpack
-from midstream.schemas.requests.specs import RankSpec, StoredCapture, StoredSteering
+from midstream.schemas.requests.specs import RankSpec, StoredCapture, StoredSteering, steering_rows
 from midstream.workers.runner.base.packed_spec import pack, packed_spec, unpack
 
 
@@ -22,26 +22,28 @@ def test_rank_specs_survive_the_engine_rpc_unchanged() -> None:
         request=1,
         attempt=2,
         prompt_tokens=5,
-        steering=[
-            StoredSteering(
-                layers=[3],
-                hook="pre_attn",
-                positions=[0, 4],
-                family="replace",
-                tensors=["ab" * 32],
-                scale=1.5,
-                numbers=[0.5],
-            ),
-            StoredSteering(
-                layers=[0],
-                hook="mlp_out",
-                positions="all",
-                family="lowrank",
-                tensors=["a", "b", "c"],
-                numbers=[1.0],
-                rank=7,
-            ),
-        ],
+        rows=steering_rows(
+            [
+                StoredSteering(
+                    layers=[3],
+                    hook="pre_attn",
+                    positions=[0, 4],
+                    family="replace",
+                    tensors=["ab" * 32],
+                    scale=1.5,
+                    numbers=[0.5],
+                ),
+                StoredSteering(
+                    layers=[0],
+                    hook="mlp_out",
+                    positions="all",
+                    family="lowrank",
+                    tensors=["a", "b", "c"],
+                    numbers=[1.0],
+                    rank=7,
+                ),
+            ]
+        ),
         requests={"t": 3},
         captures=[
             StoredCapture(

@@ -51,7 +51,7 @@ def test_expected_rows_are_laid_out_in_the_thread_and_once() -> None:
         made.append((spec.key, threading.current_thread() is threading.main_thread()))
         return laid_out(1.0)
 
-    rows = PreparedRows(make, lambda name: True)
+    rows = PreparedRows(make, lambda names: set())
     rows.start()
     rows.expect(lambda: [row(1.0), row(2.0), row(1.0)])
     noting(rows)()
@@ -71,7 +71,7 @@ def test_a_row_that_is_being_laid_out_is_waited_for() -> None:
         assert go_on.wait(60)
         return laid_out(1.0)
 
-    rows = PreparedRows(make, lambda name: True)
+    rows = PreparedRows(make, lambda names: set())
     rows.start()
     rows.expect(lambda: [row(1.0)])
     assert begun.wait(60)
@@ -88,7 +88,7 @@ def test_the_rows_used_last_are_kept_within_the_limit() -> None:
         made.append(spec.key)
         return laid_out(1.0)
 
-    rows = PreparedRows(make, lambda name: True, kept_bytes=2 * laid_out(1.0).size)
+    rows = PreparedRows(make, lambda names: set(), kept_bytes=2 * laid_out(1.0).size)
     for number in (1.0, 2.0, 1.0, 3.0, 1.0, 2.0):
         rows.get(row(number))
     assert made == [row(number).key for number in (1.0, 2.0, 3.0, 2.0)]
@@ -98,7 +98,7 @@ def test_what_cannot_be_laid_out_ahead_is_refused_when_it_is_needed() -> None:
     def make(spec: SteeringRow) -> JoinedRow:
         raise ValueError("it does not fit")
 
-    rows = PreparedRows(make, lambda name: True)
+    rows = PreparedRows(make, lambda names: set())
     rows.start()
     rows.expect(lambda: [row(1.0)])
     rows.expect(lambda: msgspec.msgpack.decode(b"\xc1"))  # of another version

@@ -204,7 +204,7 @@ def test_an_edit_with_a_gate_and_a_trigger_needs_both(rig: Rig) -> None:
     first = float(stream_of(1, "post_block", 1, 0, 1)[0, 0])  # at position p it is larger by p
     weight = np.full((1, HIDDEN), 1 / HIDDEN, dtype=np.float32)
     request = probed(rig, "steer", weight=weight, threshold=first + 8, total=TOTAL)
-    request.tracked.spec.steering.extend(edits(AT_1, gate=request.tracked.spec.probes[0].name))
+    request.steer(*edits(AT_1, gate=request.tracked.spec.probes[0].name))
     rig.tokens[1] = [0, 1, 0, 1, 0, 1, 0, 1, 0, 0, 1, 1]
     assert run(rig, request, step=1)[1] == [0.0] * 10 + [2.0, 2.0]
     assert rig.told()["j1"].applied == 1, "the last token has no row"

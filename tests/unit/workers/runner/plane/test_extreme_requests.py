@@ -4,6 +4,7 @@ Each request is at one limit of what reaches a rank, beside small ones that stay
 of the product's Python: when it is admitted, in a step of all, and when it ends.
 """
 
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +14,11 @@ import numpy as np
 import pytest
 from line_kit import python_lines
 from msgspec.structs import replace
-from plane_kit import VECTOR, WEIGHT, Adapters, Request, Rig
+from plane_kit import VECTOR, WEIGHT, Adapters, Request, Rig, spec_of
 from rank_kit import capture, steering
 
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
-from midstream.schemas.base import content_hash, from_numpy, limits
+from midstream.schemas.base import content_hash, from_numpy, limits, to_msgpack
 from midstream.schemas.prompts.selectors import HOOKS, Span
 from midstream.schemas.prompts.windows import Trigger
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering, probe_captures
@@ -138,12 +139,9 @@ class Counted:
         return self._lines
 
 
-#: What is at its limit → lines in which a request is admitted, once: some for each of its entries,
-#: or of its rows of the steering table. They may only fall.
-ADMISSION = {
-    **dict.fromkeys(("entries", "replacements", "limits"), 500_000),
-    **dict.fromkeys(("positions of entries", "masks"), 150_000),
-}
+#: What is at its limit → lines in which a request is admitted, once: some for each of its rows of
+#: the steering table, or its recordings, and none for each of their entries.
+ADMISSION = dict.fromkeys(("captures", "positions of entries", "masks"), 60_000)
 
 
 def cost_of(make: Callable[[Rig], Request], folder: Path) -> Cost:
@@ -160,6 +158,10 @@ def cost_of(make: Callable[[Rig], Request], folder: Path) -> Cost:
         now = others[first : first + 8]
         rig.step(*((each, 0, 6) for each in now), new=now)
     request, stay = make(rig), [(each, 6, 1) for each in others]
+    laid_out = threading.Event()
+    rig.plane.begin([], {}, 0, waiting=[to_msgpack(spec_of(request, rig.tokens[0]))])
+    rig.plane._table.prepared.expect(lambda: laid_out.set() or [])  # type: ignore[func-returns-value]
+    assert laid_out.wait(60)
     counted = Counted(rig)
     admission = counted.step(*stay, (request, 0, TOKENS), new=[request])
     stay = [(each, 7, 1) for each in others]
@@ -176,6 +178,6 @@ def test_a_request_at_a_limit_takes_few_lines_on_the_models_thread(
     limit: str, tmp_path: Path
 ) -> None:
     found = cost_of(EXTREMES[limit], tmp_path)
-    assert found.admission < ADMISSION.get(limit, 50_000)
+    assert found.admission < ADMISSION.get(limit, 25_000)
     assert found.step < 4_000, "as long as others are in the step with it"
     assert found.end < 30_000

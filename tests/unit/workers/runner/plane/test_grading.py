@@ -21,6 +21,7 @@ from midstream.schemas.requests.specs import (
     RankSpec,
     StoredCapture,
     StoredSteering,
+    steering_rows,
 )
 from midstream.workers.runner.base.engine_step import RequestRows, StepView
 from midstream.workers.runner.plane.grading import KEPT, Grading, tap
@@ -218,7 +219,7 @@ def cell(
 ) -> RankSpec:
     """Patched at position 6 of `at`, or of the layer where it may be entered."""
     fields = {
-        "steering": [patch(at or [layer], [6])],
+        "rows": steering_rows([patch(at or [layer], [6])]),
         "first_affected": 6,
         "entry": EntryPoint(run=run, layer=layer),
     } | fields
@@ -253,9 +254,9 @@ FROM_BLOCK = (4, TOKENS - 4)
         # the lowest layer that one of the cells patches
         ([(cell(5), *FROM_BLOCK), (cell(2), 6, 4), (cell(7), *FROM_BLOCK)], 2),
         # blocks before the first that is touched are filled in full
-        ([(cell(first_affected=3, steering=[patch([2], [3])]), *WHOLE)], 2),
-        ([(cell(first_affected=4, steering=[patch([2], [4])]), *WHOLE)], 0),
-        ([(cell(first_affected=-1, steering=[]), *WHOLE)], 2),
+        ([(cell(first_affected=3, rows=steering_rows([patch([2], [3])])), *WHOLE)], 2),
+        ([(cell(first_affected=4, rows=steering_rows([patch([2], [4])])), *WHOLE)], 0),
+        ([(cell(first_affected=-1, rows=[]), *WHOLE)], 2),
         # a job's own runs have the layers of all its cells, and others may not
         ([(cell(5, "j.0.base"), *FROM_BLOCK), (cell(2, "j.7.base"), *FROM_BLOCK)], 2),
         ([(cell(5, "j.0.base"), *FROM_BLOCK), (cell(2, "k.0.base"), *FROM_BLOCK)], 0),

@@ -85,7 +85,7 @@ def test_rows_beyond_the_end_are_not_counted_as_applied(
 def test_sites_the_model_lacks_fail_the_request(rig: Rig) -> None:
     """Accepted by what the last worker published; this one has fewer layers, or other hooks."""
     edits, records = steered(1), steered(2, captures=capturing(2).captures)
-    edits.tracked.spec.steering.append(steering(content_hash(VECTOR), [0, 9], "pre_attn"))
+    edits.steer(steering(content_hash(VECTOR), [0, 9], "pre_attn"))
     records.tracked.spec.captures[0].sites["post_block"].append(7)
     rig.step((edits, 0, 6), (records, 0, 6), new=[edits, records])
     status = rig.plane.status()
@@ -562,7 +562,7 @@ def test_a_failed_request_reports_what_its_policies_decided_so_far(
     request.tracked.spec.probes.append(
         msgspec.structs.replace(plain, name="policy:guard", actions=[action], policy=policy)
     )
-    request.tracked.spec.steering.append(
+    request.steer(
         msgspec.structs.replace(steering(rig.vector(1e3), [1], "post_block", [late]), limit=-0.01)
     )
     rig.step((request, 0, 6), new=[request])
@@ -595,7 +595,7 @@ def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> 
     weight = np.full((1, HIDDEN), sign / HIDDEN, dtype=np.float32)
     request = probed(rig, "steer", weight=weight, threshold=sign * (first + 8), total=15)
     gate = request.tracked.spec.probes[0].name
-    request.tracked.spec.steering.append(
+    request.steer(
         msgspec.structs.replace(steering(content_hash(VECTOR), [0], "pre_attn"), gate=gate)
     )
     other = steered(2)

@@ -95,7 +95,7 @@ def everything(rig: Rig, number: int = 1) -> Request:
     request.tracked.spec = msgspec.structs.replace(
         spec,
         captures=[*spec.captures, *capturing(1).captures],
-        steering=steered(1).tracked.spec.steering,
+        rows=steered(1).tracked.spec.rows,
         grade=Grade(token_ids=[1]),
     )
     return request

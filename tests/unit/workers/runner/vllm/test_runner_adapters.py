@@ -24,7 +24,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCu
 from midstream.kernels import IDLE, STREAM, WHOLE, family, in_family, single_site
 from midstream.kernels.plan import Does, SitePlan
 from midstream.schemas.prompts.selectors import PositionSelector, PositionWindow
-from midstream.schemas.requests.specs import RankSpec, touched
+from midstream.schemas.requests.specs import RankSpec, steering_rows, touched
 from midstream.workers.runner.base.engine_step import RequestRows, StepView
 from midstream.workers.runner.hooks.sites import RankSite
 from midstream.workers.runner.vllm.graph_families import (
@@ -390,17 +390,17 @@ def test_without_families_all_steps_are_whole(
         (PositionWindow(start=3, stop=9), (3, 9)),
     ],
 )
-@pytest.mark.parametrize("how", ["steering", "captures"])
+@pytest.mark.parametrize("how", ["rows", "captures"])
 def test_a_step_is_busy_only_in_the_window_that_the_request_names(
     tmp_path: Path, how: str, positions: PositionSelector, window: tuple[int, int | None]
 ) -> None:
-    entry: Any = (
-        capture(positions, post_block=[0])
+    wish: Any = (
+        [capture(positions, post_block=[0])]
         if how == "captures"
-        else steering("v", [0], positions=positions)
+        else steering_rows([steering("v", [0], positions=positions)])
     )
     first, stop = touched(
-        RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=6, **{how: [entry]})
+        RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=6, **{how: wish})
     )
     assert first == window[0]
     assert stop == window[1] or (window[1] is None and stop > 1 << 40)

@@ -12,7 +12,7 @@ import pytest
 from midstream.broker.processes import orphans
 from midstream.schemas.base import to_msgpack
 from midstream.schemas.requests.source_runs import RunRow, row_name
-from midstream.schemas.requests.specs import RankSpec, StoredSteering
+from midstream.schemas.requests.specs import RankSpec, StoredSteering, steering_rows
 from midstream.workers.engine.ranks.request_ends import Ends
 from midstream.workers.runner.base.packed_spec import pack
 from midstream.workers.runner.vllm.cell_steps import RepeatedPrompt
@@ -94,6 +94,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         "filling": set(),
         "ends": [],
         "arrived": {},
+        "long": set(),
     }
     for name, part in parts.items():
         setattr(made, f"_midstream_{name}", part)
@@ -132,7 +133,7 @@ def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(sched
             request=0,
             attempt=1,
             prompt_tokens=3,
-            steering=steering if tensors else [],
+            rows=steering_rows(steering) if tensors else [],
             digest="d" if tensors else "",
         )
         scheduler.add_request(
@@ -147,6 +148,34 @@ def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(sched
     scheduler.scheduled = {"now": 3}
     assert waiting(scheduler.schedule()) == [later]
     assert waiting(scheduler.schedule()) == [], "once"
+
+
+@pytest.mark.parametrize(("entries", "running", "waits"), [(65, 1, 1), (64, 1, 0), (65, 0, 0)])
+def test_a_request_with_many_entries_waits_for_one_step_of_those_that_run(
+    scheduler: Any, entries: int, running: int, waits: int
+) -> None:
+    """Ranks lay its rows out in this step; nobody else is held up if nothing runs."""
+    held: list[set[str]] = []
+    scheduler._midstream_cells.composing = lambda *given: held.append({*given[2]}) or nullcontext()
+    entry = StoredSteering(
+        layers=[0], hook="pre_attn", positions="all", family="add", tensors=["v"]
+    )
+    spec = RankSpec(
+        version="v",
+        job="j",
+        request=0,
+        attempt=1,
+        prompt_tokens=3,
+        rows=steering_rows([entry] * entries),
+        digest="d",
+    )
+    scheduler.add_request(
+        SimpleNamespace(request_id="long", sampling_params=SimpleNamespace(extra_args=pack(spec)))
+    )
+    scheduler.running = [SimpleNamespace(request_id="other")] * running
+    scheduler.schedule()
+    scheduler.schedule()
+    assert held == [{"long"} if waits else set(), set()]
 
 
 # --- Room
