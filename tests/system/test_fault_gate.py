@@ -9,7 +9,8 @@ from pathlib import Path
 
 import gate
 import pytest
-from clients import HARVEST_EVERY
+from chaos import FIRST
+from clients import GRADIENT_WAYS, HARVEST_EVERY, POLICY_WAYS, WATCHED_WAYS, WAYS, plans
 
 JOBS = 500
 #: On a machine that stands still leases run out more often than anything is killed: a job that is
@@ -48,6 +49,14 @@ def check(report: gate.Report, kills: dict[str, int]) -> None:
     assert report.verdict.seen["attributions"] > 0
     assert report.verdict.seen["fits"] > 0
     assert report.verdict.seen["latched"] > 0
+
+
+# The first seed once drew no fit at all.
+@pytest.mark.parametrize("seed", [885224849, *range(9)])
+def test_every_way_of_asking_is_planned_before_the_first_kill(seed: int) -> None:
+    ways = WAYS | GRADIENT_WAYS | POLICY_WAYS | WATCHED_WAYS
+    made = plans(random.Random(seed), JOBS, ways=ways)
+    assert {plan.way for plan in made[: int(FIRST * JOBS)]} == {"harvest", *ways}
 
 
 @pytest.mark.long
