@@ -19,7 +19,7 @@ import psutil
 from stack import Stack
 
 from midstream.broker.processes.leftovers import FOLDER, _mapped
-from midstream.client.stack.processes import members
+from midstream.client.stack.processes import birth, members
 
 #: Compiled code, which the next start uses.
 KEPT = "torchinductor_"
@@ -99,7 +99,10 @@ class Census:
         """Session of a process that has ended → name of a process that has not."""
         running = {process.pid for process in self.stack.processes.values()}
         found = []
-        for leader in self.stack.sessions - running:
+        for leader, born in self.stack.sessions.items():
+            # The kernel gives a leader's pid to another process once its session has no member.
+            if leader in running or birth(leader) not in (0, born):
+                continue
             for pid in members(leader):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     found.append((leader, psutil.Process(pid).name()))
