@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 from stack import Stack
 
+from midstream.broker.ledger.core.connection import MAX_CONNECTIONS
 from midstream.broker.processes.leftovers import FOLDER, _mapped
 from midstream.client.stack.processes import birth, members
 
@@ -26,8 +27,9 @@ KEPT = "torchinductor_"
 #: Processes that a living process of the stack may have started since the beginning: they are
 #: started when they are first needed (tokenisers, readers of sources, checks of formats).
 SPARE_PROCESSES = 4
-#: Descriptors that each of them, and each open connection, takes.
-SPARE_DESCRIPTORS = 64
+#: Descriptors of these and of open connections, beside those to Redis, which are kept once a load
+#: has needed them.
+SPARE_DESCRIPTORS = 64 + MAX_CONNECTIONS
 
 
 @contextlib.contextmanager
