@@ -18,16 +18,18 @@ from pathlib import Path
 import psutil
 from stack import Stack
 
+from midstream.broker.ledger.core.connection import MAX_CONNECTIONS
 from midstream.broker.processes.leftovers import FOLDER, _mapped
-from midstream.client.stack.processes import members
+from midstream.client.stack.processes import birth, members
 
 #: Compiled code, which the next start uses.
 KEPT = "torchinductor_"
 #: Processes that a living process of the stack may have started since the beginning: they are
 #: started when they are first needed (tokenisers, readers of sources, checks of formats).
 SPARE_PROCESSES = 4
-#: Descriptors that each of them, and each open connection, takes.
-SPARE_DESCRIPTORS = 64
+#: Descriptors of these and of open connections, beside those to Redis, which are kept once a load
+#: has needed them.
+SPARE_DESCRIPTORS = 64 + MAX_CONNECTIONS
 
 
 @contextlib.contextmanager
@@ -99,7 +101,10 @@ class Census:
         """Session of a process that has ended → name of a process that has not."""
         running = {process.pid for process in self.stack.processes.values()}
         found = []
-        for leader in self.stack.sessions - running:
+        for leader, born in self.stack.sessions.items():
+            # The kernel gives a leader's pid to another process once its session has no member.
+            if leader in running or birth(leader) not in (0, born):
+                continue
             for pid in members(leader):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     found.append((leader, psutil.Process(pid).name()))

@@ -109,11 +109,11 @@ def strike(stack: Stack, victim: str, rng: random.Random) -> None:
         stack.kill("worker")
     else:
         next(each for each in engine if each.name().startswith(victim)).kill()
-        assert stack.exit_code("worker", 30) == EXIT_ENGINE_DIED
+        assert stack.exit_code("worker") == EXIT_ENGINE_DIED
     require_gone(engine)
 
 
-@pytest.mark.timeout(2400)
+@pytest.mark.timeout(3600)
 # field case 37
 def test_captures_are_right_and_nothing_is_left_after_engine_kills(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**9)
@@ -131,7 +131,7 @@ def test_captures_are_right_and_nothing_is_left_after_engine_kills(tmp_path: Pat
         own_temporary_folder() as temporary,
         Stack(
             tmp_path,
-            start_timeout_s=300,
+            start_timeout_s=900,
             lease_s=30,
             kv_cache_gib=0.25,
             max_attempts=20,

@@ -35,6 +35,7 @@ from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.processes import leftovers
 from midstream.broker.queue.celery_app import make_app
 from midstream.broker.redis_service import server as redis_server
+from midstream.client.stack.processes import birth
 from midstream.schemas.base import Problem, now
 from midstream.schemas.jobs.jobs import (
     TERMINAL,
@@ -121,7 +122,7 @@ class Stack(Processes):
         self.directory = directory
         self.start_timeout_s = start_timeout_s
         self.processes: dict[str, Process] = {}
-        self.sessions: set[int] = set()  # of all that were started: their pids
+        self.sessions: dict[int, int] = {}  # of all that were started: pid -> birth
         self._redis: redis_server.RedisServer | None = None
         ours = ["worker", *[f"worker-{number}" for number in range(2, workers + 1)]][:workers]
         self.names = [
@@ -280,7 +281,8 @@ class Stack(Processes):
         forked = values["engine"] == "fake" and "TMPDIR" not in os.environ
         begin = forks.start if forked else forks.start_anew
         self.processes[name] = begin(MODULES[kind], environment, self.directory, log)
-        self.sessions.add(self.processes[name].pid)
+        pid = self.processes[name].pid
+        self.sessions[pid] = birth(pid)
 
     def wait_ready(self, name: str) -> None:
         """Until the process has printed its ready line."""

@@ -5,11 +5,19 @@
 
 import json
 import random
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import gate
 import pytest
-from clients import HARVEST_EVERY
+from chaos import FIRST
+from clients import GRADIENT_WAYS, HARVEST_EVERY, POLICY_WAYS, WATCHED_WAYS, WAYS, plans
+from leftovers import Census
+from stack import Stack
+
+from midstream.client.stack.processes import birth
 
 JOBS = 500
 #: On a machine that stands still leases run out more often than anything is killed: a job that is
@@ -48,6 +56,26 @@ def check(report: gate.Report, kills: dict[str, int]) -> None:
     assert report.verdict.seen["attributions"] > 0
     assert report.verdict.seen["fits"] > 0
     assert report.verdict.seen["latched"] > 0
+
+
+# The first seed once drew no fit at all.
+@pytest.mark.parametrize("seed", [885224849, *range(9)])
+def test_every_way_of_asking_is_planned_before_the_first_kill(seed: int) -> None:
+    ways = WAYS | GRADIENT_WAYS | POLICY_WAYS | WATCHED_WAYS
+    made = plans(random.Random(seed), JOBS, ways=ways)
+    assert {plan.way for plan in made[: int(FIRST * JOBS)]} == {"harvest", *ways}
+
+
+@pytest.mark.parametrize(("later", "left"), [(0, 1), (1, 0)], ids=["its own", "another's"])
+def test_a_session_that_leads_another_process_now_is_not_left_over(
+    tmp_path: Path, later: int, left: int
+) -> None:
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as process:
+        sessions = {process.pid: birth(process.pid) - later}
+        stack = cast(Stack, SimpleNamespace(processes={}, sessions=sessions))
+        found = Census(stack, tmp_path)._orphans()
+        process.kill()
+    assert found == [(process.pid, "sleep")] * left
 
 
 @pytest.mark.long

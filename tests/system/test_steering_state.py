@@ -385,6 +385,23 @@ async def test_a_name_points_at_content_and_the_same_content_again_is_no_change(
     assert await Registry(ledger, MODULES).get(MODEL, "joy") is None
 
 
+async def test_what_an_accepted_job_learned_has_the_room_that_is_kept_for_jobs(
+    redis_url: str,
+) -> None:
+    learned, blobs = module(A), {A: TENSORS[A]}
+    async with open_ledger(redis_url, **{"tuning.redis_fill_limit": 0.1}) as ledger:
+        registry = Registry(ledger, MODULES)
+        used = (await ledger.redis.info("memory"))["used_memory"]
+        await ledger.redis.config_set("maxmemory", 4 * used)
+        try:
+            with refuses("% full", kind="overloaded"):
+                await registry.put(MODEL, "joy", learned.after, blobs)
+            stored, _ = await registry.put(MODEL, "joy", learned.after, blobs, of_accepted=True)
+        finally:
+            await ledger.redis.config_set("maxmemory", 0)
+    assert stored.digest == learned.digest
+
+
 async def test_many_changes_of_one_name_at_once_leave_one_of_them_whole(
     ledger: Ledger, steering: LedgerSteering
 ) -> None:

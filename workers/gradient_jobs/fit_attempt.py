@@ -104,7 +104,8 @@ class FitAttempt:
         lenses = Registry(self._ledger, JACOBIAN_LENSES)
         try:
             await patiently(
-                lambda: lenses.put(lens.model, lens.name, lambda _: lens, {}), f"lens of {job.id}"
+                lambda: lenses.put(lens.model, lens.name, lambda _: lens, {}, of_accepted=True),
+                f"lens of {job.id}",
             )
         except MidstreamError:  # refused; after any other end, the lens may be registered
             _remove(folder)
@@ -166,7 +167,7 @@ class FitAttempt:
         await self._check_current()
         modules = Registry(self._ledger, MODULES)
         await patiently(
-            lambda: modules.put(module.model, module.name, module.after, blobs),
+            lambda: modules.put(module.model, module.name, module.after, blobs, of_accepted=True),
             f"module of {job.id}",
         )
         return module.digest

@@ -158,12 +158,14 @@ class Registry(Generic[T]):
         make: Callable[[T | None], T],
         blobs: Mapping[str, bytes | Tensor],
         check: Callable[[T, Sequence[T]], None] | None = None,
+        of_accepted: bool = False,
     ) -> tuple[T, T | None]:
         """Point the name at what `make` makes of its present content (None: the name is new);
         return both.
 
         Accepted jobs keep the content that they have. `check` raises an error for what has no place
-        beside the model's other artifacts of the kind.
+        beside the model's other artifacts of the kind. `of_accepted`: an accepted job made it, so
+        that it may use the memory of Redis that is reserved for those.
 
         `blobs`: content hash → tensor, of all that might not be stored yet. Raises a 400 if the
         model has as many names as the kind's limit, or `MAX_REQUEST_POLICIES` others that apply to
@@ -172,7 +174,8 @@ class Registry(Generic[T]):
         time.
         """
         raw = packed_blobs(blobs)
-        await self._ledger.check_room(size_of(raw))
+        if not of_accepted:
+            await self._ledger.check_room(size_of(raw))
         for _ in range(PUT_TRIES):
             async with self._redis.pipeline(transaction=True) as pipe:
                 pipe.hget(self._key(model), name)
