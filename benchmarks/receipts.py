@@ -29,7 +29,9 @@ from midstream.schemas.jobs.receipts import CapturedFile, Receipt
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.schemas.settings.settings import Settings
 
-WORKER, BOOT, IDENTITY = "bench", "boot", "a" * 64
+WORKER = "bench"
+BOOT = "boot"
+IDENTITY = "a" * 64
 PROMPTS = 512  # per job
 LONE = 50  # receipts for the latency of one
 

@@ -206,7 +206,8 @@ class MidstreamAPI(OpenAICompatibleAPI):
 
     def completion_params(self, config: GenerateConfig, tools: bool) -> dict[str, Any]:
         params: dict[str, Any] = super().completion_params(config, tools)
-        extra, request_fields = params.get("extra_body") or {}, self.request_fields()
+        extra = params.get("extra_body") or {}
+        request_fields = self.request_fields()
         misplaced = sorted(set(extra) & set(FIELDS))
         if misplaced:
             raise ValueError(

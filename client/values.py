@@ -297,7 +297,8 @@ def _split_names(value: Mapping[Any, Any], names: set[str], field: str) -> Mappi
     sites = [full_name(name) for name in (given if isinstance(given, list) else [given])]
     if key not in names or not any(sites):
         return value
-    path, layers = f"{field}.{key}" if field else key, "layers" if "layers" in names else "layer"
+    path = f"{field}.{key}" if field else key
+    layers = "layers" if "layers" in names else "layer"
     if layers not in names or value.get(layers) is not None or not all(sites):
         raise invalid(path, f"a full name has its layer: give only full names, and no `{layers}`")
     by_hook = by_key(filter(None, sites))

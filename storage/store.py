@@ -404,7 +404,8 @@ def make_blob(
 
     `tensors`: (name, dtype, shape, C-contiguous little-endian buffers in order).
     """
-    described, body = [], []
+    described = []
+    body = []
     for name, dtype, shape, buffers in tensors:
         views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
         described.append((name, DTYPE_NAMES[dtype], shape, sum(map(len, views))))
@@ -441,7 +442,8 @@ def append(segment: Segment, blobs: Sequence[FileBytes]) -> list[int]:
     """
     offsets: list[int] = []
     parts: list[Buffer] = []
-    lines, end = [], segment.size
+    lines = []
+    end = segment.size
     for blob in blobs:
         padding = -end % SEGMENT_ALIGNMENT
         parts += [bytes(padding), *blob.buffers]
@@ -485,7 +487,8 @@ def _lines(store: ArtifactStore, index: str) -> Iterator[bytes]:
     being written.
     """
     with store.open(index) as handle:
-        at, rest = 0, b""
+        at = 0
+        rest = b""
         while chunk := handle.read(at, _CHUNK):
             at += len(chunk)
             *whole, rest = (rest + chunk).split(b"\n")

@@ -21,7 +21,9 @@ class Surveyed(Result, Shard):
     """The result of a survey, which `entry` describes."""
 
     def __init__(self, store: ArtifactStore, entry: SurveyEntry) -> None:
-        self.survey, self._store, self._files = entry, store, {}
+        self.survey = entry
+        self._store = store
+        self._files = {}
 
     @classmethod
     def of(cls, view: HarvestView, job: str) -> "Surveyed":
@@ -59,7 +61,8 @@ class Surveyed(Result, Shard):
         """
         figures = {"density": self.density, "mean": self.array("mean")}
         # means are over active rows
-        by, over_all = figures[order], figures["density"] if order == "mean" else 1.0
+        by = figures[order]
+        over_all = figures["density"] if order == "mean" else 1.0
         by = abs(np.diff(by * over_all))[:, 0] if by.shape[1] > 1 else by[:, 0]
         return [
             FeatureFigures(

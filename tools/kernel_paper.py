@@ -75,7 +75,8 @@ class _Compiled:
     """Stands for the kernel: a launch compiles, nothing runs."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel, self.last = kernel, None
+        self._kernel = kernel
+        self.last = None
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **options: Any) -> None:

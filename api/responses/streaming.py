@@ -180,7 +180,8 @@ class StreamedRequest:
         if self.with_usage:
             more.setdefault("counted", None)
         if self.scores:
-            more["scores"], self.scores = self.scores, []
+            more["scores"] = self.scores
+            self.scores = []
         return b"data: %b\n\n" % to_json(
             openai_shapes.piece(self.shape, self.job_id, self.created, self.model, choices, **more)
         )

@@ -85,7 +85,8 @@ async def _answer(
     entries = modules_of(modules or [])
     keep_steering(entries)
     parsed = with_modules(parsed, entries)
-    created, needed = now(), openai_shapes.wanted_of(body)
+    created = now()
+    needed = openai_shapes.wanted_of(body)
     choices = len(parsed.prompts) * parsed.n
     with as_written(parsed):
         job_id = await context.submit(parsed, request.idempotency(key), caller)
@@ -128,12 +129,14 @@ async def _answer(
             status_code=200,
         )
     try:
-        known, quiet = ACCEPTED, LIVE if hold or parsed.steering else UNDER_WAY
+        known = ACCEPTED
+        quiet = LIVE if hold or parsed.steering else UNDER_WAY
         while True:
             held = context.waiting.outcome(
                 job_id, until, context.settings.max_wait_s, quiet=quiet, known=known
             )
-            outcome, known = await unless_client_leaves(request, held), 0
+            outcome = await unless_client_leaves(request, held)
+            known = 0
             view = outcome.view
             if not until(view):
                 return accepted(context, view, headers)

@@ -324,7 +324,8 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
     async def list_artifacts(
         kind: KindParameter, context: AppContext, caller: Caller, info: ModelInfo
     ) -> page:
-        row, of = row_of(kind), row_of(kind).kind
+        row = row_of(kind)
+        of = row_of(kind).kind
         every = await row.completed(context, await Registry(context.ledger, of).of_model(info.name))
         found = [
             each.shown_to(caller)
@@ -342,7 +343,8 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
     async def get_artifact(
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> record:
-        row, of = row_of(kind), row_of(kind).kind
+        row = row_of(kind)
+        of = row_of(kind).kind
         found = await Registry(context.ledger, of).known(info.name, of.key_of(caller.tenant, name))
         return (await row.completed(context, [found]))[0].shown_to(caller)
 
@@ -359,7 +361,8 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> None:
         of = row_of(kind).kind
-        registry, stored = Registry(context.ledger, of), of.key_of(caller.tenant, name)
+        registry = Registry(context.ledger, of)
+        stored = of.key_of(caller.tenant, name)
         policies = await Registry(context.ledger, POLICIES).of_model(info.name)
         if users := [each.name for each in policies if (of.plural, stored) in each.current.named]:
             raise MidstreamError(

@@ -39,7 +39,8 @@ from ..web.body import FILE_TYPES
 from .jobs import ERRORS, PROBLEM, ModelFilter
 
 #: Seconds that `GET /v1/steering/dynamic` waits for the workers' answers, and between its reads.
-ANSWER_S, LOOK_S = 2.0, 0.02
+ANSWER_S = 2.0
+LOOK_S = 0.02
 CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 #: Makes an artifact of the one that has its name; content hash → packed tensor.
 Made = tuple[Callable[[Any], Any], Mapping[str, bytes]]

@@ -203,7 +203,8 @@ GRIDS = (
 
 def grid_routes(row: Grids) -> list[Any]:
     """Return the routes that submit, plan and get jobs of a kind."""
-    kind, path = row.kind, f"/v1/{row.kind}s"
+    kind = row.kind
+    path = f"/v1/{row.kind}s"
 
     async def submit(
         data: JSONBody[row.body],  # type: ignore[name-defined]
@@ -226,7 +227,8 @@ def grid_routes(row: Grids) -> list[Any]:
         request = from_json(raw, row.body) if raw else None
         return row.view(job=view, request=request, result=result, last_event=last_event)
 
-    submit.__name__, standing.__name__ = f"post_{kind}", f"get_{kind}"
+    submit.__name__ = f"post_{kind}"
+    standing.__name__ = f"get_{kind}"
     return [
         submits(path, summary=row.submit[0], description=row.submit[1], held=HELD)(submit),
         get(
@@ -298,7 +300,8 @@ async def _submit_fit(
 ) -> Response[JobView]:
     """Accept a fit as a job, and answer as any submission."""
     context = submission.context
-    info, job_id = await context.served.model(data.model), await submission.known()
+    info = await context.served.model(data.model)
+    job_id = await submission.known()
     if job_id is None:
         resolving = resolve(data, info, await context.served.codec(info))
         fit = await submission.request.resolved(resolving)

@@ -153,7 +153,8 @@ KNOWN_S = 3.0
 REMEMBERED = 10_000
 
 #: Cookie of the page's session, and header that its calls must carry if they change something.
-COOKIE, CSRF_HEADER = "midstream_session", "x-midstream-csrf"
+COOKIE = "midstream_session"
+CSRF_HEADER = "x-midstream-csrf"
 
 #: Beginnings of the paths of pages and their files: a query there is for their scripts, such as the
 #: search of the documentation.
@@ -298,7 +299,8 @@ async def known_query(
 
     Those of monitoring are ignored: load balancers and scrapers add their own.
     """
-    path, method = connection.scope["path_template"], connection.scope["method"]  # type: ignore[typeddict-item]
+    path = connection.scope["path_template"]
+    method = connection.scope["method"]  # type: ignore[typeddict-item]
     unread = path == "/" or path.startswith(PAGES) or path in MONITORING
     if not connection.query_params or method == "OPTIONS" or unread:
         return
@@ -401,7 +403,8 @@ def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False)
     A cookie belongs to a host with all its ports, so a page at another port of this machine would
     send it too.
     """
-    site, origin = connection.headers.get("sec-fetch-site"), connection.headers.get("origin")
+    site = connection.headers.get("sec-fetch-site")
+    origin = connection.headers.get("origin")
     if site is not None:
         return site == "same-origin" or (safe and site == "none")
     if origin is None:

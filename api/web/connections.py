@@ -144,7 +144,8 @@ class HttpConnection(HttpToolsProtocol):
             )
             return
         self._common.waiting.pop(self, None)
-        self._head, self._body = 0, 0
+        self._head = 0
+        self._body = 0
         self._await(self._common.body_s)
         is_full = (
             len(self.connections) > self._common.limit

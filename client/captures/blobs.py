@@ -203,7 +203,8 @@ def expand(places: Iterable[BlobLocation], job: str | None) -> list[BlobLocation
                 place.store.stat(place.key)
             except FileNotFoundError:
                 raise gone(place.path) from error
-            index, segment = place.path.with_suffix(".jsonl"), place.path
+            index = place.path.with_suffix(".jsonl")
+            segment = place.path
             raise MidstreamError(
                 "capture_failed",
                 (

@@ -115,7 +115,8 @@ def _write_safetensors(
     entries: list[tuple[str, str, Sequence[int], int]] = []
     arrays: list[np.ndarray] = []
     for request, of_request in sites.items():
-        prefix, dtype = _prefix(request, sites), DTYPE_NAMES[reader.dtype(request)]
+        prefix = _prefix(request, sites)
+        dtype = DTYPE_NAMES[reader.dtype(request)]
         tensors = [
             (f"{hook}.{layer}", dtype, reader.raw(layer, hook, request))
             for hook, layers in of_request.items()

@@ -73,7 +73,8 @@ class Attention(Plotted):
 
         Raises MidstreamError that lists the heads with patterns.
         """
-        pattern, heads = self[layer], self.heads[layer]
+        pattern = self[layer]
+        heads = self.heads[layer]
         if head not in heads:
             raise MidstreamError(
                 "not_found",

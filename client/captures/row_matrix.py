@@ -127,7 +127,8 @@ def _indices(reader: CaptureReader, request: int, rows: RowChoice) -> list[int]:
         if not positions:
             raise _no_rows(request)
         if rows == "first":
-            index, inside = 0, positions[0] > 0
+            index = 0
+            inside = positions[0] > 0
         else:
             index = len(positions) - 1
             inside = positions[index] < reader.manifest(request).prompt_tokens - 1

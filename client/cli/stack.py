@@ -29,7 +29,9 @@ DataDir = Annotated[
 
 #: Exit codes of `status`, like those of service managers: everything runs, a part is down, nothing
 #: runs.
-ALL_RUN, PART_RUNS, NOTHING_RUNS = 0, 1, 3
+ALL_RUN = 0
+PART_RUNS = 1
+NOTHING_RUNS = 3
 #: Folders of a data directory whose sizes `status` shows.
 PARTS = ("captures", "redis", "outbox", "logs")
 LOOK_S = 0.3

@@ -76,7 +76,10 @@ class ActivationCache(Mapping[str, np.ndarray]):
         scale: float | None = None,
     ):
         """`scale`: factor of the rows of `gradients`, which a second job captured."""
-        self.reader, self.card, self.gradients, self.scale = reader, card, gradients, scale
+        self.reader = reader
+        self.card = card
+        self.gradients = gradients
+        self.scale = scale
         self.sites = list(sites)
         self.prompts = [list(prompt) for prompt in prompts]  # token ids
         self.has_batch_dim = batch
@@ -193,7 +196,8 @@ class ActivationCache(Mapping[str, np.ndarray]):
         """
         if apply_ln:
             raise invalid("apply_ln", _LN, allowed="False")
-        last, count = self.card.num_layers, self._layers(layer, self.card.num_layers)
+        last = self.card.num_layers
+        count = self._layers(layer, self.card.num_layers)
         parts: dict[str, CacheKey] = {}
         for item in range(min(count + 1, last)):
             parts[f"{item}_pre"] = ("resid_pre", item)

@@ -479,7 +479,8 @@ class _Run:
         fields: dict[str, Any],
         together: bool = True,
     ):
-        self.model, self.fields = model, fields
+        self.model = model
+        self.fields = fields
         self.is_single = isinstance(input, str)
         self.is_text = self.is_single or (
             isinstance(input, list | tuple)

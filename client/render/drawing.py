@@ -40,11 +40,14 @@ _FONTS = (
     "Arial Unicode MS",
 )
 #: Dots per inch of a saved figure, and of a figure in a notebook.
-DPI, _DPI_SHOWN = 200, 110
+DPI = 200
+_DPI_SHOWN = 110
 
 
 #: Colours of curves: those of below and above in heatmaps, and that of what is safe.
-BLUE, RED, GREEN = "#2166ac", "#b2182b", "#1b7837"
+BLUE = "#2166ac"
+RED = "#b2182b"
+GREEN = "#1b7837"
 
 
 def matplotlib() -> Any:

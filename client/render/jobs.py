@@ -157,13 +157,12 @@ def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
     """Return a table of a source run's rows, for its first `TABLE_ROWS` prompts."""
     shown = table("Rows", "request", "tokens", "hook", "layers", "positions", "dtype", "bytes")
     for prompt in prompts[:TABLE_ROWS]:
-        begin, end = (
-            (str(prompt.request), str(prompt.tokens)),
-            (as_ranges(prompt.positions, 8), prompt.dtype, size(prompt.bytes)),
-        )
+        begin = (str(prompt.request), str(prompt.tokens))
+        end = (as_ranges(prompt.positions, 8), prompt.dtype, size(prompt.bytes))
         for hook, layers in prompt.sites.items():
             shown.add_row(*begin, hook, as_ranges(layers), *end)
-            begin, end = ("", ""), ("", "", "")
+            begin = ("", "")
+            end = ("", "", "")
     if len(prompts) > TABLE_ROWS:
         shown.caption = f"… and {len(prompts) - TABLE_ROWS} more"
     return shown
@@ -231,10 +230,8 @@ def capture(reader: CaptureReader) -> Table:
         positions = reader.positions(request)
         for hook in reader.hooks(request):
             layers = reader.layers(request, hook)
-            first, last = (
-                reader.array(layers[0], hook, request),
-                reader.array(layers[-1], hook, request),
-            )
+            first = reader.array(layers[0], hook, request)
+            last = reader.array(layers[-1], hook, request)
             shown.add_row(
                 str(request),
                 hook,

@@ -19,7 +19,8 @@ from ..harvest.exports import NamedBits, documents
 from .client import Client
 
 #: Seconds between two looks at what a trainer has taken; and for which a unit is waited for.
-PAUSE_S, LONGEST_S = 0.1, 25.0
+PAUSE_S = 0.1
+LONGEST_S = 25.0
 Samples = Iterable[tuple[int, list[NamedBits]]]
 
 
@@ -47,7 +48,8 @@ class TransferFolder:
                 f"the folder {self.path} has documents of another harvest",
                 allowed="a new folder for each harvest",
             )
-        partial, staged = own / "partial", own / f"unit-{cursor}"
+        partial = own / "partial"
+        staged = own / f"unit-{cursor}"
         for earlier in {*own.glob("unit-*")} - {staged}:
             earlier.rmdir()
         if not staged.exists():

@@ -101,7 +101,8 @@ class HttpCall:
         headers = dict(self.headers)
         content = None
         if self.body is not None:
-            content, headers["content-type"] = to_json(self.body), "application/json"
+            content = to_json(self.body)
+            headers["content-type"] = "application/json"
         return {
             "method": self.method,
             "url": self.path,
@@ -204,10 +205,8 @@ def headers(api_key: str | None) -> dict[str, str]:
     Raises MidstreamError for an invalid key or an exposed file, OSError.
     """
     if api_key is None:
-        api_key, file = (
-            os.environ.get("MIDSTREAM_API_KEY", ""),
-            os.environ.get("MIDSTREAM_API_KEY_FILE", ""),
-        )
+        api_key = os.environ.get("MIDSTREAM_API_KEY", "")
+        file = os.environ.get("MIDSTREAM_API_KEY_FILE", "")
         if not api_key and file:
             if is_exposed(Path(file)):
                 raise invalid(
@@ -461,7 +460,8 @@ class EventParser:
             if name:
                 self._fields.setdefault(name, []).append(value.removeprefix(" "))
             return None
-        fields, self._fields = self._fields, {}
+        fields = self._fields
+        self._fields = {}
         if "data" not in fields:
             return None
         self.last_id = fields.get("id", [self.last_id])[-1]

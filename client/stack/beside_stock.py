@@ -39,7 +39,8 @@ def measured(
 
     Raises MidstreamError if a server does not start.
     """
-    began, data = time.monotonic(), Path(settings.data_dir)
+    began = time.monotonic()
+    data = Path(settings.data_dir)
     settings = for_both(prepare(settings, data, say), "gpu" in host_facts())
     say("starting stock vLLM's server")
     with _stock_server(settings) as (stock, process):

@@ -283,7 +283,8 @@ class Supervisor:
         self._look_at_disk()
         for child in self._children.values():
             if child.exit_code is not None:
-                ending, words = child.ending, child.last_words()
+                ending = child.ending
+                words = child.last_words()
                 pause = child.died()
                 self._say(
                     f"{child.name} ended with {ending}; restarting in {pause:.0f} s ({words}; log: "
@@ -337,7 +338,8 @@ class Supervisor:
             return  # `watch` then ends too
         else:
             self._say("redis restarted")
-            self._redis_trouble, self._redis_pause = "", BACKOFF_S[0]
+            self._redis_trouble = ""
+            self._redis_pause = BACKOFF_S[0]
 
     def _while_starting(self) -> None:
         """Is called while the stack starts; raises KeyboardInterrupt if the start is aborted."""

@@ -219,7 +219,8 @@ def _of_names(
     """Convert tensors whose names are an entry's fields, layers, or sites. `shared`: further fields
     of every entry.
     """
-    tensors, given = _chosen(tensors), shared or {}
+    tensors = _chosen(tensors)
+    given = shared or {}
     if tensors.keys() == {"bias"}:
         raise ValueError("its only tensor is 'bias'; valid: a vector to add, named 'vector'")
     if tensors.keys() <= module_files.SHAPES.keys():

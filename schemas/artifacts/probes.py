@@ -83,7 +83,8 @@ class Condition(Record):
     latch_s: Annotated[int, msgspec.Meta(ge=1, le=MAX_LATCH_S)] = 24 * 3600
 
     def __post_init__(self) -> None:
-        kind, below = self.aggregation, self.release_below
+        kind = self.aggregation
+        below = self.release_below
         fault = decay_fault(kind, self.decay)
         refuse(
             {

@@ -33,7 +33,8 @@ _MEANT: dict[str, tuple[str, ...]] = {
 
 #: The most characters of a field where a result is printed in one line, and the most numbers by
 #: name.
-_SHOWN, _FEW = 60, 4
+_SHOWN = 60
+_FEW = 4
 
 
 class Suggesting:

@@ -5,11 +5,9 @@ every version of numpy.
 import numpy as np
 
 #: SplitMix64 (Steele, Lea and Flood 2014): its increment and multipliers.
-_STEP, _FIRST, _SECOND = (
-    np.uint64(0x9E3779B97F4A7C15),
-    np.uint64(0xBF58476D1CE4E5B9),
-    np.uint64(0x94D049BB133111EB),
-)
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def mixed(values: np.ndarray) -> np.ndarray:

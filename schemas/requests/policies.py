@@ -171,7 +171,8 @@ class Policy(Registered, kw_only=True):
         """
         if former is None or former.digest != self.digest:
             return self
-        number, created = former.current.version, former.current.created
+        number = former.current.version
+        created = former.current.created
         current = msgspec.structs.replace(self.current, version=number, created=created)
         return msgspec.structs.replace(
             self, created=former.created, versions=[*former.versions[:-1], current]

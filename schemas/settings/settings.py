@@ -624,7 +624,8 @@ def _is_secret(name: str, value: Any) -> bool:
 
 def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[str, Any]:
     """Convert each value to its setting's type; of texts, `"false"` becomes false."""
-    texts, where = source in ("environment", SET), "" if source == SET else f" ({source})"
+    texts = source in ("environment", SET)
+    where = "" if source == SET else f" ({source})"
     label = {"environment": variable, SET: f"{SET} {{}}".format}.get(source, str)
     checked = {}
     for name, value in raw.items():

@@ -195,7 +195,8 @@ def kill_in_turn(
     stack: Deployment, client: Client, console: Console, verdict: Verdict
 ) -> dict[str, list[str]]:
     """Every container, while jobs run. Returns those jobs, by what was killed."""
-    model, everything = client.models()[0], {}
+    model = client.models()[0]
+    everything = {}
     for service in SERVICES:
         jobs = [
             client.submit(
@@ -239,7 +240,8 @@ def kill_in_turn(
 
 def scaled_workers(stack: Deployment, client: Client, verdict: Verdict) -> None:
     """`--scale worker=2`: both serve, under names of their own; and back to one."""
-    model, began = client.models()[0], time.monotonic()
+    model = client.models()[0]
+    began = time.monotonic()
     key = {"Authorization": f"Bearer {secret('admin_key')}"}
 
     def serving() -> set[str]:
@@ -248,7 +250,8 @@ def scaled_workers(stack: Deployment, client: Client, verdict: Verdict) -> None:
 
     stack("up", "-d", "--no-build", "--scale", "worker=2")
     eventually(lambda: len(serving()) == 2, "two workers serve", HEALTHY_S)
-    names, took = serving(), time.monotonic() - began
+    names = serving()
+    took = time.monotonic() - began
     wish: dict[str, Any] = {"layers": [3], "hook": "post_block", "positions": "all_prompt"}
     jobs = [
         client.submit(

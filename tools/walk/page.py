@@ -10,7 +10,8 @@ from results import Result, in_our_words
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- written by `make walk` -->", "<!-- end of the part written by `make walk` -->"
+BEGIN = "<!-- written by `make walk` -->"
+END = "<!-- end of the part written by `make walk` -->"
 BACKEND = "Transformers backend"
 LOADED = "load_format"  # in the caveat of how the walk loads what has no checkpoint
 HEAD = ("| class | served by | hooks | worst figure | laws | notes |", "|---|---|---|---|---|---|")
@@ -24,7 +25,8 @@ def write(results: Mapping[str, Result]) -> None:
 
 def rewritten(text: str, results: Mapping[str, Result]) -> str:
     """The page with the part between its marks replaced."""
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    before = text[: text.index(BEGIN) + len(BEGIN)]
+    after = text[text.index(END) :]
     return f"{before}\n\n" + "\n".join(_lines(results)) + f"\n\n{after}"
 
 

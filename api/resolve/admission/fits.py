@@ -90,7 +90,8 @@ async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec)
     """Return the fit to store; tokens that it leaves out are not kept. Raises a 400 naming the
     field and what is valid.
     """
-    width, shortest = model.hidden_size, body.skip_first + 2
+    width = model.hidden_size
+    shortest = body.skip_first + 2
     if (body.rank or 1) > width:
         raise invalid("rank", f"is {body.rank}", allowed=f"1 to {width}, the hidden size")
     if body.max_tokens < shortest:
@@ -100,7 +101,8 @@ async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec)
     layers = _lens_layers(body, model)
     longest = min(body.max_tokens, model.max_model_len)
     prompts = [ids[:longest] for ids in await _tokens("prompts", "", body.prompts, model, codec)]
-    needed, used = -(-width // (body.rank or width)), sum(len(ids) >= shortest for ids in prompts)
+    needed = -(-width // (body.rank or width))
+    used = sum(len(ids) >= shortest for ids in prompts)
     if used < needed:
         raise invalid(
             "prompts",
@@ -143,7 +145,8 @@ def _check_numbers(body: FitRequest) -> None:
     """Raises a 400 for lists of examples that the method does not take, or that are too short."""
     trained = body.method in BY_GRADIENT
     for name in (*FROM_ROWS, "examples"):
-        count, needed = len(getattr(body, name)), (name == "examples") == trained
+        count = len(getattr(body, name))
+        needed = (name == "examples") == trained
         if needed and count < MIN_FIT_EXAMPLES:
             raise invalid(
                 name, f"has {count} entries", allowed=f"{body.method}: {MIN_FIT_EXAMPLES} or more"
@@ -191,7 +194,8 @@ Listed = list[list[int]]
 
 async def _continued(body: FitRequest, model: ModelInfo, codec: Codec) -> tuple[Listed, Listed]:
     """Return the prompts of the examples and their targets; a text with its prompt before it."""
-    prompts, targets = [], []
+    prompts = []
+    targets = []
     for index, (prompt, target) in enumerate((each.prompt, each.target) for each in body.examples):
         if isinstance(target, str) and not isinstance(prompt, str):
             raise invalid(
@@ -292,7 +296,8 @@ def expanded(job: Job, body: DoseRequest, layers: Sequence[int | None]) -> Job:
     tokens = sum(len(prompt.token_ids) for prompt in job.prompts) + len(body.prompts) * (
         body.max_tokens
     )
-    number, edits = len(dose.cells), sum(map(len, job.steering))
+    number = len(dose.cells)
+    edits = sum(map(len, job.steering))
     for what, count, most in (
         ("prompts", len(job.prompts), MAX_PROMPTS),
         ("tokens", tokens, MAX_DOSE_WORK),
@@ -322,7 +327,8 @@ def _target_tokens(job: Job, body: DoseRequest) -> list[int]:
     """Return how many tokens the target adds to each prompt."""
     counts = []
     for index in range(len(body.prompts) if body.effect.target else 0):
-        prompt, whole = job.prompts[index].token_ids, job.prompts[len(body.prompts) + index]
+        prompt = job.prompts[index].token_ids
+        whole = job.prompts[len(body.prompts) + index]
         counts.append(len(whole.token_ids) - len(prompt))
         if counts[-1] < 1 or list(whole.token_ids[: len(prompt)]) != list(prompt):
             raise invalid(

@@ -87,7 +87,8 @@ async def plan_harvest(
             allowed=f"at most {info.capture_row_limit} rows per step",
             hint="use fewer layers or hooks",
         )
-    source, root = body.source, ""
+    source = body.source
+    root = ""
     if source.path is not None:
         root, _, kind = await anyio.to_thread.run_sync(
             find, roots_of(settings, limits.harvest_sources), source
@@ -186,7 +187,8 @@ async def check_comparable(
     if state != "succeeded":
         raise invalid("against", f"{second.id} is {state}, not succeeded")
     for harvest in (first, second):
-        last, edited = harvest.last_layer, bool(harvest.steering or harvest.edits)
+        last = harvest.last_layer
+        edited = bool(harvest.steering or harvest.edits)
         for wrong, applies in {
             f"lacks post_block of layer {last}": last not in harvest.sites.get("post_block", []),
             "has rows from before its steering: `at` must be after": edited
@@ -225,7 +227,8 @@ def _edits(
 
 
 def _sites(body: HarvestRequest, info: ModelInfo) -> dict[Hook, list[int]]:
-    bounds, made = Bounds(info, [PromptFacts(1)]), {}
+    bounds = Bounds(info, [PromptFacts(1)])
+    made = {}
     for field, rule in SITE_RULES:
         try:
             made[field] = rule(body, bounds)

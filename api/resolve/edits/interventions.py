@@ -84,7 +84,8 @@ def check_without(spec: SteeringSpec, at: str, key: str, fields: Sequence[str]) 
 
 def _valid_for_op(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     """Raises ValueError for a field that the op requires and lacks, or that is not valid for it."""
-    takes, given = STEERING_FIELDS[spec.op or "add"], getattr(spec, field) is not None
+    takes = STEERING_FIELDS[spec.op or "add"]
+    given = getattr(spec, field) is not None
     if given and field not in (*takes.tensors, *takes.options):
         raise ValueError(
             f"is not valid for op {spec.op!r}; valid fields: "
@@ -110,17 +111,16 @@ def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
 
 
 def _shape(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
-    tensor, width = (
-        getattr(spec, field),
-        bounds.model.row_size(resolve_hook(spec.hook or "post_block")),
-    )
+    tensor = getattr(spec, field)
+    width = bounds.model.row_size(resolve_hook(spec.hook or "post_block"))
     if tensor is None:
         return
     if not TENSORS[field].ranked:
         if tensor.shape != [width]:
             raise ValueError(f"has shape {tensor.shape}: it must be [{width}]")
         return
-    first, rank = family_of(spec).tensors[0], _rank(spec)
+    first = family_of(spec).tensors[0]
+    rank = _rank(spec)
     if field == first and not (tensor.shape == [rank, width] and 1 <= rank <= MAX_RANK):
         raise ValueError(
             f"has shape {tensor.shape}: it must be [rank, {width}] with rank 1 to {MAX_RANK}"
@@ -195,7 +195,8 @@ def limit_of(bounds: Bounds) -> float:
 
 def _number(field: str, spec: SteeringSpec, bounds: Bounds) -> float | None:
     """Return the number or its default; None if the family does not take it."""
-    family, given = family_of(spec), getattr(spec, field)
+    family = family_of(spec)
+    given = getattr(spec, field)
     number = numbers_of(family).get(field)
     if number is None:
         return None
@@ -286,7 +287,8 @@ def resolve_entry(
     family = family_of(spec)
     masks = []
     if heads and family.name == "replace":  # other families keep columns that are 0
-        family, masks = FAMILY["replace_masked"], [keep_mask(made["hook"], heads, bounds, blobs)]
+        family = FAMILY["replace_masked"]
+        masks = [keep_mask(made["hook"], heads, bounds, blobs)]
     entry = SteeringTemplate(
         layers=made["layers"],
         hook=made["hook"],

@@ -363,7 +363,9 @@ def _check_memory(
 
     `stored_captures`: field → one capture per prompt.
     """
-    limit, total, work = bounds.model.memory_limit_kib << 10, 0, 0
+    limit = bounds.model.memory_limit_kib << 10
+    total = 0
+    work = 0
     of_prompt = [0] * len(bounds.prompts)
     most = (
         f"at most {bounds.model.memory_limit_kib} KiB per prompt (setting tuning.memory_limit_kib)"
@@ -408,7 +410,8 @@ def _returned_bytes(capture: StoredCapture, index: int, bounds: Bounds) -> int:
     """Return the most bytes that one prompt returns in the response; per rank, if several have
     parts.
     """
-    model, prompt = bounds.model, bounds.prompts[index]
+    model = bounds.model
+    prompt = bounds.prompts[index]
     positions = capture.count_stored(prompt.tokens, bounds.max_tokens)
     if capture.reading is not None:
         return capture.reading.size(positions, capture.num_sites)

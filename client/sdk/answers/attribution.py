@@ -185,12 +185,15 @@ class Attribution(Plotted):
             for number, item in self._pairs
             for cell in item.checked
         }
-        lines, estimates = [], records(estimated(self.result))
+        lines = []
+        estimates = records(estimated(self.result))
         for line, estimate in zip(records(self.result), estimates, strict=True):
             if self.pair in (None, line["pair"]):
                 cell = checked.get((line["pair"], line["hook"], line["layer"], line["column"]))
-                line["exact"], line["exact_effect"] = line.pop("value"), line.pop("effect")
-                line["estimate"], line["estimate_effect"] = estimate["value"], estimate["effect"]
+                line["exact"] = line.pop("value")
+                line["exact_effect"] = line.pop("effect")
+                line["estimate"] = estimate["value"]
+                line["estimate_effect"] = estimate["effect"]
                 line["why"] = cell.why if cell else []
                 line["off"] = cell.off if cell and cell.exact is not None else None
                 lines.append(line)

@@ -128,7 +128,8 @@ class Grid(Plotted):
                 f"a grid of axis {self.axis!r} has no heads",
                 allowed="a sweep of axis head or head_position",
             )
-        values, heads = self.values[hook or self.hooks[0]], len(dict.fromkeys(self.heads))
+        values = self.values[hook or self.hooks[0]]
+        heads = len(dict.fromkeys(self.heads))
         return values if self.axis == "head" else values.reshape(len(self.layers), heads, -1)
 
     def to_pandas(self) -> "pandas.DataFrame":
@@ -222,7 +223,8 @@ def records(result: SweepResult) -> list[dict[str, Any]]:
     }
     results = []
     for number, pair in enumerate(result.pairs):
-        base, positions = _base(result.metric, pair.base), _positions(pair)
+        base = _base(result.metric, pair.base)
+        positions = _positions(pair)
         for hook in result.hooks:
             for row_number, (layer, row) in enumerate(
                 zip(result.layers, pair.grids[hook], strict=True)

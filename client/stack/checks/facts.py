@@ -34,7 +34,8 @@ def host_facts() -> dict[str, str]:
         model = next(
             (line.partition(": ")[2] for line in lines if line.startswith("model name")), "?"
         )
-        cores, memory = len(os.sched_getaffinity(0)), host_bytes() / (1 << 30)
+        cores = len(os.sched_getaffinity(0))
+        memory = host_bytes() / (1 << 30)
         facts["cpu"] = f"{model}, {cores} cores, {memory:.0f} GiB"
     with suppress(OSError, subprocess.SubprocessError):  # there is no GPU, or no answer
         done = subprocess.run(GPUS, capture_output=True, text=True, timeout=30, check=True)

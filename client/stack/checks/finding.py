@@ -67,7 +67,8 @@ Depth = Literal["plan", "quick", "deep", "demo", "end"]
 
 #: Differences of two clocks in seconds: above the first, leases and deadlines are noticeably wrong;
 #: above the second, they are useless.
-SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
+SKEW_WARN_S = 0.5
+SKEW_FAIL_S = 5.0
 TIMEOUT_S = 5.0
 
 
@@ -147,7 +148,8 @@ def version_finding(about: str, version: str, more: str = "") -> CheckFinding:
 
 
 #: Prompts of a call, and their tokens.
-BATCH, LENGTH = 32, 48
+BATCH = 32
+LENGTH = 48
 #: Tokens that a request generates whose rows or receipts are looked at.
 OWN_TOKENS = 4
 HTTP_S = 600.0
@@ -156,7 +158,8 @@ LAYERS = {"layers": "all", "hook": "post_block"}
 EVERY_ROW = {**LAYERS, "positions": "all_prompt"}
 #: Standard deviation of a steering vector's elements: small where only time is measured, large
 #: where an edit that reaches a neighbour must be seen.
-GENTLE, STRONG = 0.01, 4.0
+GENTLE = 0.01
+STRONG = 4.0
 
 
 @dataclass
@@ -218,7 +221,8 @@ class Rig:
 
 
 #: Percentiles of the bootstrapped median that bound a figure's interval, and the number of draws.
-INTERVAL, DRAWS = (2.5, 97.5), 2000
+INTERVAL = (2.5, 97.5)
+DRAWS = 2000
 
 
 class Promise(NamedTuple):
@@ -260,7 +264,8 @@ def judge(
     bound = f"at most {_number(most)}{unit}: {text}\n{detail}"
     if not measured or not all(map(math.isfinite, measured)):
         return CheckFinding("fail", name, f"not measured, {bound}", "", measured, most)
-    figure, (low, high) = float(np.median(measured)), interval(measured)
+    figure = float(np.median(measured))
+    low, high = interval(measured)
     spread = f" [{_number(low)}, {_number(high)}]" if len(measured) > 1 else ""
     level: Level = "ok" if figure <= most else "warn" if low <= most else "fail"
     advice = "not decided: measure longer (--seconds)" if level == "warn" else ""

@@ -97,7 +97,8 @@ async def _from_redis(redis_url: str) -> ServiceStatus:
 
 def judged(status: ServiceStatus, settings: Settings) -> Iterator[CheckFinding]:
     """Judge a status."""
-    relay, callbacks = status.relay, status.callbacks
+    relay = status.relay
+    callbacks = status.callbacks
     if not status.workers:
         yield CheckFinding(
             "fail",
@@ -154,7 +155,8 @@ def judged(status: ServiceStatus, settings: Settings) -> Iterator[CheckFinding]:
 
 
 def _worker(worker: WorkerInfo, at: float, settings: Settings) -> Iterator[CheckFinding]:
-    about, stats = f"worker {worker.worker}", worker.stats
+    about = f"worker {worker.worker}"
+    stats = worker.stats
     more = f"serves {worker.model} (TP {worker.tp}, PP {worker.pp}) on {worker.host}"
     yield (
         version_finding(about, worker.version, more)
@@ -190,11 +192,9 @@ def _worker(worker: WorkerInfo, at: float, settings: Settings) -> Iterator[Check
 
 def _model(card: dict[str, Any]) -> Iterator[CheckFinding]:
     """Yield the proven hook points of a model, and those that are not served."""
-    about, certificate, absent = (
-        f"model {card.get('id')}",
-        card.get("certificate"),
-        card.get("absent") or {},
-    )
+    about = f"model {card.get('id')}"
+    certificate = card.get("certificate")
+    absent = card.get("absent") or {}
     if why := card.get("dtype_reason"):
         yield CheckFinding("ok", about, f"computes in {card['dtype']}: {why}")
     for entry in card.get("extensions") or []:
