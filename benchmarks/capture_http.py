@@ -120,11 +120,11 @@ def main() -> None:
                 stack.url,
                 settings.served_model,
                 prompts,
-                hooks,
-                max_tokens,
-                options.concurrency,
-                settings.capture_root,
-                check,
+                hooks=hooks,
+                max_tokens=max_tokens,
+                concurrency=options.concurrency,
+                root=settings.capture_root,
+                check=check,
             )
             seconds, results = asyncio.run(run)
             shutil.rmtree(

@@ -329,7 +329,8 @@ def _source(value: Any, field: str) -> Any:
         return msgspec.structs.replace(value, run=job_id(value.run))
     if isinstance(value, Mapping):
         return {**value, "run": job_id(value["run"])} if "run" in value else value
-    if isinstance(run := job_id(value), str):
+    run = job_id(value)
+    if isinstance(run, str):
         return {"run": run}
     return {"vector": packed(value, f"{field}.vector")} if is_array(value) else value
 

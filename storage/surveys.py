@@ -82,7 +82,9 @@ class Surveyed(Result, Shard):
         """
         listed = _listed(self, order, max(limit, MAX_PAGE))[:limit]
         compared = bool(self.survey.survey.against)
-        asked = feature if feature is not None else 0 if compared else listed[0].feature
+        asked = feature
+        if asked is None:
+            asked = 0 if compared else listed[0].feature
         return SurveyView(
             survey=self.survey,
             features=listed,
@@ -105,20 +107,24 @@ class Surveyed(Result, Shard):
         parts = [self.array(name, feature, feature + 1) for name in names]
         if not len(parts[0]):
             raise MidstreamError("not_found", f"the survey has no examples of feature {feature}")
-        return [
-            Example(
-                document=int(document),
-                position=int(position),
-                value=float(value),
-                positions=(position - self.survey.survey.context + near).tolist(),
-                token_ids=tokens[near].tolist(),
-                values=around[near].tolist(),
+        found = []
+        for document, position, value, tokens, around in zip(
+            *(part[0] for part in parts), strict=True
+        ):
+            near = np.flatnonzero(tokens >= 0)
+            if document < 0 or not len(near):
+                continue
+            found.append(
+                Example(
+                    document=int(document),
+                    position=int(position),
+                    value=float(value),
+                    positions=(position - self.survey.survey.context + near).tolist(),
+                    token_ids=tokens[near].tolist(),
+                    values=around[near].tolist(),
+                )
             )
-            for document, position, value, tokens, around in zip(
-                *(part[0] for part in parts), strict=True
-            )
-            if document >= 0 and len(near := np.flatnonzero(tokens >= 0))
-        ]
+        return found
 
 
 @lru_cache(maxsize=256)

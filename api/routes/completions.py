@@ -179,11 +179,11 @@ async def complete(
         request,
         context,
         caller,
-        data,
-        await request.computed(parse_completion, data),
-        openai_shapes.COMPLETION,
-        key,
-        module,
+        body=data,
+        parsed=await request.computed(parse_completion, data),
+        shape=openai_shapes.COMPLETION,
+        key=key,
+        modules=module,
     )
 
 
@@ -204,7 +204,16 @@ async def chat(
     module: ModuleParameter = None,
 ) -> Response[ChatCompletion]:
     parsed = await request.computed(parse_chat, data)
-    return await _answer(request, context, caller, data, parsed, openai_shapes.CHAT, key, module)
+    return await _answer(
+        request,
+        context,
+        caller,
+        body=data,
+        parsed=parsed,
+        shape=openai_shapes.CHAT,
+        key=key,
+        modules=module,
+    )
 
 
 ROUTES = [complete, chat]

@@ -103,7 +103,9 @@ async def post_harvest(
     state = await context.names.state(info, modules_named(data.steering), caller)
     lora = named_lora(data.lora, info, await context.names.look_up(info, (LORAS, data.lora)))
     limits = (await context.ledger.tenants.get(caller.tenant)).limits
-    harvest = await plan_harvest(data, info, context.settings, state, lora, caller, limits)
+    harvest = await plan_harvest(
+        data, info, context.settings, state=state, lora=lora, caller=caller, limits=limits
+    )
     harvest_id = await context.harvests.submit(harvest, idempotency)
     await context.harvests.advance(harvest_id)
     return Response(

@@ -120,7 +120,8 @@ def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> 
     versions = [*kept, made]
     if len(versions) > MAX_POLICY_VERSIONS:
         newest = {each.registered: each for each in versions}
-        versions.remove(min(versions, key=lambda each: newest[each.registered] is each))
+        repeated = [each for each in versions if newest[each.registered] is not each]
+        versions.remove(repeated[0] if repeated else versions[0])
     return Policy(
         name=name,
         model=model,
@@ -325,7 +326,7 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
         kind: KindParameter, context: AppContext, caller: Caller, info: ModelInfo
     ) -> page:
         row = row_of(kind)
-        of = row_of(kind).kind
+        of = row.kind
         every = await row.completed(context, await Registry(context.ledger, of).of_model(info.name))
         found = [
             each.shown_to(caller)
@@ -344,7 +345,7 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> record:
         row = row_of(kind)
-        of = row_of(kind).kind
+        of = row.kind
         found = await Registry(context.ledger, of).known(info.name, of.key_of(caller.tenant, name))
         return (await row.completed(context, [found]))[0].shown_to(caller)
 

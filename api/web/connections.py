@@ -185,18 +185,12 @@ class HttpConnection(HttpToolsProtocol):
             self._body = min(self._body, 0)
             self._await(self._common.body_s)
             return
-        if (
-            self._body > 0
-            and (
-                remaining := self._since
-                + self._common.body_s
-                + self._body / BODY_BYTES_PER_S
-                - self.loop.time()
-            )
-            > 0
-        ):
-            self._timer = self.loop.call_later(remaining, self._late)
-            return
+        if self._body > 0:
+            end = self._since + self._common.body_s + self._body / BODY_BYTES_PER_S
+            remaining = end - self.loop.time()
+            if remaining > 0:
+                self._timer = self.loop.call_later(remaining, self._late)
+                return
         if self._head == 0 and self._body < 0:
             self.transport.close()
             return

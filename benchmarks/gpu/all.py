@@ -185,7 +185,8 @@ def run_all(stages: dict[str, Stage], asked: argparse.Namespace) -> list[str]:
             ),
             flush=True,
         )
-        failed += [name] * (record["status"] == "failed")
+        if record["status"] == "failed":
+            failed.append(name)
     return failed
 
 

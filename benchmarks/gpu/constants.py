@@ -134,7 +134,8 @@ def sites(*, gpu: bool, tiny: bool) -> list[Row]:
     found: list[Row] = []
     base = 0.0
     for count in sorted(SITES):
-        for name, plan in plans.items() if count else [("", plans["idle"])]:
+        # without sites, all plans are the same
+        for name, plan in (plans if count else {"": plans["idle"]}).items():
             planned = plan.build(tokens, dtype, device)
 
             def forward(count: int = count, planned: Any = planned) -> None:

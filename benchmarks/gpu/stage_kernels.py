@@ -61,6 +61,8 @@ if ASKED.tiny:
 LAUNCHES, REPLAYS = (1, 1) if ASKED.tiny else (20, 15)
 #: Sites of a 32-layer model with all six hooks.
 SITES = 2 if ASKED.tiny else 192
+#: Width and tokens of the ops that are captured in graphs.
+GRAPH_SHAPES = [(37, 7)] if ASKED.tiny else [(37, 7), (4096, 33)]
 #: Seconds that all after the random sites takes.
 SPARE_S = 45
 #: Elements beyond which a 32-bit offset would overflow.
@@ -168,7 +170,7 @@ class GraphOfOneSite:
         largest = SitePlan(width, [everything] * 6).build(tokens + 8, dtype, DEVICE)
         self._planned = OpInputs(*map(torch.zeros_like, largest))
         self._written = [
-            torch.zeros(tokens, width, dtype=dtype, device=DEVICE) for _ in range(1 + pair)
+            torch.zeros(tokens, width, dtype=dtype, device=DEVICE) for _ in range(2 if pair else 1)
         ]
         self._written.append(torch.zeros(4 * tokens + 16, width, dtype=dtype, device=DEVICE))
         op = pair_site if pair else single_site
@@ -209,7 +211,7 @@ def check_graphs() -> int:
     """A captured launch obeys the buffers as they are when it is replayed."""
     replays = 0
     for dtype in DTYPES:
-        for width, tokens in ((37, 7),) if ASKED.tiny else ((37, 7), (4096, 33)):
+        for width, tokens in GRAPH_SHAPES:
             for pair in (True, False):
                 graph = GraphOfOneSite(dtype, width, tokens, pair=pair)
                 for turn in range(4 if ASKED.tiny else 12):

@@ -142,7 +142,8 @@ def one_mode(asked: kit.Options) -> None:
         extra = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 28}
         extra |= {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64]}
         given = kit.without_weights(asked)
-        extra |= {name: given[name] for name in ("attention_backend",) if name in given}
+        if "attention_backend" in given:
+            extra["attention_backend"] = given["attention_backend"]
     settings = kit.serving_settings(
         asked,
         asked.out / mode,

@@ -172,7 +172,8 @@ def install(plane: Any, ring_rows: int) -> None:
     buffers.on_device = lambda values: values
     arena = plane._arena
     copies = Stream()
-    arena.locked = arena._keep = arena._keep + (plane._config.row_store_mib << 20)  # as if it were
+    arena._keep += plane._config.row_store_mib << 20
+    arena.locked = arena._keep  # as if it were
     for bank in plane._banks._banks:
         staging = bank.planner._staging
         finite = bank.finite
@@ -191,7 +192,9 @@ def forward(plane: Any, seconds: float) -> None:
     """
     burn(GRAPH_S)
     MAIN.launch(seconds)
-    for bank in plane._banks._banks if plane is not None else ():
+    if plane is None:
+        return
+    for bank in plane._banks._banks:
         due = bank.planner.due
         held = bank.planner._staging._buffers
         if due is None:

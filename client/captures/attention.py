@@ -135,7 +135,13 @@ def pattern(
             of_queries = queries[needed[block], columns].astype(np.float64)
             result[at, block] = _softmax(
                 _scores(
-                    of_queries, of_keys, kind, head, places, places[needed[block]], lows[block]
+                    of_queries,
+                    of_keys,
+                    kind,
+                    head=head,
+                    places=places,
+                    query_places=places[needed[block]],
+                    lows=lows[block],
                 ),
                 kind,
                 head,

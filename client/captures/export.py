@@ -48,7 +48,9 @@ def export(
         request: _sites(reader, request, hooks, layers)
         for request in list(requests) or reader.requests()
     }
-    return (_write_npz if target.suffix == ".npz" else _write_safetensors)(reader, target, sites)
+    if target.suffix == ".npz":
+        return _write_npz(reader, target, sites)
+    return _write_safetensors(reader, target, sites)
 
 
 def _sites(

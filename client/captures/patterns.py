@@ -201,7 +201,13 @@ def attention_of(
     tokens = reader.tokens_of(request)
     numbers = {layer: heads_of(reader.attention_kind(layer, request), heads) for layer in patterns}
     return Attention(
-        reader.job, positions, reader.token_ids(request), tokens, patterns, numbers, absent
+        job=reader.job,
+        positions=positions,
+        token_ids=reader.token_ids(request),
+        tokens=tokens,
+        patterns=patterns,
+        heads=numbers,
+        absent=absent,
     )
 
 

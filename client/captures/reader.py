@@ -768,11 +768,11 @@ def _check(blob: BlobReader) -> VerifyFinding:
         if name not in blob.header.tensors or blob.unchecked(name).tolist() != values:
             wrong.append(f"the tensor {name} does not match the manifest")
     return VerifyFinding(
-        blob.place.path,
-        blob.size,
-        crc,
-        not wrong,
-        "; ".join(wrong),
-        manifest.request,
-        blob.place.offset,
+        path=blob.place.path,
+        bytes=blob.size,
+        crc32=crc,
+        ok=not wrong,
+        detail="; ".join(wrong),
+        request=manifest.request,
+        offset=blob.place.offset,
     )

@@ -97,7 +97,9 @@ def probe(
     if layer is None:
         last = client.model(served)["num_layers"] - 1
         raise invalid("layer", "is required", f"0 to {last}", "give it as --set layer=…")
-    matrix, groups = _rows(client, served, examples, layer, hook, rows, positions)
+    matrix, groups = _rows(
+        client, served, examples, layer=layer, hook=hook, rows=rows, positions=positions
+    )
     found = fit(
         matrix,
         [examples[group].label for group in groups],

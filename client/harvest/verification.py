@@ -152,7 +152,10 @@ def _check_unit(
     window = harvest.manifest.positions.window
     # with packing, generation, or a window around tokens, other documents may have no row, too
     whole = manifest.fit != "pack" and not manifest.generated and not (window and window.around)
-    if whole and len(present := np.unique(keys[0])) != unit.documents - unit.skipped:
+    if not whole:
+        return
+    present = np.unique(keys[0])
+    if len(present) != unit.documents - unit.skipped:
         absent = np.setdiff1d(np.arange(unit.first, unit.first + unit.documents), present)
         shown = ", ".join(map(str, absent[:5].tolist())) + (", …" if len(absent) > 5 else "")
         verification.faults.append(

@@ -152,7 +152,13 @@ class ActivationCache(Mapping[str, np.ndarray]):
             )
         gradients = self.gradients and self.gradients.remove_batch_dim()
         return ActivationCache(
-            self.reader, self.card, self.sites, self.prompts, False, gradients, self.scale
+            reader=self.reader,
+            card=self.card,
+            sites=self.sites,
+            prompts=self.prompts,
+            batch=False,
+            gradients=gradients,
+            scale=self.scale,
         )
 
     def _layers(self, layer: int | None, upto: int) -> int:
@@ -247,12 +253,10 @@ class ActivationCache(Mapping[str, np.ndarray]):
     def _stacked(self, parts: Mapping[str, CacheKey], pos_slice: Any, labels: bool) -> Any:
         if not parts:
             raise invalid("layer", "no components are below it", allowed="a higher layer")
-        chosen = (
-            slice(*pos_slice)
-            if isinstance(pos_slice, tuple)
-            else slice(None)
-            if pos_slice is None
-            else pos_slice
-        )
+        chosen = pos_slice
+        if pos_slice is None:
+            chosen = slice(None)
+        elif isinstance(pos_slice, tuple):
+            chosen = slice(*pos_slice)
         stack = np.stack([self[key][..., chosen, :] for key in parts.values()])
         return (stack, list(parts)) if labels else stack

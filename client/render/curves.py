@@ -162,7 +162,8 @@ def probe_figure(
     own = result.policy and result.policy.condition.at_least
     figure, (axis,) = side_by_side(1, max(5.0, len(tokens) * _TOKEN))
     axis.set(ylabel="score", title=result.probe)
-    lines = [line for line in (threshold if threshold is not None else own,) if line is not None]
+    limit = own if threshold is None else threshold
+    lines = [] if limit is None else [limit]
     for line in lines:
         axis.axhline(line, color="black", linewidth=0.9, linestyle="--", label="threshold")
     if result.tokens is None:

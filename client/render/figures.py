@@ -154,7 +154,9 @@ def attribution_figure(attribution: Attribution) -> "Figure":
     """
     strongest = (attribution.edges or attribution.features)[:_BARS]
     points = [cell for cell in attribution.cells if cell.difference is not None]
-    both = [(attribution.estimates, "estimate")] + [(attribution.exact, "exact")] * bool(points)
+    both = [(attribution.estimates, "estimate")]
+    if points:
+        both.append((attribution.exact, "exact"))
     crosses = marks(attribution)
     unit = MEANING[attribution.result.metric]
     rows = [
@@ -168,7 +170,7 @@ def attribution_figure(attribution: Attribution) -> "Figure":
     if attribution.off:
         title[-1] += " · crosses: estimate and exact value disagree"
     width, height = (_SCATTER[0], 4.0) if strongest else _size(attribution.estimates, rows)
-    beside = _SCATTER[0] * bool(points)
+    beside = _SCATTER[0] if points else 0.0
     lines = _wrapped(title, width + beside)
     drawn = new_figure(width + beside, max(height + 0.75, _SCATTER[1]) + 0.16 * len(lines))
     drawn.suptitle("\n".join(lines))

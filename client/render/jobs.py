@@ -189,6 +189,12 @@ def receipts(
     return lines(title, _RECEIPT, rows, most=TABLE_ROWS)
 
 
+def _crc32(files: Sequence[FileEntry]) -> str:
+    if len(files) > 1:
+        return f"{len(files)} files"
+    return f"{files[0].crc32:08x}" if files else ""
+
+
 #: Column of receipts → its cell, of the job's id, a rank's report, and the files that it wrote.
 _RECEIPT: dict[str, Cell] = {
     "job": lambda row: f"…{row[0][-4:]}",
@@ -199,9 +205,7 @@ _RECEIPT: dict[str, Cell] = {
     "checksum": lambda row: row[1].checksum,
     "edits": lambda row: str(row[1].applied),
     "rows": lambda row: str(sum(file.rows for file in row[2])) if row[2] else "",
-    "crc32": lambda row: (
-        f"{row[2][0].crc32:08x}" if len(row[2]) == 1 else f"{len(row[2])} files" if row[2] else ""
-    ),
+    "crc32": lambda row: _crc32(row[2]),
 }
 
 

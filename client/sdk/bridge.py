@@ -85,11 +85,11 @@ def bridge(client: Client, harvest: str, target: TransferFolder, consumer: str, 
     """
     while True:
         page = client.harvests.next_units(harvest, consumer=consumer, wait=LONGEST_S)
-        for entry in page.units[:1]:
+        if page.units:
             while target.left() >= limit:
                 time.sleep(PAUSE_S)
-            unit = StreamedUnit(entry, page.uri)
-            sites = [site for shard in unit.shards[:1] for site in shard.sites]
+            unit = StreamedUnit(page.units[0], page.uri)
+            sites = [*unit.shards[0].sites] if unit.shards else []
             layers = [layer for hook, layer in sites if hook == sites[0][0]]
             target.put(unit.cursor, documents(unit.shards, sites[0][0], layers) if sites else [])
             client.harvests.acknowledge(harvest, unit.cursor, consumer=consumer)

@@ -281,14 +281,15 @@ def unreachable(url: str, error: Exception) -> ServerUnreachable:
             f"the server at {url} did not answer in time ({type(error).__name__})",
             "it may be busy: try again, or see `midstream status`",
         )
-    hint = (
-        "the server speaks http: begin the URL with http://"
-        if "wrong version number" in str(error)
-        else f"the URL names no port; the default of a server is {Settings().api_port}"
-        if urlsplit(url).port is None
-        else "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
-        "(--url; in Python, Client(URL))"
-    )
+    if "wrong version number" in str(error):
+        hint = "the server speaks http: begin the URL with http://"
+    elif urlsplit(url).port is None:
+        hint = f"the URL names no port; the default of a server is {Settings().api_port}"
+    else:
+        hint = (
+            "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
+            "(--url; in Python, Client(URL))"
+        )
     return ServerUnreachable(
         f"no Midstream server answers at {url} ({error or type(error).__name__})", hint
     )
@@ -330,7 +331,8 @@ def raise_problem(response: httpx2.Response) -> None:
             f"{problem.field + ': ' if problem.field else ''}{problem.detail}",
         )
     refused = error_of(problem)
-    if (seconds := response.headers.get("retry-after", "")).isdecimal():
+    seconds = response.headers.get("retry-after", "")
+    if seconds.isdecimal():
         refused.retry_after = float(seconds)
     raise refused
 

@@ -47,7 +47,15 @@ def measured(
         say("starting Midstream's stack")
         stack = Supervisor(settings, say=lambda line: None)
         with stack, Client(stack.url, stack.settings.admin_key) as client:
-            rig = Rig(settings, stack, client, stock, seconds, killed, say)
+            rig = Rig(
+                settings=settings,
+                stack=stack,
+                client=client,
+                stock=stock,
+                seconds=seconds,
+                killed=killed,
+                say=say,
+            )
             yield from findings_of(of("deep"), rig, say)
         say("stopping both")
     yield from findings_of(of("end"), lambda: [*stack.survivors(), *members(process)])

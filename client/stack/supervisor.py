@@ -236,8 +236,9 @@ class Supervisor:
         except BaseException:
             self.stop()
             raise
-        for caveat in self._model.caveats if self._model else ():
-            self._say(f"caveat for {self.settings.served_model}: {caveat}")
+        if self._model is not None:
+            for caveat in self._model.caveats:
+                self._say(f"caveat for {self.settings.served_model}: {caveat}")
         self._say(self.ready_line())
         self._say(f"Open {self.url}/ in a browser. Ctrl-C stops everything.")
 

@@ -495,9 +495,11 @@ def _places(pair_result: PairResult, columns: Iterable[int]) -> list[tuple[int, 
     Raises MidstreamError if a position gets rows of two source positions.
     """
     places: dict[int, int] = {}
+    if not pair_result.positions:
+        return []
     # an ablation has no source prompt
     sources = pair_result.sources if any(pair_result.sources) else pair_result.positions
-    for column in columns if pair_result.positions else ():
+    for column in columns:
         for place, other in zip(pair_result.positions[column], sources[column], strict=True):
             if places.setdefault(place, other) != other:
                 raise invalid(

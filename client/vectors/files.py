@@ -310,7 +310,7 @@ def _placed(specs: list[SteeringSpec], layers: LayerSelector | None) -> list[Ste
             return _at_layers(specs[0], layers)
         if layers is None or layers == "all":
             return specs
-        present = {layer for spec in specs if isinstance(layer := spec.layers, int)}
+        present = {spec.layers for spec in specs if isinstance(spec.layers, int)}
         numbers = _numbers(layers)
     if len(present) < len({msgspec.json.encode(spec.layers) for spec in specs}):
         raise ValueError("its entries have several layers each: leave the layers out")

@@ -87,11 +87,11 @@ class JacobianLens(TunedLens):
 
 
 JACOBIAN_LENSES = ArtifactKind(
-    "jacobians",
-    "jacobian",
-    "Jacobian lens",
-    JacobianLens,
-    JacobianLensRequest,
-    "ms:jacobians:",
-    MAX_TUNED,
+    plural="jacobians",
+    short="jacobian",
+    noun="Jacobian lens",
+    record=JacobianLens,
+    request=JacobianLensRequest,
+    key="ms:jacobians:",
+    limit=MAX_TUNED,
 )

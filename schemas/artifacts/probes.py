@@ -246,7 +246,15 @@ class Probe(Plotted, Registered, kw_only=True):
         )
 
 
-PROBES = ArtifactKind("probes", "probe", "probe", Probe, ProbeRequest, "ms:probes:", MAX_PROBES)
+PROBES = ArtifactKind(
+    plural="probes",
+    short="probe",
+    noun="probe",
+    record=Probe,
+    request=ProbeRequest,
+    key="ms:probes:",
+    limit=MAX_PROBES,
+)
 
 
 class ProbeUse(Record):

@@ -164,7 +164,8 @@ class KeyedByHook:
 
     def __post_init__(self: Any) -> None:
         for name in self.__struct_fields__:
-            if isinstance(mapping := getattr(self, name), dict):
+            mapping = getattr(self, name)
+            if isinstance(mapping, dict):
                 msgspec.structs.force_setattr(self, name, ByHook(mapping))
 
 

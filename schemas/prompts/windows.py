@@ -77,7 +77,8 @@ def _automaton(
         node = 0
         for token in sequence:
             node = steps[node].setdefault(token, len(steps))
-            steps += [{}] * (node == len(steps))
+            if node == len(steps):
+                steps.append({})
         lengths[node] = len(sequence)
     queue = [0]
     for node in queue:  # grows: shorter beginnings come first

@@ -202,15 +202,14 @@ class Policy(Registered, kw_only=True):
         return sorted({*probes, *(name for module in modules for name in module.tensors)})
 
 
+def _without_names(action: PolicyAction) -> PolicyAction:
+    if isinstance(action, Steer):
+        return Steer(module=HIDDEN, scale=None)
+    return Webhook(url=HIDDEN) if isinstance(action, Webhook) else action
+
+
 def _without_owner(version: PolicyVersion) -> PolicyVersion:
-    actions = [
-        Steer(module=HIDDEN, scale=None)
-        if isinstance(action, Steer)
-        else Webhook(url=HIDDEN)
-        if isinstance(action, Webhook)
-        else action
-        for action in version.content.actions
-    ]
+    actions = [_without_names(action) for action in version.content.actions]
     return msgspec.structs.replace(
         version,
         content=msgspec.structs.replace(version.content, actions=actions),
@@ -221,7 +220,13 @@ def _without_owner(version: PolicyVersion) -> PolicyVersion:
 
 
 POLICIES = ArtifactKind(
-    "policies", "policy", "policy", Policy, PolicyRequest, "ms:policies:", MAX_POLICIES
+    plural="policies",
+    short="policy",
+    noun="policy",
+    record=Policy,
+    request=PolicyRequest,
+    key="ms:policies:",
+    limit=MAX_POLICIES,
 )
 #: The policies that a request names.
 PolicyList = Annotated[list[Reference], msgspec.Meta(max_length=MAX_REQUEST_POLICIES)]

@@ -699,11 +699,13 @@ def to_environment(settings: Settings) -> dict[str, str]:
     `load_settings` returns equal settings.
     """
     return {
-        variable(name): to_json(value).decode()
-        if isinstance(value, dict)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
+        variable(name): _as_text(value)
         for name, value in values_of(settings).items()
         if value is not None and value != "" and value != {}
     }
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, dict):
+        return to_json(value).decode()
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -98,9 +98,11 @@ class Deployment:
         self, services: tuple[str, ...] = SERVICES, timeout: float = HEALTHY_S
     ) -> None:
         deadline = time.monotonic() + timeout
-        while ill := {
-            service: state for service in services if (state := self.health(service)) != "healthy"
-        }:
+        while True:
+            states = {service: self.health(service) for service in services}
+            ill = {service: state for service, state in states.items() if state != "healthy"}
+            if not ill:
+                return
             if time.monotonic() > deadline:
                 logs = "\n".join(
                     self.docker("logs", "--tail", "20", self.container(service), check=False)

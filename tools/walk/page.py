@@ -86,13 +86,10 @@ def _served(result: Result) -> str:
         *([result.note] if result.note else []),
         *([f"config: {config_class(result.name)}"] if result.alone else []),
     ]
-    figure = (
-        ""
-        if result.figure is None
-        else f"{result.figure:.1e}"
-        if result.dtype == "float32"
-        else f"{result.figure:.2f} (bf16)"
-    )
+    figure = ""
+    if result.figure is not None:
+        in_bf16 = result.dtype != "float32"
+        figure = f"{result.figure:.2f} (bf16)" if in_bf16 else f"{result.figure:.1e}"
     return (
         f"| `{result.name}` | {result.served_by} | {hooks} | {figure} | "
         f"{result.laws or ''} | {_cell('; '.join(notes))} |"

@@ -460,7 +460,7 @@ async def admit(
     max_tokens = check_lengths(parsed, prompts, model)
     check_tokens(probes, [len(prompt.token_ids) + max_tokens for prompt in prompts])
     captures, steering, blobs = await resolve(
-        parsed, prompts, model, codec, max_tokens, named, stored
+        parsed, prompts, model, codec=codec, max_tokens=max_tokens, named=named, stored=stored
     )
     job = Job(
         id=job_id,

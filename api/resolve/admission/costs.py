@@ -109,13 +109,11 @@ def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
     places = characters if whole else prompts * named
     if patch.source.run is None or patch.source.mean or isinstance(patch.source.position, int):
         return places
-    layers = (
-        len(patch.layers)
-        if isinstance(patch.layers, list)
-        else 1
-        if isinstance(patch.layers, int)
-        else ASSUMED_LAYERS
-    )
+    layers = ASSUMED_LAYERS
+    if isinstance(patch.layers, list):
+        layers = len(patch.layers)
+    elif isinstance(patch.layers, int):
+        layers = 1
     return places + min(places * layers * ENTRY_COST, RESOLVE_INLINE + 1)
 
 

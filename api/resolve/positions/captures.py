@@ -344,12 +344,13 @@ def _unsplit_rows(captures: Sequence[StoredCapture], index: int, bounds: Bounds)
 def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> None:
     """Raises a 400 unless the rows of one token, with its drafts, fit the capture buffer."""
     if not _fits_step(captures, index, bounds):
+        rows = _unsplit_rows(captures, index, bounds)
+        drafts = bounds.model.speculative_tokens
+        tokens = f"one token and {drafts} drafts" if drafts else "one token"
         raise invalid(
             field,
-            f"prompt {index} produces {_unsplit_rows(captures, index, bounds)} rows in one "
-            "engine step, for one token"
-            + (f" and {drafts} drafts" if (drafts := bounds.model.speculative_tokens) else "")
-            + ": more than the worker's buffer holds (setting tuning.capture_buffer_mib)",
+            f"prompt {index} produces {rows} rows in one engine step, for {tokens}: more than the "
+            "worker's buffer holds (setting tuning.capture_buffer_mib)",
             allowed=f"at most {bounds.model.capture_row_limit} rows per step",
             hint="use fewer layers or hooks",
         )

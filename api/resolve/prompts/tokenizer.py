@@ -367,7 +367,8 @@ class Codec(ChatTemplate):
             find = self._finder(prompt)
             of_prompt = []
             for span in spans:
-                of_prompt.append(found := _found(find, span))
+                found = _found(find, span)
+                of_prompt.append(found)
                 room -= len(found)
                 if room < 0:
                     raise too_many_positions("positions")

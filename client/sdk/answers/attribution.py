@@ -136,14 +136,13 @@ class Attribution(Plotted):
     @property
     def features(self) -> list[Score]:
         """The features of a sparse autoencoder and its error, strongest first."""
-        return _strongest(
-            Score(
-                number, place_name(names, feature.column, feature.feature), feature.score, feature
-            )
-            for number, item in self._pairs
-            for names in [grid_of(self.result, number).names]
-            for feature in item.features
-        )
+        found = []
+        for number, item in self._pairs:
+            names = grid_of(self.result, number).names
+            for feature in item.features:
+                name = place_name(names, feature.column, feature.feature)
+                found.append(Score(number, name, feature.score, feature))
+        return _strongest(found)
 
     @property
     def spearman(self) -> float | None:

@@ -111,11 +111,16 @@ class Grid(Plotted):
         for hook in self.hooks:
             for row, column in np.argwhere(~np.isnan(self.effects[hook])).tolist():
                 yield Effect(
-                    hook, self.layers[row], column, self.labels[column], self.positions[column],
-                    float(self.values[hook][row, column]), float(self.effects[hook][row, column]),
-                    self.heads[column] if self.heads else -1,
-                    tuple(self.neurons[hook][row][column]) if hook in self.neurons else (),
-                )  # fmt: skip
+                    hook=hook,
+                    layer=self.layers[row],
+                    column=column,
+                    label=self.labels[column],
+                    positions=self.positions[column],
+                    value=float(self.values[hook][row, column]),
+                    effect=float(self.effects[hook][row, column]),
+                    head=self.heads[column] if self.heads else -1,
+                    neurons=tuple(self.neurons[hook][row][column]) if hook in self.neurons else (),
+                )
 
     def by_head(self, hook: Hook | None = None) -> np.ndarray:
         """Return the values by head: `[layers, heads]` on axis `head`, `[layers, heads, positions]`
@@ -189,6 +194,7 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         hook: np.array([_array(value, hook, result) for value in chosen]) for hook in result.hooks
     }
     bases = np.array([_base(result.metric, value.base) for value in chosen])
+    known = bases[~np.isnan(bases)]
     labels = _labels(chosen)
     floors = [value.noise_floor for value in chosen if value.noise_floor is not None]
     return Grid(
@@ -202,7 +208,7 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         effects=ByHook(
             (hook, _mean(value - bases[:, None, None])) for hook, value in values.items()
         ),
-        base=float(np.mean(known)) if (known := bases[~np.isnan(bases)]).size else float("nan"),
+        base=float(np.mean(known)) if known.size else float("nan"),
         noise_floor=max(floors, default=None),
         noise_probes=sum(value.noise_probes for value in chosen),
         axis=result.axis,

@@ -196,16 +196,16 @@ async def over(
     store = await io.work(MapCache, cache) if cache is not None else None
     try:
         mapping = _Mapping(
-            calls,
-            await _plan(io, dict(fields)),
-            iter(prompts),
-            store,
-            ordered,
-            job_prompts,
-            in_flight,
-            keep_captures,
-            attempts,
-            patience,
+            calls=calls,
+            plan=await _plan(io, dict(fields)),
+            prompts=iter(prompts),
+            cache=store,
+            ordered=ordered,
+            size=job_prompts,
+            in_flight=in_flight,
+            keep=keep_captures,
+            attempts=attempts,
+            patience=patience,
         )
         with mapped_bar(total) if progress else nullcontext() as show:
             async with aclosing(mapping.items()) as items:
@@ -461,7 +461,9 @@ class _Mapping:
             return
         alone = len(self._flying) == 1 and not self._waiting
         for number, chunk in enumerate(list(self._flying)):
-            seconds = 0.0 if number else wire.POLL_S if alone else LOOK_S
+            seconds = wire.POLL_S if alone else LOOK_S
+            if number > 0:  # after the wait for the first
+                seconds = 0.0
             try:
                 view = await self._calls._ask(jobs.poll(chunk.job, "", seconds), JobView)
                 if not wire.is_over(view):
@@ -519,13 +521,13 @@ class _Mapping:
     def _mapped(self, entry: _Entry, result: JobResult, rows: Path | None, cached: bool) -> Mapped:
         capture = self._plan.request.capture
         return Mapped(
-            entry.index,
-            entry.prompt,
-            result.as_asked(),
-            result.outputs[0].index,
-            cached,
-            rows if self._keep else None,
-            capture.tag if capture is not None else None,
+            index=entry.index,
+            prompt=entry.prompt,
+            result=result.as_asked(),
+            request=result.outputs[0].index,
+            cached=cached,
+            rows=rows if self._keep else None,
+            tag=capture.tag if capture is not None else None,
         )
 
 

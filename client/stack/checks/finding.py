@@ -114,7 +114,11 @@ def graded(
     """Judge a value, or what is wrong: from `fail` on it fails, from `warn` on it is worth a
     warning, and else needs no advice.
     """
-    level: Level = "fail" if value >= fail else "warn" if value >= warn else "ok"
+    level: Level = "ok"
+    if value >= fail:
+        level = "fail"
+    elif value >= warn:
+        level = "warn"
     return CheckFinding(level, about, found, "" if level == "ok" else advice)
 
 
@@ -267,7 +271,11 @@ def judge(
     figure = float(np.median(measured))
     low, high = interval(measured)
     spread = f" [{_number(low)}, {_number(high)}]" if len(measured) > 1 else ""
-    level: Level = "ok" if figure <= most else "warn" if low <= most else "fail"
+    level: Level = "fail"
+    if figure <= most:
+        level = "ok"
+    elif low <= most:
+        level = "warn"
     advice = "not decided: measure longer (--seconds)" if level == "warn" else ""
     return CheckFinding(
         level, name, f"{_number(figure)}{unit}{spread}, {bound}", advice, measured, most

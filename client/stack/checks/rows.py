@@ -24,9 +24,12 @@ def certificate(rig: Rig) -> Iterator[CheckFinding]:
         raise MidstreamError("internal", "the model was not certified (setting certify)")
     unproven = sorted({*found.absent, *found.unproven})
     missing = f"; not proven: {', '.join(unproven)}" if unproven else ""
+    wrong = len(found.failed)
+    if not found.proven:
+        wrong += 1
     yield judge(
         "certificate",
-        [len(found.failed) + (not found.proven)],
+        [wrong],
         f"{len(found.laws)} laws checked in {found.seconds:.0f} s; proven: "
         f"{', '.join(found.proven)}{missing}",
     )
@@ -57,8 +60,11 @@ def neighbour(rig: Rig) -> Iterator[CheckFinding]:
             others_end = rig.step(other.id)
             if not others_end - room <= ended - OWN_TOKENS < ended <= others_end:
                 continue  # not all of its steps were shared
-            shared += bool(steering)
-            (beside if steering else without).add(content_hash(from_numpy(rows)))
+            if steering:
+                shared += 1
+                beside.add(content_hash(from_numpy(rows)))
+            else:
+                without.add(content_hash(from_numpy(rows)))
         if number + 1 >= LEAST_TRIES and shared >= LEAST_TRIES and beside <= without:
             break
     if not shared:

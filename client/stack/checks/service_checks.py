@@ -57,8 +57,9 @@ def api(service: Service) -> Iterator[CheckFinding]:
     if service.without_redis:  # every other answer would be a time-out
         return
     listed = service.get("/v1/models")
-    for entry in listed.json()["data"] if listed.status_code == 200 else []:
-        yield from _model(service.get(f"/v1/models/{entry['id']}").json())
+    if listed.status_code == 200:
+        for entry in listed.json()["data"]:
+            yield from _model(service.get(f"/v1/models/{entry['id']}").json())
     yield _keys(service)
 
 
