@@ -50,7 +50,6 @@ PAGE = "api/assets/page"
 NOT_YET = (
     "api/routes/registered.py",
     "api/web/body.py",
-    "client/texts.py",
     "broker",
     "kernels",
     "workers",
