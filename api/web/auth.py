@@ -27,7 +27,8 @@ from ...broker.ledger.jobs.ledger import not_found
 from ...broker.ledger.people import keys
 from ...broker.ledger.people.keys import LedgerKeys, Sessions, name_of
 from ...broker.processes.hosts import SAFE, Hosts
-from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Scope, Session, StoredKey
+from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Scope, StoredKey
+from ...schemas.access.sessions import Session
 from ...schemas.base import MidstreamError, invalid, now, suggestion
 from ...schemas.jobs.jobs import JobView
 from ...schemas.settings.settings import Settings, asks_for_keys

@@ -15,8 +15,9 @@ from zlib_ng import zlib_ng
 
 from ...schemas.base import DTYPE_OF_FILE, DTYPES, MidstreamError, Translated, invalid, widened
 from ...schemas.jobs.captures import SEGMENT_SUFFIX, index_of
+from ...storage.blobs import indices, read_entries
 from ...storage.formats.capture_blobs import DamagedBlob, DeletedBlob, Header, read_header
-from ...storage.store import ArtifactStore, indices, open_store, read_entries
+from ...storage.store import ArtifactStore, open_store
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ from ...schemas.base import MidstreamError, now
 from ...schemas.settings.settings import Settings
 from ..sdk.client import Client
 from .checks.facts import host_facts
-from .checks.finding import CheckFinding, Rig, findings_of
+from .checks.finding import CheckFinding, findings_of
+from .checks.rig import Rig
 from .checks.table import of
 from .processes import Child, members, wait_for
 from .supervisor import (

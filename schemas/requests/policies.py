@@ -9,7 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..access.keys import Caller, scoped
-from ..artifacts.probes import PROBES, Condition, Mode, StoredProbe
+from ..artifacts.conditions import Condition, Mode
+from ..artifacts.probes import PROBES, StoredProbe
 from ..artifacts.registered import ArtifactKind, Registered, Registration
 from ..base import EditLimit, Record, refuse
 from ..base.limits import (

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar, get_args
 
 import msgspec
 
-from ....schemas.artifacts.probes import POLICY
+from ....schemas.artifacts.conditions import POLICY
 from ....schemas.base import MidstreamError, Tensor, Translated, from_msgpack, invalid
 from ....schemas.base.edit_sizes import EditLimit, strictest
 from ....schemas.base.limits import (

@@ -13,17 +13,14 @@ from ....broker.ledger.named.registry import Lookup
 from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
 from ....schemas.access.keys import Caller
+from ....schemas.artifacts.conditions import POLICY, Condition, Mode, decay_fault
 from ....schemas.artifacts.probes import (
-    POLICY,
     PROBES,
-    Condition,
-    Mode,
     Probe,
     ProbeContent,
     ProbeRequest,
     ProbeUse,
     StoredProbe,
-    decay_fault,
 )
 from ....schemas.base import (
     MidstreamError,

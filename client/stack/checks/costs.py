@@ -8,7 +8,9 @@ import httpx2
 import numpy as np
 
 from ....schemas.base import MidstreamError
-from .finding import BATCH, EVERY_ROW, GENTLE, HTTP_S, LAYERS, LENGTH, CheckFinding, Rig, judge
+from .finding import CheckFinding
+from .promises import judge
+from .rig import BATCH, EVERY_ROW, GENTLE, HTTP_S, LAYERS, LENGTH, Rig
 
 #: The least and the most tokens that each prompt generates. The number is chosen so that a call to
 #: stock vLLM takes about `CALL_S`: what the service adds once per call must not hide in short

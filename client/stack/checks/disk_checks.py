@@ -13,7 +13,8 @@ from urllib.parse import parse_qsl, urlsplit
 from ....schemas.settings.settings import ArtifactFolder, is_loopback
 from ....storage.disk import probe
 from ....storage.store import Demanding, committed, open_store
-from .finding import CheckFinding, Service, graded, timed
+from .finding import CheckFinding, graded, timed
+from .service import Service
 
 #: Milliseconds of a write with fsync; every group of capture files and receipts waits for several.
 FSYNC_WARN_MS = 20.0

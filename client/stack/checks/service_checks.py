@@ -14,7 +14,8 @@ from ....schemas.service.status import ServiceStatus
 from ....schemas.settings.settings import Settings, is_loopback
 from ...sdk import wire
 from ...sdk.client import Client
-from .finding import SKEW_WARN_S, CheckFinding, Service, clock_finding, graded, version_finding
+from .finding import SKEW_WARN_S, CheckFinding, clock_finding, graded, version_finding
+from .service import Service
 
 #: Allowed difference from the API's clock: HTTP's `Date` has whole seconds, and servers may repeat
 #: a value for another second.

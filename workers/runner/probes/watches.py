@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....schemas.artifacts.probes import Decision, ProbeScore, StoredProbe
+from ....schemas.artifacts.conditions import Decision
+from ....schemas.artifacts.probes import ProbeScore, StoredProbe
 from ....schemas.base.limits import MAX_GATE_RUNS
 from ....schemas.requests.specs import RankSpec
 from ..base.position_table import PositionTable
