@@ -99,7 +99,8 @@ def body_of(fields: dict[str, Any]) -> dict[str, Any]:
         given["steering"] = [*(given.get("steering") or []), *module_entries(fields["modules"])]
     if given.get("capture") is not None:
         given.setdefault("capture_wait", True)
-    return json.loads(msgspec.json.encode(openai_body(ChatRequest, given)))
+    body: dict[str, Any] = json.loads(msgspec.json.encode(openai_body(ChatRequest, given)))
+    return body
 
 
 @modelapi(name="midstream")

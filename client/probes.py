@@ -77,7 +77,8 @@ class Fit(Plotted):
 
     def scores(self, rows: np.ndarray) -> np.ndarray:
         """Return the scores `[n, k]` of `rows` `[n, hidden]`, as the ranks compute them."""
-        return np.asarray(rows, dtype=np.float32) @ self.weight.T + self.bias
+        result: np.ndarray = np.asarray(rows, dtype=np.float32) @ self.weight.T + self.bias
+        return result
 
 
 def fit(
@@ -263,7 +264,10 @@ def _split(
         else selection.StratifiedGroupKFold(n_splits=parts, shuffle=True, random_state=seed)
     )
     with Translated(ValueError, lambda error: invalid(field, str(error), allowed=allowed)):
-        return next(splitter.split(names, names, None if groups is None else members))
+        sides: tuple[np.ndarray, np.ndarray] = next(
+            splitter.split(names, names, None if groups is None else members)
+        )
+        return sides
 
 
 def _train(

@@ -100,7 +100,8 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
             raise invalid(
                 next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both"
             )
-        return plain(given, kind)
+        converted: T = plain(given, kind)
+        return converted
     known_keywords(fields, kind)
     return checked({name: value for name, value in fields.items() if value is not None}, kind)
 

@@ -362,7 +362,8 @@ def _direct() -> DirectWriter:
     """Return this thread's direct writer."""
     if not hasattr(_per_thread, "direct"):
         _per_thread.direct = DirectWriter(_write_at)
-    return _per_thread.direct
+    writer: DirectWriter = _per_thread.direct
+    return writer
 
 
 def scratch(folder: Path) -> FileDraft:

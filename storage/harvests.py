@@ -415,7 +415,8 @@ class Harvest(Plotted):
             first = self.shards[0] if self.shards else None
             return read(first, 0, 0) if first is not None else np.zeros((0, len(KEYS)))
         ordered = np.concatenate(parts)[np.argsort(np.concatenate(order))]
-        return ordered[0] if isinstance(index, int | np.integer) else ordered
+        gathered: np.ndarray = ordered[0] if isinstance(index, int | np.integer) else ordered
+        return gathered
 
     def _touch(self, number: int) -> Shard:
         """Record a use of a shard, close the least recently used shards beyond `OPEN`, and return

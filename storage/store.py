@@ -356,4 +356,5 @@ def open_store(uri: str | PurePath) -> ArtifactStore:
             f"a store at {scheme}:// needs the package {error.name}: pip install "
             f"'midstream[{scheme}]'"
         ) from error
-    return module.open_store(text)
+    store: ArtifactStore = module.open_store(text)
+    return store

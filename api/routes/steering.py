@@ -218,7 +218,10 @@ async def answers_of_ranks(
         asks = await ask_all(context, model)
         return asks, await fresh(context, model, asks, seconds)
 
-    return await context.looks.of_next(("ranks", model, seconds), look)
+    answers: tuple[dict[str, str], list[Account]] = await context.looks.of_next(
+        ("ranks", model, seconds), look
+    )
+    return answers
 
 
 async def ask_all(context: AppContext, model: str | None = None) -> dict[str, str]:

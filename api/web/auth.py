@@ -173,7 +173,8 @@ def needs(scope: Scope | None) -> dict[str, Any]:
 
 def scope_of(handler: BaseRouteHandler) -> Scope | None:
     """Return the scope that a route handler requires: admin, unless it states another."""
-    return handler.opt.get("scope", "admin")
+    scope: Scope | None = handler.opt.get("scope", "admin")
+    return scope
 
 
 class SessionVisit(NamedTuple):
@@ -419,7 +420,8 @@ def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False)
 
 def caller_of(request: ASGIConnection[Any, Any, Any, Any]) -> Caller:
     """Return the caller that `authorize` has identified."""
-    return request.scope["auth"]
+    caller: Caller = request.scope["auth"]
+    return caller
 
 
 async def may_observe(request: ASGIConnection[Any, Any, Any, Any]) -> bool:

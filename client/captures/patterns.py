@@ -82,7 +82,8 @@ class Attention(Plotted):
                 field="head",
                 allowed=as_ranges(heads),
             )
-        return pattern[heads.index(head)]
+        of_head: np.ndarray = pattern[heads.index(head)]
+        return of_head
 
     def scores(self, behaviour: Behaviour) -> list[HeadScore]:
         """Return each head's attention to the keys of a behaviour: the mean over the queries that
@@ -129,11 +130,13 @@ class Attention(Plotted):
 
 
 def _back(positions: np.ndarray, by: int) -> np.ndarray:
-    return positions[:, None] - positions[None, :] == by
+    behind: np.ndarray = positions[:, None] - positions[None, :] == by
+    return behind
 
 
 def _duplicates(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    return (ids[:, None] == ids[None, :]) & (positions[None, :] < positions[:, None])
+    again: np.ndarray = (ids[:, None] == ids[None, :]) & (positions[None, :] < positions[:, None])
+    return again
 
 
 def _followers(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:

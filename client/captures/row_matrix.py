@@ -106,7 +106,8 @@ def _chosen(array: np.ndarray, reader: CaptureReader, request: int, rows: RowCho
     if rows == "mean":
         if not len(array):
             raise _no_rows(request)
-        return array.mean(axis=0, keepdims=True, dtype=np.float64).astype(np.float32)
+        mean: np.ndarray = array.mean(axis=0, keepdims=True, dtype=np.float64).astype(np.float32)
+        return mean
     return array[_indices(reader, request, rows)]
 
 

@@ -174,9 +174,10 @@ def attribution_figure(attribution: Attribution) -> "Figure":
     lines = _wrapped(title, width + beside)
     drawn = new_figure(width + beside, max(height + 0.75, _SCATTER[1]) + 0.16 * len(lines))
     drawn.suptitle("\n".join(lines))
-    *left, right = drawn.subfigures(1, 2, width_ratios=(beside, width)) if points else [drawn]
-    for part in left:
-        curves.draw_scatter(part.subplots(), attribution, points)
+    right: Any = drawn
+    if points:
+        left, right = drawn.subfigures(1, 2, width_ratios=(beside, width), squeeze=False)[0]
+        curves.draw_scatter(left.subplots(), attribution, points)
     if strongest:
         curves.draw_bars(right.subplots(), strongest, unit)
     else:

@@ -174,7 +174,8 @@ def to_json(value: Any) -> bytes:
 
 def from_json(raw: bytes | str, kind: type[T]) -> T:
     """Decode JSON into `kind`; raises `msgspec.ValidationError` naming the field path."""
-    return _json_decoder(kind).decode(raw)  # type: ignore[arg-type]  # types are hashable
+    decoded: T = _json_decoder(kind).decode(raw)  # type: ignore[arg-type]  # types are hashable
+    return decoded
 
 
 def json_or_text(text: str) -> Any:
@@ -192,7 +193,8 @@ def to_msgpack(value: Any) -> bytes:
 
 def from_msgpack(raw: bytes, kind: type[T]) -> T:
     """Decode MessagePack into `kind`; raises `msgspec.ValidationError`."""
-    return _msgpack_decoder(kind).decode(raw)  # type: ignore[arg-type]  # types are hashable
+    decoded: T = _msgpack_decoder(kind).decode(raw)  # type: ignore[arg-type]  # types are hashable
+    return decoded
 
 
 def now() -> float:

@@ -381,7 +381,8 @@ def decoder_row(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) 
     length = (
         float(np.linalg.norm(row.astype(np.float64))) if form.rescale_acts_by_decoder_norm else 1.0
     )
-    return (row / length).astype(np.float32)
+    unit: np.ndarray = (row / length).astype(np.float32)
+    return unit
 
 
 def check_ruled(form: SaeForm) -> None:

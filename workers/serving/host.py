@@ -200,7 +200,8 @@ class EngineHost:
         Raises JobFailed when it ended with a problem.
         """
         assert self._attempts is not None, "start() first"
-        return self._schedule(self._attempts.run(job_id, kind)).result()
+        outcome: AttemptOutcome = self._schedule(self._attempts.run(job_id, kind)).result()
+        return outcome
 
     def view(self, job_id: str) -> JobView:
         """Return the ledger's view of a job. Raises MidstreamError: `not_found`, `unavailable`."""

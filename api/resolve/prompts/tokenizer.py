@@ -268,7 +268,8 @@ class Codec(ChatTemplate):
 
     def as_list(self, ids: np.ndarray) -> list[int]:
         """Return the ids as int objects that all lists share: 8 bytes each instead of 36."""
-        return self._numbers[ids].tolist()
+        found: list[int] = self._numbers[ids].tolist()
+        return found
 
     def _check_characters(self, index: int, characters: int) -> None:
         if characters > self._most_characters:

@@ -56,7 +56,10 @@ class Rig:
     def prompts(self, count: int, length: int = LENGTH) -> list[list[int]]:
         """Return random prompts, without the special tokens at the ends of the vocabulary."""
         size = self.card["vocab_size"]
-        return self.rng.integers(size // 8, size // 2, size=(count, length)).tolist()
+        drawn: list[list[int]] = self.rng.integers(
+            size // 8, size // 2, size=(count, length)
+        ).tolist()
+        return drawn
 
     def steering(self, size: float) -> list[dict[str, Any]]:
         """Return steering of every token in every layer by a random vector."""
