@@ -41,8 +41,11 @@ from midstream.client.stack.supervisor import read_state
 from midstream.schemas.jobs.models import TokenizerBundle, encode_bundle
 from midstream.schemas.settings.settings import Settings
 
-FAKE, MODEL = "fake-model", "of-demo-size"
-LAYERS, HIDDEN, LENGTH = 30, 576, 8192
+FAKE = "fake-model"
+MODEL = "of-demo-size"
+LAYERS = 30
+HIDDEN = 576
+LENGTH = 8192
 #: The template that small chat models come with.
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ "
@@ -53,7 +56,8 @@ TEMPLATE = (
 MIB = 1 << 20
 #: Just within the largest JSON body.
 FULL = 8 * MIB - 64 * 1024
-JSON, FILE = "application/json", "application/octet-stream"
+JSON = "application/json"
+FILE = "application/octet-stream"
 
 
 class Attack(NamedTuple):
@@ -111,7 +115,8 @@ def module(entries: int) -> bytes:
 
 def tensors(shapes: dict[str, list[int]]) -> bytes:
     """A safetensors file of zeros: name → shape."""
-    header, at = {}, 0
+    header = {}
+    at = 0
     for name, shape in shapes.items():
         size = 4 * math.prod(shape)
         offsets = [at, at + size]
@@ -414,7 +419,8 @@ async def publish(settings: Settings, length: int = LENGTH) -> None:
 def one(http: httpx2.Client, pid: int, prober: Probe, attack: Attack) -> dict[str, Any]:
     body = attack.make()
     helpers = children(pid)
-    before, before_helpers = mark(pid), sum(map(mark, helpers))
+    before = mark(pid)
+    before_helpers = sum(map(mark, helpers))
     with prober.probing():
         began = time.perf_counter()
         try:

@@ -76,7 +76,8 @@ async def captured_round(
 def dd_s(folder: Path, size: int) -> float:
     """Seconds in which `dd` writes so many bytes durably, for the disk's own rate."""
     os.sync()  # what others left to be written
-    file, start = folder / "dd", time.perf_counter()
+    file = folder / "dd"
+    start = time.perf_counter()
     command = ["dd", "if=/dev/zero", f"of={file}", "bs=1M", f"count={size >> 20}"]
     subprocess.run([*command, "conv=fsync", "status=none"], check=True)
     seconds = time.perf_counter() - start
@@ -119,11 +120,11 @@ def main() -> None:
                 stack.url,
                 settings.served_model,
                 prompts,
-                hooks,
-                max_tokens,
-                options.concurrency,
-                settings.capture_root,
-                check,
+                hooks=hooks,
+                max_tokens=max_tokens,
+                concurrency=options.concurrency,
+                root=settings.capture_root,
+                check=check,
             )
             seconds, results = asyncio.run(run)
             shutil.rmtree(

@@ -41,7 +41,8 @@ HELD = {
 
 
 def celery_round(redis_url: str, count: int) -> float:
-    counter, app = redis.Redis.from_url(redis_url), noop_app(redis_url)
+    counter = redis.Redis.from_url(redis_url)
+    app = noop_app(redis_url)
     counter.delete(DONE)
     start = time.perf_counter()
     with app.connection_for_write() as connection, connection.Producer() as producer:
@@ -151,10 +152,8 @@ def measure(
         }
         for name, taken in ((f"at_{options.concurrency}", latencies[kind]), ("at_1", alone)):
             cuts = statistics.quantiles(taken, n=100)
-            line[f"{name}_p50_ms"], line[f"{name}_p99_ms"] = (
-                round(cuts[49] * 1e3, 1),
-                round(cuts[98] * 1e3, 1),
-            )
+            line[f"{name}_p50_ms"] = round(cuts[49] * 1e3, 1)
+            line[f"{name}_p99_ms"] = round(cuts[98] * 1e3, 1)
         found.append(line)
     for kind, times in spent.items():
         each = {

@@ -12,7 +12,8 @@ import redis
 from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.settings.settings import Settings
 
-DONE, QUEUE = "bench:noop:done", "bench-noop"
+DONE = "bench:noop:done"
+QUEUE = "bench-noop"
 
 
 def noop_app(redis_url: str) -> Any:

@@ -37,11 +37,10 @@ HOOK = "resid_pre"
 LAYERS = 30
 #: Prompt tokens of a pair → every which layer TransformerLens is asked for.
 LENS_STEPS = {23: 5, 100: 15}
-CLEAN, CORRUPT = (
-    "The Eiffel Tower is located in the city of",
-    "The Colosseum is located in the city of",
-)
-ANSWER, FOIL = " Paris", " Rome"
+CLEAN = "The Eiffel Tower is located in the city of"
+CORRUPT = "The Colosseum is located in the city of"
+ANSWER = " Paris"
+FOIL = " Rome"
 
 
 class Pair(NamedTuple):
@@ -130,7 +129,8 @@ def sweep(http: httpx2.Client, model: str, pair: Pair) -> Sweep:
     asked |= {"answer": [pair.answer], "foil": [pair.foil]}
     body = {"model": model, "pairs": [asked], "hooks": [HOOK], "metric": "logit_diff"}
     start = time.perf_counter()
-    job, first = http.post("/v1/sweeps", json=body).raise_for_status().json()["id"], 0.0
+    job = http.post("/v1/sweeps", json=body).raise_for_status().json()["id"]
+    first = 0.0
     with http.stream("GET", f"/v1/jobs/{job}/events") as events:
         events.raise_for_status()
         for line in events.iter_lines():
@@ -151,8 +151,10 @@ def grids(options: argparse.Namespace) -> list[dict[str, Any]]:
     for dtype in options.dtypes:
         with stack(dtype, options.compiled) as service:
             for length in options.lengths:
-                pair, layers = pair_of(length), list(range(0, LAYERS, LENS_STEPS[length]))
-                rates, off = defaultdict(list), 0.0
+                pair = pair_of(length)
+                layers = list(range(0, LAYERS, LENS_STEPS[length]))
+                rates = defaultdict(list)
+                off = 0.0
                 sweep(*service, pair)  # warm-up
                 lens.run(pair, dtype, layers[:1], length)
                 for _ in range(options.rounds):

@@ -22,7 +22,8 @@ import numpy as np
 import torch
 
 from midstream import __version__
-from midstream.schemas.artifacts.probes import Condition, ProbeContent, StoredPolicy, StoredProbe
+from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
+from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.base import content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.base.config import PlaneConfig, RankPlace

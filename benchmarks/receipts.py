@@ -29,7 +29,9 @@ from midstream.schemas.jobs.receipts import CapturedFile, Receipt
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.schemas.settings.settings import Settings
 
-WORKER, BOOT, IDENTITY = "bench", "boot", "a" * 64
+WORKER = "bench"
+BOOT = "boot"
+IDENTITY = "a" * 64
 PROMPTS = 512  # per job
 LONE = 50  # receipts for the latency of one
 
@@ -40,14 +42,14 @@ def receipt(job: str, request: int, rank: int, world: int) -> Receipt:
         path, 69_120, 123_456_789, rows=30, positions=1, sites={"post_block": list(range(30))}
     )
     return Receipt(
-        "0.1.0",
-        WORKER,
-        BOOT,
-        job,
-        request,
-        1,
-        rank,
-        world,
+        version="0.1.0",
+        worker=WORKER,
+        boot=BOOT,
+        job=job,
+        request=request,
+        attempt=1,
+        rank=rank,
+        world=world,
         tp=rank,
         pp=0,
         step=request,

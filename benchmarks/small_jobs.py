@@ -131,8 +131,10 @@ class Busy:
     """Keeps requests of a kind under way while it is open."""
 
     def __init__(self, url: str, key: str, work: Work):
-        self._url, self._headers = url, headers_of(key)
-        self._work, self._body = work, work.make()
+        self._url = url
+        self._headers = headers_of(key)
+        self._work = work
+        self._body = work.make()
         self._over = threading.Event()
         self.statuses: list[int] = []
         self._threads = [threading.Thread(target=self._ask) for _ in range(work.at_once)]

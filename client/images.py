@@ -20,7 +20,8 @@ def image_part(image: Path | str | bytes | Any, field: str = "images") -> dict[s
         with Translated(OSError, lambda error: invalid(field, f"cannot be read: {error}")):
             data = Path(image).read_bytes()
     elif hasattr(image, "save"):
-        image.save(file := io.BytesIO(), "PNG")
+        file = io.BytesIO()
+        image.save(file, "PNG")
         data = file.getvalue()
     if not isinstance(data, bytes):
         raise invalid(

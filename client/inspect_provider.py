@@ -99,7 +99,8 @@ def body_of(fields: dict[str, Any]) -> dict[str, Any]:
         given["steering"] = [*(given.get("steering") or []), *module_entries(fields["modules"])]
     if given.get("capture") is not None:
         given.setdefault("capture_wait", True)
-    return json.loads(msgspec.json.encode(openai_body(ChatRequest, given)))
+    body: dict[str, Any] = json.loads(msgspec.json.encode(openai_body(ChatRequest, given)))
+    return body
 
 
 @modelapi(name="midstream")
@@ -206,7 +207,8 @@ class MidstreamAPI(OpenAICompatibleAPI):
 
     def completion_params(self, config: GenerateConfig, tools: bool) -> dict[str, Any]:
         params: dict[str, Any] = super().completion_params(config, tools)
-        extra, request_fields = params.get("extra_body") or {}, self.request_fields()
+        extra = params.get("extra_body") or {}
+        request_fields = self.request_fields()
         misplaced = sorted(set(extra) & set(FIELDS))
         if misplaced:
             raise ValueError(

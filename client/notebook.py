@@ -28,7 +28,8 @@ class Listing(list[T]):
     """A list that notebooks show as a table."""
 
     def _repr_html_(self) -> str | None:
-        return rendered("listing_html", self)
+        rendered_html: str | None = rendered("listing_html", self)
+        return rendered_html
 
 
 def install() -> None:
@@ -42,7 +43,8 @@ def install() -> None:
 
 
 def _record_html(record: Any) -> str | None:
-    return rendered("record_html", record)
+    rendered_html: str | None = rendered("record_html", record)
+    return rendered_html
 
 
 def rendered(function: str, *values: Any, **options: Any) -> Any:

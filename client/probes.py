@@ -24,7 +24,8 @@ _PAIRS = (("0", "1"), ("-1", "1"), ("false", "true"), ("no", "yes"), ("negative"
 #: The fewest rows of a class: two to train on, and two held out.
 LEAST = 4
 #: The quantiles of the scores between which a histogram has its bins, and the fewest of these.
-_RANGE, _BINS = (0.01, 0.99), 16
+_RANGE = (0.01, 0.99)
+_BINS = 16
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ class Fit(Plotted):
 
     def scores(self, rows: np.ndarray) -> np.ndarray:
         """Return the scores `[n, k]` of `rows` `[n, hidden]`, as the ranks compute them."""
-        return np.asarray(rows, dtype=np.float32) @ self.weight.T + self.bias
+        result: np.ndarray = np.asarray(rows, dtype=np.float32) @ self.weight.T + self.bias
+        return result
 
 
 def fit(
@@ -106,7 +108,8 @@ def fit(
     need("probes", "fitting a probe")
     layer = getattr(rows, "layer", None) if layer is None else layer
     hook = hook or getattr(rows, "hook", None)
-    rows, names = np.asarray(rows, dtype=np.float64), np.array([str(label) for label in labels])
+    rows = np.asarray(rows, dtype=np.float64)
+    names = np.array([str(label) for label in labels])
     wrong = int((~np.isfinite(rows)).sum())
     check_excluded(
         (
@@ -185,7 +188,8 @@ def classes_of(
     """
     given = labels.tolist() if isinstance(labels, np.ndarray) else labels
     counts = Counter(map(str, sorted(given, key=_place)))
-    names, rows = [*counts], sum(counts.values())
+    names = [*counts]
+    rows = sum(counts.values())
     rarest = min(names, key=counts.__getitem__, default="")
     found = f"has {len(names)} classes in {rows} rows, {rarest!r} in {counts[rarest]}"
     each = f"is for two classes: {field} has {len(names)}, which have a score each"
@@ -260,7 +264,10 @@ def _split(
         else selection.StratifiedGroupKFold(n_splits=parts, shuffle=True, random_state=seed)
     )
     with Translated(ValueError, lambda error: invalid(field, str(error), allowed=allowed)):
-        return next(splitter.split(names, names, None if groups is None else members))
+        sides: tuple[np.ndarray, np.ndarray] = next(
+            splitter.split(names, names, None if groups is None else members)
+        )
+        return sides
 
 
 def _train(
@@ -270,7 +277,8 @@ def _train(
     standardised.
     """
     linear = importlib.import_module("sklearn.linear_model")
-    mean, scale = rows.mean(axis=0), rows.std(axis=0)
+    mean = rows.mean(axis=0)
+    scale = rows.std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
     model = linear.LogisticRegression(C=strength, max_iter=_ITERATIONS).fit(
         (rows - mean) / scale, np.array([classes.index(name) for name in names])
@@ -322,7 +330,8 @@ def _held_out(scores: np.ndarray, positive: np.ndarray, threshold: float) -> Hel
 def _threshold(scores: np.ndarray, positive: np.ndarray) -> float:
     """Return the midpoint between two neighbouring scores that separates the classes best."""
     order = np.argsort(scores)
-    sorted_scores, hits = scores[order], positive[order].astype(np.int64)
+    sorted_scores = scores[order]
+    hits = positive[order].astype(np.int64)
     # right[i]: rows classified correctly if the i lowest scores are called negative
     right = (
         np.concatenate([[0], np.cumsum(1 - hits)])

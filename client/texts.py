@@ -8,13 +8,13 @@ import csv
 import json
 import re
 from codecs import BOM_UTF8
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from ..schemas.base import Translated, invalid, json_or_text
+from ..schemas.base import MidstreamError, Translated, invalid, json_or_text
 from ..schemas.base.limits import MAX_DOCUMENT_BYTES
 from ..storage.formats.csv_rows import CsvRows
 from .extras import need
@@ -53,14 +53,17 @@ def read_rows(
     there are such. `required`: each row has all that are wanted. Raises as `read_texts`.
     """
     path, columns = split(source)
-    named, number = _named(columns, wanted), 0
-    also, needed = (_ALSO, wanted) if required else ({}, [*named])
+    named = _named(columns, wanted)
+    also = _ALSO if required else {}
+    needed = wanted if required else [*named]
     reader = READERS.get(path.suffix.lower(), _lines)
+    number = 0
     with Translated(
         _UNREADABLE,
         lambda error: invalid("FILE", f"{path} cannot be read after line {number}: {error}", _FORM),
     ):
-        for number, row in reader(path, [*named.values()] if len(named) == len(wanted) else []):
+        read = [*named.values()] if len(named) == len(wanted) else []
+        for number, row in reader(path, read):
             if isinstance(row, str | list) and len(wanted) == 1:
                 row = {wanted[0]: row}
             if not isinstance(row, dict):
@@ -68,22 +71,37 @@ def read_rows(
                 raise invalid("FILE", found, f"rows with {', '.join(wanted)}")
             chosen = {name: name if name in row else also.get(name, name) for name in wanted}
             chosen |= named
-            if lacking := [name for name in needed if chosen[name] not in row]:
-                name = named.get(lacking[0], lacking[0])
-                found = f"{path}, line {number} has no {name!r}: it has {', '.join(row)}"
-                form = ",".join(
-                    f"{name}={chosen[name] if chosen[name] in row else 'COLUMN'}" for name in wanted
-                )
-                raise invalid("FILE", found, hint=f"name columns as in {path.name}:{form}")
+            lacking = [name for name in needed if chosen[name] not in row]
+            if lacking:
+                absent = named.get(lacking[0], lacking[0])
+                raise _lacks(path, number, absent, row, chosen)
             picked = {name: row[column] for name, column in chosen.items() if column in row}
             yield picked if named else row | picked
 
 
+def _lacks(
+    path: Path, number: int, absent: str, row: Mapping[str, Any], chosen: Mapping[str, str]
+) -> MidstreamError:
+    """Return the error of a row without a column. `chosen`: what is wanted → its column."""
+    known = {name: column if column in row else "COLUMN" for name, column in chosen.items()}
+    form = ",".join(f"{name}={column}" for name, column in known.items())
+    return invalid(
+        "FILE",
+        f"{path}, line {number} has no {absent!r}: it has {', '.join(row)}",
+        hint=f"name columns as in {path.name}:{form}",
+    )
+
+
 def _named(columns: str, wanted: Sequence[str]) -> dict[str, str]:
     """Return what is wanted → its column. Raises MidstreamError for what is not."""
-    parts = [part.partition("=") for part in columns.split(",") if part]
-    places = zip(wanted, parts, strict=False)
-    named = {name if equals else place: column or name for place, (name, equals, column) in places}
+    parts = [part for part in columns.split(",") if part]
+    named = {}
+    for in_order, part in zip(wanted, parts, strict=False):
+        name, equals, column = part.partition("=")
+        if equals:
+            named[name] = column or name
+        else:
+            named[in_order] = part
     if not named.keys() <= {*wanted} or len(named) < len(parts):
         found = f"{columns!r} names other columns than are read"
         raise invalid("FILE", found, f"COLUMN or NAME=COLUMN of {', '.join(wanted)}")

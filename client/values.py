@@ -100,7 +100,8 @@ def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
             raise invalid(
                 next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both"
             )
-        return plain(given, kind)
+        converted: T = plain(given, kind)
+        return converted
     known_keywords(fields, kind)
     return checked({name: value for name, value in fields.items() if value is not None}, kind)
 
@@ -297,7 +298,8 @@ def _split_names(value: Mapping[Any, Any], names: set[str], field: str) -> Mappi
     sites = [full_name(name) for name in (given if isinstance(given, list) else [given])]
     if key not in names or not any(sites):
         return value
-    path, layers = f"{field}.{key}" if field else key, "layers" if "layers" in names else "layer"
+    path = f"{field}.{key}" if field else key
+    layers = "layers" if "layers" in names else "layer"
     if layers not in names or value.get(layers) is not None or not all(sites):
         raise invalid(path, f"a full name has its layer: give only full names, and no `{layers}`")
     by_hook = by_key(filter(None, sites))
@@ -328,7 +330,8 @@ def _source(value: Any, field: str) -> Any:
         return msgspec.structs.replace(value, run=job_id(value.run))
     if isinstance(value, Mapping):
         return {**value, "run": job_id(value["run"])} if "run" in value else value
-    if isinstance(run := job_id(value), str):
+    run = job_id(value)
+    if isinstance(run, str):
         return {"run": run}
     return {"vector": packed(value, f"{field}.vector")} if is_array(value) else value
 

@@ -37,7 +37,8 @@ class Tally:
 
     @contextmanager
     def call(self, operation: str) -> Iterator[StoreCall]:
-        call, began = StoreCall(), time.monotonic()
+        call = StoreCall()
+        began = time.monotonic()
         try:
             yield call
         finally:

@@ -18,7 +18,8 @@ from .store import Buffer
 #: source runs), or share a sync.
 LEAST = 1 << 20
 #: Bytes of the buffer, and the alignment of offsets and sizes of direct writes.
-_BUFFER, _ALIGNMENT = 4 << 20, 4096
+_BUFFER = 4 << 20
+_ALIGNMENT = 4096
 #: Errors of file systems or disks that do not support direct writes.
 _UNABLE = (errno.EINVAL, errno.EOPNOTSUPP)
 
@@ -88,9 +89,11 @@ def _parts(buffers: Sequence[Buffer]) -> Iterator[list[memoryview]]:
         rest = memoryview(buffer).cast("B")
         while len(rest):
             part.append(rest[:room])
-            rest, room = rest[room:], room - len(part[-1])
+            rest = rest[room:]
+            room -= len(part[-1])
             if not room:
                 yield part
-                part, room = [], _BUFFER
+                part = []
+                room = _BUFFER
     if part:
         yield part

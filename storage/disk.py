@@ -5,7 +5,8 @@ import re
 import tempfile
 from pathlib import Path
 
-FULL, READ_ONLY = "disk full", "disk read-only"
+FULL = "disk full"
+READ_ONLY = "disk read-only"
 #: Error number of the operating system → text for users.
 TROUBLES = {
     errno.ENOSPC: FULL,

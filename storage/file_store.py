@@ -46,8 +46,11 @@ _SYNC_SINGLY = 4
 _IOV_MAX = 1024
 #: Bytes of a unit of `st_blocks`, and of a page: erased ranges are rounded up to whole pages if the
 #: file system can release blocks.
-_BLOCK, _PAGE = 512, 4096
-_FALLOC_KEEP_SIZE, _FALLOC_PUNCH_HOLE = 1, 2  # fallocate(2)
+_BLOCK = 512
+_PAGE = 4096
+#: Modes of fallocate(2).
+_FALLOC_KEEP_SIZE = 1
+_FALLOC_PUNCH_HOLE = 2
 _PROT_READ = _MAP_SHARED = 1  # mmap(2)
 
 
@@ -78,7 +81,8 @@ class FileStore:
         """Return the bytes of allocated blocks: holes do not count. Files deleted meanwhile are
         left out.
         """
-        total, folders = 0, [self.root]
+        total = 0
+        folders = [self.root]
         while folders:
             try:
                 with os.scandir(folders.pop()) as entries:
@@ -220,7 +224,8 @@ class FileHandle:
                 # the lock is released with the last mapping of this open file
                 _lock(self._file.fileno(), shared=True)
             status = os.fstat(self._file.fileno())
-            self.size, self.stamp = status.st_size, str(status.st_mtime_ns)
+            self.size = status.st_size
+            self.stamp = str(status.st_mtime_ns)
         except BaseException:
             self._file.close()
             raise
@@ -285,7 +290,8 @@ class FileWriter:
         draft.link(temporary)
 
     def commit(self) -> None:
-        written, root = list(self._written.values()), self._store.root
+        written = list(self._written.values())
+        root = self._store.root
         _sync(root, [temporary for temporary, _ in written])
         crash_point("capture.written")
         identities = [_identity(os.stat(temporary)) for temporary, _ in written]
@@ -310,7 +316,8 @@ class FileDraft:
         """Take over the descriptor, which is closed when the draft is dropped. `adoptable`: the
         file can be given a name.
         """
-        self._descriptor, self.adoptable = descriptor, adoptable
+        self._descriptor = descriptor
+        self.adoptable = adoptable
         weakref.finalize(self, os.close, descriptor)
 
     def write(self, offset: int, buffers: Sequence[Buffer]) -> None:
@@ -355,7 +362,8 @@ def _direct() -> DirectWriter:
     """Return this thread's direct writer."""
     if not hasattr(_per_thread, "direct"):
         _per_thread.direct = DirectWriter(_write_at)
-    return _per_thread.direct
+    writer: DirectWriter = _per_thread.direct
+    return writer
 
 
 def scratch(folder: Path) -> FileDraft:
@@ -374,7 +382,8 @@ class FileSegment:
     """
 
     def __init__(self, store: FileStore, key: str) -> None:
-        self.key, self.size = key, 0
+        self.key = key
+        self.size = 0
         self._lines = 0  # bytes of the index so far
         self._doubtful = False  # the content on the disk is uncertain
         self._paths = store.path(key), store.path(index_of(key))
@@ -424,7 +433,8 @@ class FileSegment:
             self._doubtful = self._doubtful or isinstance(error, NotInPlaceError)
             self._take_back()
             raise
-        self.size, self._lines = end, self._lines + len(index)
+        self.size = end
+        self._lines += len(index)
 
     def close(self) -> None:
         for descriptor in (self._data, self._index):
@@ -576,13 +586,15 @@ def _read_all(read: Callable[[int, int], bytes], start: int, count: int) -> byte
     parts = []
     while count > 0 and (part := read(start, count)):
         parts.append(part)
-        start, count = start + len(part), count - len(part)
+        start += len(part)
+        count -= len(part)
     return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
 def _write_at(descriptor: int, buffers: Sequence[Buffer], offset: int) -> None:
     """Write all of `buffers` contiguously from `offset` on."""
-    pending, first = [memoryview(buffer) for buffer in buffers if len(buffer)], 0
+    pending = [memoryview(buffer) for buffer in buffers if len(buffer)]
+    first = 0
     while first < len(pending):
         count = os.pwritev(descriptor, pending[first : first + _IOV_MAX], offset)
         offset += count

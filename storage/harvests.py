@@ -55,7 +55,8 @@ def _float8_values() -> np.ndarray:
     of exponent, 3 of mantissa, bias 7.
     """
     bits = np.arange(127)
-    exponent, mantissa = bits >> 3, (bits & 7) / 8
+    exponent = bits >> 3
+    mantissa = (bits & 7) / 8
     return np.where(
         exponent == 0, mantissa * 2.0**-6, (1 + mantissa) * 2.0 ** (exponent - 7)
     ).astype(np.float32)
@@ -146,9 +147,11 @@ def put(store: ArtifactStore, key: str, buffers: Sequence[Buffer]) -> None:
 
 def checksum(handle: Handle, piece: int = 8 << 20) -> int:
     """Returns the CRC32 of the whole object."""
-    crc, at = 0, 0
+    crc = 0
+    at = 0
     while chunk := handle.read(at, piece):
-        crc, at = zlib_ng.crc32(chunk, crc), at + len(chunk)
+        crc = zlib_ng.crc32(chunk, crc)
+        at += len(chunk)
     return crc
 
 
@@ -181,7 +184,9 @@ class Shard:
     def __init__(
         self, store: ArtifactStore, entry: ShardEntry, unit: UnitEntry, first: int
     ) -> None:
-        self.entry, self.unit, self.first = entry, unit, first
+        self.entry = entry
+        self.unit = unit
+        self.first = first
         self._store = store
         self._files: dict[str, _Opened] = {}
 
@@ -235,7 +240,8 @@ class Shard:
 
     def stored(self, hook: str, layer: int) -> np.ndarray:
         """Return all rows of a site like `rows`, but bfloat16 as its bits, uint16."""
-        opened, name = self._open(self._key(hook, layer)), site_name(hook, layer)
+        opened = self._open(self._key(hook, layer))
+        name = site_name(hook, layer)
         if dtype_of(opened.tensors[name]) != "bfloat16":
             return self.rows(hook, layer)
         return self._read(opened, name, 0, None)
@@ -270,7 +276,8 @@ class StreamedUnit:
     """
 
     def __init__(self, unit: UnitEntry, uri: str) -> None:
-        self.unit, self.cursor = unit, unit.unit + 1
+        self.unit = unit
+        self.cursor = unit.unit + 1
         self.shards = [Shard(open_store(uri), entry, unit, 0) for entry in unit.shards]
 
     def keys(self) -> RowOrigins:
@@ -297,7 +304,9 @@ class Harvest(Plotted):
         self, store: ArtifactStore, manifest: HarvestManifest, units: Sequence[UnitEntry]
     ) -> None:
         """Build a harvest from its manifests; `open` reads them."""
-        self.store, self.manifest, self.units = store, manifest, list(units)
+        self.store = store
+        self.manifest = manifest
+        self.units = list(units)
         entries = [(entry, unit) for unit in units for entry in unit.shards]
         firsts = accumulate((entry.rows for entry, _ in entries), initial=0)
         self.shards = [
@@ -392,19 +401,22 @@ class Harvest(Plotted):
         if len(outside):
             raise IndexError(f"row {outside[0]} is out of range: the harvest has {len(self)} rows")
         shard_numbers = np.searchsorted(self._firsts, needed, side="right") - 1
-        parts, order = [], []
+        parts = []
+        order = []
         for number in np.unique(shard_numbers).tolist():
             shard = self._touch(number)
             places = np.flatnonzero(shard_numbers == number)
             inside = needed[places] - shard.first
-            low, high = int(inside.min()), int(inside.max()) + 1
+            low = int(inside.min())
+            high = int(inside.max()) + 1
             parts.append(read(shard, low, high)[inside - low])
             order.append(places)
         if not parts:
             first = self.shards[0] if self.shards else None
             return read(first, 0, 0) if first is not None else np.zeros((0, len(KEYS)))
         ordered = np.concatenate(parts)[np.argsort(np.concatenate(order))]
-        return ordered[0] if isinstance(index, int | np.integer) else ordered
+        gathered: np.ndarray = ordered[0] if isinstance(index, int | np.integer) else ordered
+        return gathered
 
     def _touch(self, number: int) -> Shard:
         """Record a use of a shard, close the least recently used shards beyond `OPEN`, and return

@@ -36,14 +36,19 @@ R = TypeVar("R")
 #: given up before captures that wait for the writers fail
 #: (`workers.runner.rows.overload`). A request that is never answered ends so early that the jobs
 #: behind it still get their receipts within `capture_timeout_s`.
-CONNECT_S, REQUEST_S, RETRIES, RETRY_S = 5, 30, 12, 20
+CONNECT_S = 5
+REQUEST_S = 30
+RETRIES = 12
+RETRY_S = 20
 #: Seconds between the tries of a request.
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 5.0
 #: Seconds for a test write, which callers wait for.
 PROBE_S = 5
 #: Seconds after which credentials are read again: obstore requests new credentials when its own are
 #: valid for less than 5 minutes.
-READ_AGAIN_S, RENEWED_S = 60, 300
+READ_AGAIN_S = 60
+RENEWED_S = 300
 #: Concurrent requests of this process, over all its stores.
 REQUESTS = 32
 
@@ -232,7 +237,9 @@ def ask(
 
     Requests are counted under `operation`. Raises OSError.
     """
-    until, pause, renewed = time.monotonic() + RETRY_S, FIRST_PAUSE_S, False
+    until = time.monotonic() + RETRY_S
+    pause = FIRST_PAUSE_S
+    renewed = False
     for remaining in reversed(range(RETRIES + 1)):
         try:
             with counted(operation) as call, explained(address, key):
@@ -255,7 +262,8 @@ def counted(operation: str) -> Iterator[StoreCall]:
         try:
             yield call
         except BaseException as error:
-            call.outcome, call.size = _outcome(error), 0
+            call.outcome = _outcome(error)
+            call.size = 0
             raise
 
 

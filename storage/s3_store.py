@@ -34,17 +34,23 @@ R = TypeVar("R")
 
 #: Folders of marks and of references (an empty object `.segments/<job>/<tag>/<segment>` for each
 #: segment with blobs of a job), and keys of test writes.
-DELETED, REFERENCES, PROBE, CONDITIONS = ".deleted", ".segments", ".probe", ".conditions"
-_NOTHING, _NO_TAG = b"midstream", '"00000000000000000000000000000000"'
+DELETED = ".deleted"
+REFERENCES = ".segments"
+PROBE = ".probe"
+CONDITIONS = ".conditions"
+_NOTHING = b"midstream"
+_NO_TAG = '"00000000000000000000000000000000"'
 _JOB = re.compile(rb'"job":"([^"\\/]+)"')
 #: Bytes of a part of an upload or a download, and the most parts that S3 accepts: an object has at
 #: most 80 GiB.
-PART, MAX_PARTS = 8 << 20, 10_000
+PART = 8 << 20
+MAX_PARTS = 10_000
 #: The largest segment with several blobs, in bytes: erasing one blob reads the whole segment into
 #: memory.
 REWRITTEN = 16 << 20
 #: The most parts of one object that are being uploaded, and that wait to be uploaded.
-_UPLOADING, _WAITING = 4, 2
+_UPLOADING = 4
+_WAITING = 2
 #: A read fetches at least this many bytes, so that a header or a small blob takes one request and
 #: comes from one version of the object. A read that continues where the previous one ended fetches
 #: a whole part.
@@ -57,7 +63,8 @@ _DELETED_TOGETHER = 1000
 #: repeats requests whose response is cut off.)
 _SHORT_TRIES = 3
 #: Seconds for which the outcome of a test write is kept: of a successful one, of a failed one.
-_GOOD_S, _BAD_S = 10.0, 2.0
+_GOOD_S = 10.0
+_BAD_S = 2.0
 
 _OPTIONS = ("endpoint", "region")
 
@@ -355,8 +362,11 @@ class S3Handle:
     """An object opened for reading: one version of it, fixed by the first read."""
 
     def __init__(self, store: S3Store, key: str) -> None:
-        self._store, self._key = store, check_key(key)
-        self._start, self._ahead, self._begun = 0, memoryview(b""), False
+        self._store = store
+        self._key = check_key(key)
+        self._start = 0
+        self._ahead = memoryview(b"")
+        self._begun = False
         self._look()
 
     def _look(self) -> None:
@@ -367,9 +377,11 @@ class S3Handle:
             if error.errno != errno.ERANGE:
                 raise
             # an empty object has no range
-            (self.size, self._tag), content = self._store.head(self._key), obstore.Bytes(b"")
+            self.size, self._tag = self._store.head(self._key)
+            content = obstore.Bytes(b"")
         if len(content) == min(self.size, _READ_AHEAD):
-            self._start, self._ahead = 0, memoryview(content)
+            self._start = 0
+            self._ahead = memoryview(content)
 
     def _begin(self, s3: Any, call: StoreCall) -> tuple[int, str, Any]:
         result = obstore.get(s3, self._key, options={"range": (0, _READ_AHEAD)})
@@ -385,17 +397,17 @@ class S3Handle:
             return b""
         if not (self._start <= start and start + count <= self._start + len(self._ahead)):
             sequential = self._begun and start == self._start + len(self._ahead)
-            self._start, self._ahead = (
-                start,
-                self._fetch(start, max(count, PART if sequential else _READ_AHEAD)),
-            )
+            ahead = self._fetch(start, max(count, PART if sequential else _READ_AHEAD))
+            self._start = start  # after the fetch, which may have begun anew
+            self._ahead = ahead
         self._begun = True
         return bytes(self._ahead[start - self._start :][:count])
 
     def view(self) -> memoryview:
         """Return the whole object, in memory."""
         if len(self._ahead) != self.size:
-            self._start, self._ahead = 0, self._fetch(0, self.size)
+            self._ahead = self._fetch(0, self.size)
+            self._start = 0
         self._begun = True
         return self._ahead.toreadonly()
 
@@ -435,7 +447,9 @@ class _Upload:
     """
 
     def __init__(self, store: S3Store, key: str) -> None:
-        self._store, self.key, self.size = store, check_key(key), 0
+        self._store = store
+        self.key = check_key(key)
+        self.size = 0
         self._held = bytearray()
         self._parts: queue.Queue[bytearray | Exception | None] = queue.Queue(_WAITING)
         self._thread: threading.Thread | None = None
@@ -451,7 +465,8 @@ class _Upload:
                     self._held = bytearray()
                 taken = rest[: PART - len(self._held)]
                 self._held += taken
-                self.size, rest = self.size + len(taken), rest[len(taken) :]
+                self.size += len(taken)
+                rest = rest[len(taken) :]
 
     def complete(self) -> None:
         """Finish the upload: when this returns, the store has the object. Raises OSError."""
@@ -470,7 +485,8 @@ class _Upload:
             head = self._store.head(self.key)
         except FileNotFoundError as error:
             raise NotInPlaceError(f"{self.key} was deleted while being written") from error
-        size, tag = head[0], head[1].strip('"')  # Ceph sometimes omits the quotation marks
+        size = head[0]
+        tag = head[1].strip('"')  # Ceph sometimes omits the quotation marks
         uploaded = self._tag.strip('"')
         if size != self.size or (uploaded and tag and uploaded != tag):
             raise NotInPlaceError(f"{self.key} was replaced while being written")
@@ -525,7 +541,8 @@ class S3Writer:
     """Uploads that are completed together in `commit`."""
 
     def __init__(self, store: S3Store) -> None:
-        self._store, self._uploads = store, dict[str, _Upload]()
+        self._store = store
+        self._uploads = dict[str, _Upload]()
 
     def append(self, key: str, buffers: Sequence[Buffer]) -> None:
         """Add bytes to an object; they are copied or uploaded when this returns."""
@@ -568,7 +585,10 @@ class S3Segment:
         with suppress(FileNotFoundError):
             store.stat(key)
             raise FileExistsError(errno.EEXIST, "there is such a segment", key)
-        self._store, self.key, self.size, self.usable = store, key, 0, True
+        self._store = store
+        self.key = key
+        self.size = 0
+        self.usable = True
 
     def append(self, data: Sequence[Buffer], index: bytes) -> None:
         if not self.usable:
@@ -600,7 +620,8 @@ class _Troubles:
     """Recent outcomes of test writes, by store."""
 
     def __init__(self) -> None:
-        self._lock, self._known = threading.Lock(), dict[S3Store, tuple[float, str]]()
+        self._lock = threading.Lock()
+        self._known = dict[S3Store, tuple[float, str]]()
         self._fit: set[S3Store] = set()
 
     def of(self, store: S3Store) -> str:

@@ -21,7 +21,9 @@ class Surveyed(Result, Shard):
     """The result of a survey, which `entry` describes."""
 
     def __init__(self, store: ArtifactStore, entry: SurveyEntry) -> None:
-        self.survey, self._store, self._files = entry, store, {}
+        self.survey = entry
+        self._store = store
+        self._files = {}
 
     @classmethod
     def of(cls, view: HarvestView, job: str) -> "Surveyed":
@@ -59,7 +61,8 @@ class Surveyed(Result, Shard):
         """
         figures = {"density": self.density, "mean": self.array("mean")}
         # means are over active rows
-        by, over_all = figures[order], figures["density"] if order == "mean" else 1.0
+        by = figures[order]
+        over_all = figures["density"] if order == "mean" else 1.0
         by = abs(np.diff(by * over_all))[:, 0] if by.shape[1] > 1 else by[:, 0]
         return [
             FeatureFigures(
@@ -79,7 +82,9 @@ class Surveyed(Result, Shard):
         """
         listed = _listed(self, order, max(limit, MAX_PAGE))[:limit]
         compared = bool(self.survey.survey.against)
-        asked = feature if feature is not None else 0 if compared else listed[0].feature
+        asked = feature
+        if asked is None:
+            asked = 0 if compared else listed[0].feature
         return SurveyView(
             survey=self.survey,
             features=listed,
@@ -102,20 +107,24 @@ class Surveyed(Result, Shard):
         parts = [self.array(name, feature, feature + 1) for name in names]
         if not len(parts[0]):
             raise MidstreamError("not_found", f"the survey has no examples of feature {feature}")
-        return [
-            Example(
-                document=int(document),
-                position=int(position),
-                value=float(value),
-                positions=(position - self.survey.survey.context + near).tolist(),
-                token_ids=tokens[near].tolist(),
-                values=around[near].tolist(),
+        found = []
+        for document, position, value, tokens, around in zip(
+            *(part[0] for part in parts), strict=True
+        ):
+            near = np.flatnonzero(tokens >= 0)
+            if document < 0 or not len(near):
+                continue
+            found.append(
+                Example(
+                    document=int(document),
+                    position=int(position),
+                    value=float(value),
+                    positions=(position - self.survey.survey.context + near).tolist(),
+                    token_ids=tokens[near].tolist(),
+                    values=around[near].tolist(),
+                )
             )
-            for document, position, value, tokens, around in zip(
-                *(part[0] for part in parts), strict=True
-            )
-            if document >= 0 and len(near := np.flatnonzero(tokens >= 0))
-        ]
+        return found
 
 
 @lru_cache(maxsize=256)

@@ -81,10 +81,8 @@ def digest(text: bytes) -> str:
 
 
 def is_random(text: bytes) -> bool:
-    digits, capitals = (
-        sum(48 <= character < 58 for character in text),
-        sum(65 <= character < 91 for character in text),
-    )
+    digits = sum(48 <= character < 58 for character in text)
+    capitals = sum(65 <= character < 91 for character in text)
     if min(digits, capitals) < (OF_A_PATH if b"/" in text else 1) or text.isupper():
         return False
     return -sum(n / len(text) * math.log2(n / len(text)) for n in Counter(text).values()) > ENTROPY

@@ -75,7 +75,8 @@ class _Compiled:
     """Stands for the kernel: a launch compiles, nothing runs."""
 
     def __init__(self, kernel: Any) -> None:
-        self._kernel, self.last = kernel, None
+        self._kernel = kernel
+        self.last = None
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **options: Any) -> None:
@@ -117,23 +118,23 @@ def facts(architecture: int, kind: str, dtype: torch.dtype, width: int) -> Facts
     idle = names[: next(number for number, name in enumerate(names) if name == "EXIT") + 1]
     sizes = [int(count or 1) * int(bits) // 8 for count, bits in _ACCESS.findall(made.asm["ptx"])]
     return Facts(
-        architecture,
-        kind,
-        str(dtype).removeprefix("torch."),
-        width,
-        registers,
-        spilled,
-        warps,
-        min(65536 // (-(-registers // 8) * 8 * 32 * warps), 2048 // (32 * warps)),
-        len(names),
-        len(idle),
-        sum(name.startswith("LDG") for name in idle),
-        sum(name.startswith("LDG") for name in names[: names.index(_WAIT)])
+        architecture=architecture,
+        kind=kind,
+        dtype=str(dtype).removeprefix("torch."),
+        width=width,
+        registers=registers,
+        spilled=spilled,
+        warps=warps,
+        rows_per_sm=min(65536 // (-(-registers // 8) * 8 * 32 * warps), 2048 // (32 * warps)),
+        instructions=len(names),
+        idle_instructions=len(idle),
+        idle_loads=sum(name.startswith("LDG") for name in idle),
+        early_loads=sum(name.startswith("LDG") for name in names[: names.index(_WAIT)])
         if _WAIT in names
         else -1,
-        sum(size == 16 for size in sizes),
-        sum(size not in (4, 16) for size in sizes),
-        sum(name.startswith("RED") and "GPU" in name for name in names),
+        wide=sum(size == 16 for size in sizes),
+        narrow=sum(size not in (4, 16) for size in sizes),
+        reductions=sum(name.startswith("RED") and "GPU" in name for name in names),
     )
 
 

@@ -20,4 +20,5 @@ def midstream_cancel(state: Any, job_id: str, **_: Any) -> dict[str, str]:
 @inspect_command()
 def midstream_engine(state: Any, **_: Any) -> dict[str, Any]:
     """Return the model, its ranks and the running jobs."""
-    return state.app.engine_host.describe()
+    described: dict[str, Any] = state.app.engine_host.describe()
+    return described

@@ -74,7 +74,8 @@ class CaptureQuota:
 
         Raises `quota_exceeded` if there is no room for the captures that its user requested.
         """
-        tags, operator_tags = set(stored_tags(job)), {spec.tag for spec in info.global_captures}
+        tags = set(stored_tags(job))
+        operator_tags = {spec.tag for spec in info.global_captures}
         # Without these captures, the status `ok` would be false.
         if tags - operator_tags:
             await anyio.to_thread.run_sync(self.usage.take, [1])

@@ -28,10 +28,12 @@ BATCH = 500
 MOST_CHANGED = 10_000
 #: Events of an audience, and their bytes, that are kept for feeds that are behind or begin with an
 #: older list of the newest jobs.
-KEPT_EVENTS, KEPT_BYTES = 128, 1 << 20
+KEPT_EVENTS = 128
+KEPT_BYTES = 1 << 20
 #: Seconds for which a list of newest jobs is kept, and the largest size in bytes of all audiences'
 #: lists together.
-LIST_S, LISTS_BYTES = 30.0, 64 << 20
+LIST_S = 30.0
+LISTS_BYTES = 64 << 20
 #: Seconds for which an audience is kept when its last feed has closed: a client may connect again.
 LINGER_S = 10.0
 #: Feeds that are woken at a time; other calls run between two slices.
@@ -53,7 +55,8 @@ class Newest:
     """The newest jobs, as JSON; the changes since are the audience's events from `position` on."""
 
     def __init__(self, rows: list[bytes], count: int, position: int) -> None:
-        self._rows, self.position = rows, position
+        self._rows = rows
+        self.position = position
         self.count = count  # number of jobs requested
         self.bytes = sum(map(len, rows))
         self.until = time.monotonic() + LIST_S
@@ -63,10 +66,8 @@ class Newest:
         rows = self._rows[:count]
         starts = range(0, max(len(rows), 1), BATCH)
         for start in starts:
-            first, more = (
-                b',"first":true' if start == 0 else b"",
-                b',"more":true' if start != starts[-1] else b"",
-            )
+            first = b',"first":true' if start == 0 else b""
+            more = b',"more":true' if start != starts[-1] else b""
             yield _jobs(rows[start : start + BATCH], first + more)
 
 
@@ -106,7 +107,8 @@ class Subscriber:
     """One feed."""
 
     def __init__(self, feed: "JobFeed", audience: Audience) -> None:
-        self._feed, self._audience = feed, audience
+        self._feed = feed
+        self._audience = audience
         # number of the next event to send; -1: begin from the newest jobs
         self._position = -1
         self.woken = asyncio.Event()
@@ -140,7 +142,8 @@ class JobFeed:
         audience = self._audiences.setdefault(tenant, Audience(tenant))
         subscriber = Subscriber(self, audience)
         audience.feeds.add(subscriber)
-        self._watcher.on_change, self._watcher.on_gap = self._hear, self._miss
+        self._watcher.on_change = self._hear
+        self._watcher.on_gap = self._miss
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._run(), name="midstream-feed")
         try:
@@ -172,7 +175,8 @@ class JobFeed:
                 or time.monotonic() > result.until
                 or audience.after(result.position) is None
             ):
-                position, rows = audience.end, []
+                position = audience.end
+                rows = []
                 names = await newest(self._ledger, audience.tenant, count)
                 for start in range(0, len(names), BATCH):
                     rows += [
@@ -229,7 +233,8 @@ class JobFeed:
 
     async def _look(self) -> None:
         """Add changed jobs to the events of each audience that may see them, and wake its feeds."""
-        names, self._changed = list(self._changed), {}
+        names = list(self._changed)
+        self._changed = {}
         woken: set[str | None] = set()
         for start in range(0, len(names), BATCH):
             rows: dict[str | None, list[bytes]] = {}

@@ -14,9 +14,11 @@ def agreement(accounts: Iterable[Account], asks: Mapping[str, str]) -> RankAgree
     A worker that did not answer, a rank that did not report, and a rank without a checksum count as
     disagreeing.
     """
-    stages, wrong = [], []
+    stages = []
+    wrong = []
     for account in accounts:
-        worker, report = account.info.worker, account.report
+        worker = account.info.worker
+        report = account.report
         if not account.answers(asks[account.info.model]):
             wrong.append(f"worker {worker} did not answer")
         if report is None:

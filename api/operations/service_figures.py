@@ -29,7 +29,8 @@ log = logging.getLogger("midstream.api")
 #: Seconds for which the figures are cached.
 FRESH_S = 2.0
 #: Seconds between two points of the history, and how many are kept: an hour.
-STEP_S, POINTS = 10.0, 360
+STEP_S = 10.0
+POINTS = 360
 
 
 def _speed(workers: Iterable[WorkerInfo]) -> float:
@@ -48,13 +49,11 @@ class ServiceFigures:
         disks: Disks,
         usage: CaptureUsage,
     ) -> None:
-        self._settings, self._ledger, self._steering, self._disks, self._usage = (
-            settings,
-            ledger,
-            steering,
-            disks,
-            usage,
-        )
+        self._settings = settings
+        self._ledger = ledger
+        self._steering = steering
+        self._disks = disks
+        self._usage = usage
         self._lock = asyncio.Lock()
         self._due = 0.0
         self._known: FeedService | None = None
@@ -66,7 +65,8 @@ class ServiceFigures:
         """Add a point to the history every `STEP_S`; none while it cannot be read."""
         while True:
             try:
-                speed, (queued, _) = _speed(await self._ledger.workers()), await self._counts()
+                speed = _speed(await self._ledger.workers())
+                queued, _ = await self._counts()
                 self._points.append((now(), speed, queued))
             except MidstreamError as error:  # Redis is unreachable
                 log.debug("cannot read a point of the history; will retry: %s", error)

@@ -106,7 +106,8 @@ class Twin:
 
     async def _asked(self, scope: Any, call: ApiCall) -> httpcore2.Response:
         """Send the call to the twin, which is started if it does not run."""
-        body, call.received = call.received, b""
+        body = call.received
+        call.received = b""
         headers = [
             *_sent(scope, call),
             (b"content-length", str(len(body)).encode()),
@@ -210,7 +211,8 @@ class TwinAnswer(Response[bytes]):
 
     def __init__(self, twin: Twin, request: Request[Any, Any, Any]) -> None:
         super().__init__(b"")
-        self._twin, self._request = twin, request
+        self._twin = twin
+        self._request = request
 
     def to_asgi_response(self, *_: Any, **__: Any) -> Any:
         return self._answer

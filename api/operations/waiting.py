@@ -33,7 +33,9 @@ class Waiting:
     """
 
     def __init__(self, ledger: Ledger, watcher: JobWatcher, most_s: float) -> None:
-        self._ledger, self._watcher, self._most_s = ledger, watcher, most_s
+        self._ledger = ledger
+        self._watcher = watcher
+        self._most_s = most_s
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def close(self) -> None:

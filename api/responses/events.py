@@ -71,7 +71,8 @@ async def follow(
             yield batch
             if done:
                 return
-            after, last_sign = batch[-1].id, time.monotonic()
+            after = batch[-1].id
+            last_sign = time.monotonic()
             continue
         if over or context.waiting.closing or time.monotonic() >= deadline:
             return

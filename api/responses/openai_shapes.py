@@ -55,7 +55,9 @@ class WantedParts:
 
 
 def wanted_of(body: CompletionRequest | ChatRequest) -> WantedParts:
-    as_ids, ids, n = bool(body.return_tokens_as_token_ids), bool(body.return_token_ids), body.n or 1
+    as_ids = bool(body.return_tokens_as_token_ids)
+    ids = bool(body.return_token_ids)
+    n = body.n or 1
     if isinstance(body, ChatRequest):
         role: ChatRole = "assistant" if body.add_generation_prompt else body.messages[-1].role
         return WantedParts(
@@ -87,7 +89,8 @@ class ChoicePart:
 
 def whole_part(output: Output) -> ChoicePart:
     """Return a whole output as one part."""
-    message, prompt = output.message, output.prompt
+    message = output.message
+    prompt = output.prompt
     given = ChoicePart(
         output.text,
         [],
@@ -205,9 +208,12 @@ def _completion_choice(output: Output, needed: WantedParts) -> CompletionChoice:
 
 
 def _completion_delta(index: int, part: ChoicePart, needed: WantedParts) -> CompletionChoice:
-    text, logprobs, prompt = part.text, part.logprobs, part.prompt
+    text = part.text
+    logprobs = part.logprobs
+    prompt = part.prompt
     if needed.prompt_alone:
-        text, logprobs = "", []
+        text = ""
+        logprobs = []
     if needed.echo and prompt is not None and not needed.token_ids:
         text = prompt.text + text
     before = prompt if needed.echo else None
@@ -280,7 +286,8 @@ def _chat_choice(output: Output, needed: WantedParts) -> ChatChoice:
     content: str | None = output.text
     calls: Any = UNSET
     if not isinstance(output.message, UnsetType):
-        content, calls = output.message.content, output.message.tool_calls or UNSET
+        content = output.message.content
+        calls = output.message.tool_calls or UNSET
     return ChatChoice(
         index=output.index,
         message=AnswerMessage(role=needed.role, content=content, tool_calls=calls),

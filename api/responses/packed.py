@@ -45,7 +45,8 @@ class OpenBlob:
 
         Raises OSError, EOFError when the file has become shorter.
         """
-        at, end = self.place.offset + start, self.place.offset + start + count
+        at = self.place.offset + start
+        end = self.place.offset + start + count
         while at < end:
             chunk = self.handle.read(at, min(CHUNK, end - at))
             if not chunk:

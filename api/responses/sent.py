@@ -33,7 +33,8 @@ class Sent:
 
         Raises MidstreamError if the event contradicts what the client has.
         """
-        delta, generated = event.data.get("delta"), self.generated
+        delta = event.data.get("delta")
+        generated = self.generated
         text = event.data.get("text")
         if delta is not None:
             part = msgspec.convert(delta, MessageDelta)

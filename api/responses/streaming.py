@@ -58,8 +58,10 @@ class StreamedRequest:
                 deadline = time.monotonic() + self.context.settings.max_wait_s
                 async for batch in self._tokens(deadline, held_key):
                     yield batch
-                while not self.until(view := await self._look(deadline, held_key)):
+                view = await self._look(deadline, held_key)
+                while not self.until(view):
                     yield events.PING
+                    view = await self._look(deadline, held_key)
             if is_over(view):
                 await self.context.waiting.patiently(self.context.ledger.written)
             problem = failure_of(view) if is_over(view) else None
@@ -180,7 +182,8 @@ class StreamedRequest:
         if self.with_usage:
             more.setdefault("counted", None)
         if self.scores:
-            more["scores"], self.scores = self.scores, []
+            more["scores"] = self.scores
+            self.scores = []
         return b"data: %b\n\n" % to_json(
             openai_shapes.piece(self.shape, self.job_id, self.created, self.model, choices, **more)
         )

@@ -153,7 +153,8 @@ def _link(context: AppContext, entry: FileEntry) -> str | None:
     """Return a presigned link if an object holds this blob alone: a link opens the whole object,
     and a segment also holds other blobs.
     """
-    settings, store = context.settings, context.store
+    settings = context.settings
+    store = context.store
     if (
         settings.artifact_links != "presigned"
         or not isinstance(store, Signing)
@@ -424,7 +425,8 @@ def parse_layers(text: str) -> frozenset[int]:
                 f"{part[:40]!r} is not a layer or a layer range",
                 allowed="such as 3, 3,7 or 3-7",
             )
-        first, last = int(match[1]), int(match[2] or match[1])
+        first = int(match[1])
+        last = int(match[2] or match[1])
         if not 0 <= last - first < MAX_LAYER_SPAN:
             raise invalid("layers", f"the range {part[:40]!r} is empty or too long")
         ranges.append(range(first, last + 1))

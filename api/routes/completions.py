@@ -85,7 +85,8 @@ async def _answer(
     entries = modules_of(modules or [])
     keep_steering(entries)
     parsed = with_modules(parsed, entries)
-    created, needed = now(), openai_shapes.wanted_of(body)
+    created = now()
+    needed = openai_shapes.wanted_of(body)
     choices = len(parsed.prompts) * parsed.n
     with as_written(parsed):
         job_id = await context.submit(parsed, request.idempotency(key), caller)
@@ -128,12 +129,14 @@ async def _answer(
             status_code=200,
         )
     try:
-        known, quiet = ACCEPTED, LIVE if hold or parsed.steering else UNDER_WAY
+        known = ACCEPTED
+        quiet = LIVE if hold or parsed.steering else UNDER_WAY
         while True:
             held = context.waiting.outcome(
                 job_id, until, context.settings.max_wait_s, quiet=quiet, known=known
             )
-            outcome, known = await unless_client_leaves(request, held), 0
+            outcome = await unless_client_leaves(request, held)
+            known = 0
             view = outcome.view
             if not until(view):
                 return accepted(context, view, headers)
@@ -176,11 +179,11 @@ async def complete(
         request,
         context,
         caller,
-        data,
-        await request.computed(parse_completion, data),
-        openai_shapes.COMPLETION,
-        key,
-        module,
+        body=data,
+        parsed=await request.computed(parse_completion, data),
+        shape=openai_shapes.COMPLETION,
+        key=key,
+        modules=module,
     )
 
 
@@ -201,7 +204,16 @@ async def chat(
     module: ModuleParameter = None,
 ) -> Response[ChatCompletion]:
     parsed = await request.computed(parse_chat, data)
-    return await _answer(request, context, caller, data, parsed, openai_shapes.CHAT, key, module)
+    return await _answer(
+        request,
+        context,
+        caller,
+        body=data,
+        parsed=parsed,
+        shape=openai_shapes.CHAT,
+        key=key,
+        modules=module,
+    )
 
 
 ROUTES = [complete, chat]

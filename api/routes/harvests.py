@@ -103,7 +103,9 @@ async def post_harvest(
     state = await context.names.state(info, modules_named(data.steering), caller)
     lora = named_lora(data.lora, info, await context.names.look_up(info, (LORAS, data.lora)))
     limits = (await context.ledger.tenants.get(caller.tenant)).limits
-    harvest = await plan_harvest(data, info, context.settings, state, lora, caller, limits)
+    harvest = await plan_harvest(
+        data, info, context.settings, state=state, lora=lora, caller=caller, limits=limits
+    )
     harvest_id = await context.harvests.submit(harvest, idempotency)
     await context.harvests.advance(harvest_id)
     return Response(
@@ -149,7 +151,8 @@ async def harvest_events(
 async def _progress(
     context: AppContext, harvest_id: str, held_key: HeldKey
 ) -> AsyncGenerator[bytes]:
-    version, silent = 0, 0.0
+    version = 0
+    silent = 0.0
 
     async def look() -> tuple[HarvestView, bytes]:
         view = await context.harvests.view(harvest_id)
@@ -162,7 +165,8 @@ async def _progress(
         )
         silent += LOOK_S
         if view.version != version:
-            version, silent = view.version, 0.0
+            version = view.version
+            silent = 0.0
             yield b"id: %d\nevent: progress\ndata: %b\n\n" % (version, sent)
         elif silent >= events.PING_S:
             silent = 0.0
@@ -278,7 +282,8 @@ async def acknowledge_harvest(
 async def post_survey(
     harvest: HarvestView, data: JSONBody[SurveyRequest], submission: Submission
 ) -> Response[JobView]:
-    context, job_id = submission.context, await submission.known()
+    context = submission.context
+    job_id = await submission.known()
     if job_id is None:
         info = await context.served.model(harvest.model)
         stored = await context.harvests.stored(harvest.id)

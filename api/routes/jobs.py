@@ -198,7 +198,8 @@ class Submission(NamedTuple):
         """Return 202 and the job's address; or, if `Prefer` asks, the result of a job over in
         time.
         """
-        request, context = self.request, self.context
+        request = self.request
+        context = self.context
         seconds = preferred_wait(self.prefer)
         headers = {} if seconds is None else {"Preference-Applied": f"wait={seconds:.0f}"}
         try:
@@ -248,11 +249,14 @@ async def submit_prompts(parsed: ParsedRequest, submission: Submission) -> str:
 
 async def submit_gradients(parsed: ParsedRequest, submission: Submission) -> str:
     """Submit a job of gradient rows like `AppContext.submit`."""
-    context, caller = submission.context, submission.caller
-    info, job_id = await context.served.model(parsed.model), await submission.known()
+    context = submission.context
+    caller = submission.caller
+    info = await context.served.model(parsed.model)
+    job_id = await submission.known()
     if job_id is not None:
         return job_id
-    codec, job_id = await context.served.codec(info), new_job_id()
+    codec = await context.served.codec(info)
+    job_id = new_job_id()
     named = await context.names.for_gradients(parsed, info)
     admitted = await submission.request.resolved(
         admit_gradients(parsed, info, codec, job_id, named, caller)

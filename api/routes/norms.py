@@ -138,7 +138,9 @@ async def get_norms(
     vectors = (
         {}
         if module is None
-        else await _vectors(context, caller, model, module, site, chosen, module_layer)
+        else await _vectors(
+            context, caller, model, name=module, hook=site, layers=chosen, at=module_layer
+        )
     )
 
     def rows(manifest: Manifest) -> range:

@@ -230,7 +230,8 @@ async def docs() -> Redirect:
 
 @get("/docs/{path:path}", opt=needs(None), include_in_schema=False, sync_to_thread=True)
 def docs_file(request: JsonRequest, path: Annotated[str, PathParameter()]) -> Response[bytes]:
-    name, files = str(path).lstrip("/"), site_files()
+    name = str(path).lstrip("/")
+    files = site_files()
     detail = f"the documentation has no page {shortened(name)!r}"
     hint = f"its first page is {SITE_INDEX}"
     if not files:

@@ -120,7 +120,8 @@ def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> 
     versions = [*kept, made]
     if len(versions) > MAX_POLICY_VERSIONS:
         newest = {each.registered: each for each in versions}
-        versions.remove(min(versions, key=lambda each: newest[each.registered] is each))
+        repeated = [each for each in versions if newest[each.registered] is not each]
+        versions.remove(repeated[0] if repeated else versions[0])
     return Policy(
         name=name,
         model=model,
@@ -324,7 +325,8 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
     async def list_artifacts(
         kind: KindParameter, context: AppContext, caller: Caller, info: ModelInfo
     ) -> page:
-        row, of = row_of(kind), row_of(kind).kind
+        row = row_of(kind)
+        of = row.kind
         every = await row.completed(context, await Registry(context.ledger, of).of_model(info.name))
         found = [
             each.shown_to(caller)
@@ -342,7 +344,8 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
     async def get_artifact(
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> record:
-        row, of = row_of(kind), row_of(kind).kind
+        row = row_of(kind)
+        of = row.kind
         found = await Registry(context.ledger, of).known(info.name, of.key_of(caller.tenant, name))
         return (await row.completed(context, [found]))[0].shown_to(caller)
 
@@ -359,7 +362,8 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> None:
         of = row_of(kind).kind
-        registry, stored = Registry(context.ledger, of), of.key_of(caller.tenant, name)
+        registry = Registry(context.ledger, of)
+        stored = of.key_of(caller.tenant, name)
         policies = await Registry(context.ledger, POLICIES).of_model(info.name)
         if users := [each.name for each in policies if (of.plural, stored) in each.current.named]:
             raise MidstreamError(

@@ -245,9 +245,10 @@ async def service_status(context: AppContext) -> ServiceStatus:
 
 
 async def _status(context: AppContext) -> ServiceStatus:
-    return await context.looks.of_next(
+    status: ServiceStatus = await context.looks.of_next(
         "status", lambda: read_status(context.ledger, held=context.watcher.waiting)
     )
+    return status
 
 
 @get(

@@ -10,7 +10,8 @@ from litestar import Response, delete, get, post
 from litestar.datastructures import Cookie
 from litestar.params import JSONBody
 
-from ...schemas.access.keys import EVERYBODY, SessionRequest, SessionView
+from ...schemas.access.keys import EVERYBODY
+from ...schemas.access.sessions import SessionRequest, SessionView
 from ...schemas.base import MidstreamError, __version__
 from ..context import AppContext
 from ..web.auth import COOKIE, SessionVisit, address_of, needs, own_page, visit_of

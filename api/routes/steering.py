@@ -39,7 +39,8 @@ from ..web.body import FILE_TYPES
 from .jobs import ERRORS, PROBLEM, ModelFilter
 
 #: Seconds that `GET /v1/steering/dynamic` waits for the workers' answers, and between its reads.
-ANSWER_S, LOOK_S = 2.0, 0.02
+ANSWER_S = 2.0
+LOOK_S = 0.02
 CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 #: Makes an artifact of the one that has its name; content hash → packed tensor.
 Made = tuple[Callable[[Any], Any], Mapping[str, bytes]]
@@ -217,7 +218,10 @@ async def answers_of_ranks(
         asks = await ask_all(context, model)
         return asks, await fresh(context, model, asks, seconds)
 
-    return await context.looks.of_next(("ranks", model, seconds), look)
+    answers: tuple[dict[str, str], list[Account]] = await context.looks.of_next(
+        ("ranks", model, seconds), look
+    )
+    return answers
 
 
 async def ask_all(context: AppContext, model: str | None = None) -> dict[str, str]:

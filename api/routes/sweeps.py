@@ -1,9 +1,8 @@
-"""Routes of sweeps, attributions, doses and fits: a body is resolved on the model, checked against
-the quotas, and accepted as a job like any other.
+"""Routes of sweeps and attributions: a body is resolved on the model, checked against the
+quotas, and accepted as a job like any other.
 """
 
-from collections.abc import Callable, Coroutine
-from typing import Annotated, Any, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, Literal, NamedTuple
 
 from litestar import Response, get
 from litestar.openapi.datastructures import ResponseSpec
@@ -16,8 +15,6 @@ from ...schemas.artifacts.loras import LORAS, StoredLora
 from ...schemas.artifacts.saes import SAES
 from ...schemas.base import MidstreamError, from_json, to_json
 from ...schemas.jobs.attributions import AttributionRequest
-from ...schemas.jobs.doses import DoseRequest
-from ...schemas.jobs.fits import FitRequest, LensFitRequest, StoredFit, StoredModuleFit
 from ...schemas.jobs.jobs import JobResult, JobView
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.jobs.sweep_units import Units
@@ -29,17 +26,9 @@ from ...schemas.jobs.sweep_views import (
     SweepView,
 )
 from ...schemas.jobs.sweeps import StoredPair, StoredSweep, SweepRequest
-from ...schemas.jobs.works import FitWork, SweepWork
+from ...schemas.jobs.works import SweepWork
 from ..context import AppContext
-from ..resolve.admission.fits import (
-    dose_layers,
-    expanded,
-    parse_dose,
-    resolve_fit,
-    resolve_lens_fit,
-)
 from ..resolve.edits.loras import named_lora
-from ..resolve.prompts.tokenizer import Codec
 from ..resolve.readings.gradients import check_gradients
 from ..resolve.readings.saes import named_sae
 from ..resolve.sweeps.alignment import CLEAN, CORRUPT
@@ -203,7 +192,8 @@ GRIDS = (
 
 def grid_routes(row: Grids) -> list[Any]:
     """Return the routes that submit, plan and get jobs of a kind."""
-    kind, path = row.kind, f"/v1/{row.kind}s"
+    kind = row.kind
+    path = f"/v1/{row.kind}s"
 
     async def submit(
         data: JSONBody[row.body],  # type: ignore[name-defined]
@@ -226,7 +216,8 @@ def grid_routes(row: Grids) -> list[Any]:
         request = from_json(raw, row.body) if raw else None
         return row.view(job=view, request=request, result=result, last_event=last_event)
 
-    submit.__name__, standing.__name__ = f"post_{kind}", f"get_{kind}"
+    submit.__name__ = f"post_{kind}"
+    standing.__name__ = f"get_{kind}"
     return [
         submits(path, summary=row.submit[0], description=row.submit[1], held=HELD)(submit),
         get(
@@ -238,81 +229,4 @@ def grid_routes(row: Grids) -> list[Any]:
     ]
 
 
-@submits(
-    "/v1/doses",
-    summary="Weigh the effect of steering against its damage",
-    description=(
-        "Steers a few prompts at several scales and layers, and measures the effect, the loss on "
-        "held-out texts, repetition and the relative sizes of the edits. A job: follow, fetch and "
-        "cancel it like any job; its result has `dose`."
-    ),
-)
-async def post_dose(data: JSONBody[DoseRequest], submission: Submission) -> Response[JobView]:
-    layers = dose_layers(data, await submission.context.served.model(data.model))
-    job_id = await submission.context.submit(
-        parse_dose(data),
-        submission.idempotency,
-        submission.caller,
-        lambda job: expanded(job, data, layers),
-    )
-    return await submission.answer(job_id)
-
-
-#: Body of a fit.
-B = TypeVar("B", FitRequest, LensFitRequest)
-
-
-@submits(
-    "/v1/modules/fit",
-    summary="Fit a module to examples",
-    description=(
-        "Learns a direction or an edit from examples, measures its effect on held-out examples, "
-        "and registers it as a named module. A job on the model's gradient worker: follow, fetch "
-        "and cancel it like any job; its result has `fit`."
-    ),
-)
-async def post_fit(data: JSONBody[FitRequest], submission: Submission) -> Response[JobView]:
-    return await _submit_fit(resolve_fit, data, submission)
-
-
-@submits(
-    "/v1/jacobians/fit",
-    scope="steer-global",
-    summary="Fit a Jacobian lens to a corpus",
-    description=(
-        "Computes a Jacobian lens from prompts, writes it below `lenses` in `artifacts_dir`, and "
-        "registers it for all tenants. A job on the model's gradient worker, which shares that "
-        "folder with the service; its result has `fit`."
-    ),
-)
-async def post_lens_fit(
-    data: JSONBody[LensFitRequest], submission: Submission
-) -> Response[JobView]:
-    return await _submit_fit(resolve_lens_fit, data, submission)
-
-
-async def _submit_fit(
-    resolve: Callable[[B, ModelInfo, Codec], Coroutine[Any, Any, StoredFit]],
-    data: B,
-    submission: Submission,
-) -> Response[JobView]:
-    """Accept a fit as a job, and answer as any submission."""
-    context = submission.context
-    info, job_id = await context.served.model(data.model), await submission.known()
-    if job_id is None:
-        resolving = resolve(data, info, await context.served.codec(info))
-        fit = await submission.request.resolved(resolving)
-        steering = await context.steering.current(info.name)
-        hooks = {"hook": fit.hook} if isinstance(fit, StoredModuleFit) else {}
-        check_gradients(hooks, info, await context.ledger.gradients(info), bool(steering.entries))
-        job = submission.job("fit", info, data, work=FitWork(fit=fit))
-        job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
-    return await submission.answer(job_id)
-
-
-ROUTES: list[Any] = [
-    *(route for row in GRIDS for route in grid_routes(row)),
-    post_dose,
-    post_fit,
-    post_lens_fit,
-]
+ROUTES: list[Any] = [route for row in GRIDS for route in grid_routes(row)]

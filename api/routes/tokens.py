@@ -67,7 +67,9 @@ async def tokenize(data: JSONBody[TokenizeRequest], context: AppContext) -> Resp
         data.prompt if isinstance(data.prompt, str) else prompt.text,
         special_tokens=special_tokens,
     )
-    tokens, positions, generated = len(words), None, False
+    tokens = len(words)
+    positions = None
+    generated = False
     if data.positions is not None:
         selector = await _selected(data.positions, asked, prompt, info, codec)
         positions = [*select(selector, 0, tokens, tokens)]

@@ -27,7 +27,8 @@ from ...broker.ledger.jobs.ledger import not_found
 from ...broker.ledger.people import keys
 from ...broker.ledger.people.keys import LedgerKeys, Sessions, name_of
 from ...broker.processes.hosts import SAFE, Hosts
-from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Scope, Session, StoredKey
+from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Scope, StoredKey
+from ...schemas.access.sessions import Session
 from ...schemas.base import MidstreamError, invalid, now, suggestion
 from ...schemas.jobs.jobs import JobView
 from ...schemas.settings.settings import Settings, asks_for_keys
@@ -153,7 +154,8 @@ KNOWN_S = 3.0
 REMEMBERED = 10_000
 
 #: Cookie of the page's session, and header that its calls must carry if they change something.
-COOKIE, CSRF_HEADER = "midstream_session", "x-midstream-csrf"
+COOKIE = "midstream_session"
+CSRF_HEADER = "x-midstream-csrf"
 
 #: Beginnings of the paths of pages and their files: a query there is for their scripts, such as the
 #: search of the documentation.
@@ -171,7 +173,8 @@ def needs(scope: Scope | None) -> dict[str, Any]:
 
 def scope_of(handler: BaseRouteHandler) -> Scope | None:
     """Return the scope that a route handler requires: admin, unless it states another."""
-    return handler.opt.get("scope", "admin")
+    scope: Scope | None = handler.opt.get("scope", "admin")
+    return scope
 
 
 class SessionVisit(NamedTuple):
@@ -298,7 +301,8 @@ async def known_query(
 
     Those of monitoring are ignored: load balancers and scrapers add their own.
     """
-    path, method = connection.scope["path_template"], connection.scope["method"]  # type: ignore[typeddict-item]
+    path = connection.scope["path_template"]
+    method = connection.scope["method"]  # type: ignore[typeddict-item]
     unread = path == "/" or path.startswith(PAGES) or path in MONITORING
     if not connection.query_params or method == "OPTIONS" or unread:
         return
@@ -401,7 +405,8 @@ def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False)
     A cookie belongs to a host with all its ports, so a page at another port of this machine would
     send it too.
     """
-    site, origin = connection.headers.get("sec-fetch-site"), connection.headers.get("origin")
+    site = connection.headers.get("sec-fetch-site")
+    origin = connection.headers.get("origin")
     if site is not None:
         return site == "same-origin" or (safe and site == "none")
     if origin is None:
@@ -415,7 +420,8 @@ def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False)
 
 def caller_of(request: ASGIConnection[Any, Any, Any, Any]) -> Caller:
     """Return the caller that `authorize` has identified."""
-    return request.scope["auth"]
+    caller: Caller = request.scope["auth"]
+    return caller
 
 
 async def may_observe(request: ASGIConnection[Any, Any, Any, Any]) -> bool:

@@ -144,7 +144,8 @@ class HttpConnection(HttpToolsProtocol):
             )
             return
         self._common.waiting.pop(self, None)
-        self._head, self._body = 0, 0
+        self._head = 0
+        self._body = 0
         self._await(self._common.body_s)
         is_full = (
             len(self.connections) > self._common.limit
@@ -184,18 +185,12 @@ class HttpConnection(HttpToolsProtocol):
             self._body = min(self._body, 0)
             self._await(self._common.body_s)
             return
-        if (
-            self._body > 0
-            and (
-                remaining := self._since
-                + self._common.body_s
-                + self._body / BODY_BYTES_PER_S
-                - self.loop.time()
-            )
-            > 0
-        ):
-            self._timer = self.loop.call_later(remaining, self._late)
-            return
+        if self._body > 0:
+            end = self._since + self._common.body_s + self._body / BODY_BYTES_PER_S
+            remaining = end - self.loop.time()
+            if remaining > 0:
+                self._timer = self.loop.call_later(remaining, self._late)
+                return
         if self._head == 0 and self._body < 0:
             self.transport.close()
             return

@@ -27,7 +27,9 @@ log = logging.getLogger("midstream.api.access")
 
 #: Header in which a twin names the kind of a refusal to its process, which counts it.
 REFUSED = b"x-midstream-refused"
-REQUEST_ID, TRACEPARENT, CACHE_CONTROL = b"x-request-id", b"traceparent", b"cache-control"
+REQUEST_ID = b"x-request-id"
+TRACEPARENT = b"traceparent"
+CACHE_CONTROL = b"cache-control"
 #: Ids that are accepted from callers: short and plain, so that they cannot forge log lines or
 #: headers.
 _SANE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:+/=-]{0,127}")
@@ -45,7 +47,8 @@ def released(request: Request[Any, Any, Any], outcome: JobSnapshot) -> None:
     """Record that a held request is answered now, because its job reached the state that the
     caller waits for.
     """
-    view, call = outcome.view, request_context.CURRENT.get()
+    view = outcome.view
+    call = request_context.CURRENT.get()
     if call is not None:
         metrics.RELEASE.labels(request.scope["path_template"]).observe(
             time.perf_counter() - call.began

@@ -257,7 +257,8 @@ def nearest(path: str, served: Iterable[str]) -> str:
 def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> MidstreamError:
     """Describe the first parameter that did not convert; a missing body counts as one."""
     first = error.extra[0] if isinstance(error.extra, list) and error.extra else {}
-    name, message = first.get("key", ""), first.get("message", error.detail)
+    name = first.get("key", "")
+    message = first.get("message", error.detail)
     if name == "data" or "`data`" in message:
         return MidstreamError("invalid_request", "the body is empty: a JSON object is expected")
     message = shortened(message)

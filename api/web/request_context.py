@@ -86,10 +86,13 @@ def awaits_log() -> bool:
 def accepting(job_id: str, url: str) -> None:
     """Note that the job may be in the ledger from here on, even if the call fails."""
     if (call := CURRENT.get()) is not None:
-        call.job, call.url = job_id, url
+        call.job = job_id
+        call.url = url
 
 
 def accepted(job_id: str, url: str) -> None:
     """Note that the job is in the ledger."""
     if (call := CURRENT.get()) is not None:
-        call.job, call.url, call.accepted = job_id, url, True
+        call.job = job_id
+        call.url = url
+        call.accepted = True

@@ -28,7 +28,10 @@ class Shares:
         setting: str = "",
         again_s: float = AGAIN_S,
     ) -> None:
-        self._most, self._what, self._kind, self._again_s = most, what, kind, again_s
+        self._most = most
+        self._what = what
+        self._kind = kind
+        self._again_s = again_s
         self._named = f" (setting {setting})" if setting else ""
         self._under_way: Counter[str] = Counter()
 
@@ -67,7 +70,10 @@ class Rate:
         setting: str,
         again_s: float = AGAIN_S,
     ) -> None:
-        self._step_s, self._burst, self._kind, self._again_s = 60 / per_minute, burst, kind, again_s
+        self._step_s = 60 / per_minute
+        self._burst = burst
+        self._kind = kind
+        self._again_s = again_s
         self._refusal = (
             f"{what} of tenant {{}}: more than {per_minute} per minute (setting {setting})"
         )

@@ -42,11 +42,13 @@ class WrongKeys:
 
     def count(self, address: str) -> None:
         """Count a wrong key. Raises `rate_limited` with the wait beyond `WRONG_PER_MINUTE`."""
-        name, at = network_of(address), time.monotonic()
+        name = network_of(address)
+        at = time.monotonic()
         until, tried = self._tried.get(name, (0.0, 0))
         if at >= until:
             self._tried.pop(name, None)
-            until, tried = at + MINUTE_S, 0
+            until = at + MINUTE_S
+            tried = 0
             if len(self._tried) >= REMEMBERED:
                 self._tried.popitem(last=False)
         self._tried[name] = until, tried + 1

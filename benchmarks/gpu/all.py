@@ -66,7 +66,8 @@ def run(
     name: str, stage: Stage, asked: argparse.Namespace, key: str, seconds: float
 ) -> dict[str, Any]:
     """The stage's record: `status` ok, skipped or failed, with its result or what went wrong."""
-    log, work = asked.out / "logs" / f"{name}.log", asked.out / "work" / name
+    log = asked.out / "logs" / f"{name}.log"
+    work = asked.out / "work" / name
     shutil.rmtree(work, ignore_errors=True)
     (asked.out / f"{name}.result").unlink(missing_ok=True)
     record: dict[str, Any] = {"stage": name, "key": key, "tiny": asked.tiny, "at": time.time()}
@@ -114,7 +115,8 @@ def settled(
     name: str, asked: argparse.Namespace, record: dict[str, Any], ended: float, wrong: str
 ) -> dict[str, Any]:
     """Keeps the record of a stage that has ended, with what it has left. `wrong`: how it ended."""
-    result, log = asked.out / f"{name}.result", asked.out / "logs" / f"{name}.log"
+    result = asked.out / f"{name}.result"
+    log = asked.out / "logs" / f"{name}.log"
     record |= {"seconds": round(ended - record["at"], 1), "status": "ok"}
     told: dict[str, Any] = {"partial": True}
     if result.exists():  # also of a stage that hung afterwards
@@ -151,7 +153,8 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 def run_all(stages: dict[str, Stage], asked: argparse.Namespace) -> list[str]:
     """Names of the stages that failed."""
     (asked.out / "logs").mkdir(parents=True, exist_ok=True)
-    deadline, failed = kit.STARTED + asked.budget, []
+    deadline = kit.STARTED + asked.budget
+    failed = []
     # Held by the keeper of a stage, too: what a killed run left has ended when this is free.
     asked.lock = (asked.out / "lock").open("w")
     fcntl.flock(asked.lock, fcntl.LOCK_EX)
@@ -182,7 +185,8 @@ def run_all(stages: dict[str, Stage], asked: argparse.Namespace) -> list[str]:
             ),
             flush=True,
         )
-        failed += [name] * (record["status"] == "failed")
+        if record["status"] == "failed":
+            failed.append(name)
     return failed
 
 

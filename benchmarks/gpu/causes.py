@@ -92,7 +92,9 @@ def switched(name: str, plane: Any) -> Iterator[None]:
         setattr(owner, switch.method, original)
         for bank in plane._banks._banks:  # what sites added and nobody took
             bank.finite._counts.zero_()
-            bank.finite._expected = bank.finite._off = 0 * bank.finite._off
+            nothing = 0 * bank.finite._off
+            bank.finite._expected = nothing
+            bank.finite._off = nothing
 
 
 def effects(

@@ -16,17 +16,21 @@ import torch
 
 Row = tuple[str, float | str, str]
 #: Threads that write files, and blocks of 8 MiB that they write together.
-THREADS, BLOCKS = (1, 2, 4, 8), 48
+THREADS = (1, 2, 4, 8)
+BLOCKS = 48
 #: Of the 8B: the MLPs' products, their inner width of its own, and site launches of a step with
 #: hooks everywhere and at the stream alone.
-PRODUCTS, INNER, SITES = 64, 14336, (97, 32, 0)
+PRODUCTS = 64
+INNER = 14336
+SITES = (97, 32, 0)
 REPLAYS = 15
 
 
 def interpreter(*, gpu: bool, tiny: bool) -> list[Row]:
     """A loop of Python, and launches of small operations."""
     found: list[Row] = []
-    loops, launches = 30_000, 500 if tiny else 10_000
+    loops = 30_000
+    launches = 500 if tiny else 10_000
     held: dict[int, int] = {}
     used = time.thread_time()
     for number in range(loops):
@@ -65,7 +69,8 @@ def copies(*, gpu: bool, tiny: bool) -> list[Row]:
     """Copies between host and device, from memory that is page-locked and that is not."""
     if not gpu:
         return [("copies between host and device", "needs a GPU", "")]
-    size, found = (1 << 20) if tiny else (256 << 20), list[Row]()
+    size = (1 << 20) if tiny else (256 << 20)
+    found = list[Row]()
     on_device = torch.empty(size, dtype=torch.uint8, device="cuda")
     for name, locked in (("page-locked", True), ("pageable", False)):
         on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=locked)
@@ -88,7 +93,8 @@ def files(folders: dict[str, Path], *, tiny: bool, left: Callable[[], float]) ->
     """Writing new files from several threads, each 8 MiB at a time after its CRC32, as a writer
     does; to a disk with fsync.
     """
-    size, found = (BLOCKS if not tiny else 1) * kit.BLOCK, list[Row]()
+    size = (BLOCKS if not tiny else 1) * kit.BLOCK
+    found = list[Row]()
     for name, folder in folders.items():
         folder.mkdir(parents=True, exist_ok=True)
         for threads in THREADS:
@@ -128,11 +134,13 @@ def sites(*, gpu: bool, tiny: bool) -> list[Row]:
     found: list[Row] = []
     base = 0.0
     for count in sorted(SITES):
-        for name, plan in plans.items() if count else [("", plans["idle"])]:
+        # without sites, all plans are the same
+        for name, plan in (plans if count else {"": plans["idle"]}).items():
             planned = plan.build(tokens, dtype, device)
 
             def forward(count: int = count, planned: Any = planned) -> None:
-                middle, launched = hidden, 0
+                middle = hidden
+                launched = 0
                 for number in range(PRODUCTS):
                     if number % 2:
                         hidden.copy_(middle @ down)
@@ -162,11 +170,13 @@ def _seconds(forward: Callable[[], None], *, gpu: bool, tiny: bool) -> float:
         for _ in range(3):
             forward()
     torch.cuda.synchronize()
-    graph, times = torch.cuda.CUDAGraph(), []
+    graph = torch.cuda.CUDAGraph()
+    times = []
     with torch.cuda.graph(graph):
         forward()
     for _ in range(REPLAYS):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()

@@ -55,8 +55,11 @@ class Stepped:
 
     def __init__(self, llm: Any) -> None:
         self.llm = llm
-        self.model_config, self.vllm_config = llm.model_config, llm.vllm_config
-        self.errored, self.dead_error, self.output_handler = False, None, None
+        self.model_config = llm.model_config
+        self.vllm_config = llm.vllm_config
+        self.errored = False
+        self.dead_error = None
+        self.output_handler = None
 
     @classmethod
     def from_vllm_config(cls, config: Any, disable_log_stats: bool) -> "Stepped":

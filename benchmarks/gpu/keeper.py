@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 #: `prctl`, from <linux/prctl.h>.
-_SIGNAL_AT_PARENTS_END, _SUBREAPER = 1, 36
+_SIGNAL_AT_PARENTS_END = 1
+_SUBREAPER = 36
 _prctl: Callable[..., Any] = ctypes.CDLL(None).prctl
 #: How long processes may take to end after SIGKILL: one with a GPU has memory to give back.
 ENDING_S = 15.0

@@ -304,7 +304,8 @@ def two_of(name: str) -> dict[str, Any]:
     """A model's config, with as many layers as two engines on this GPU have room for."""
     memory_gib = machine("cuda")["gpu_memory_gib"]
     config = shape(name, memory_gib)
-    hidden, experts = config["hidden_size"], config.get("num_experts", 1)
+    hidden = config["hidden_size"]
+    experts = config.get("num_experts", 1)
     width = config.get("moe_intermediate_size", config["intermediate_size"])
     heads = config["num_attention_heads"] + config["num_key_value_heads"]
     layer = 2 * heads * config["head_dim"] * hidden + 3 * experts * width * hidden
@@ -489,7 +490,8 @@ def launches(*, dependent: bool) -> Iterator[None]:
     """Set whether launches of sites may begin before the previous one has ended."""
     from midstream.kernels import triton_site
 
-    before, triton_site.DEPENDENT_LAUNCH = triton_site.DEPENDENT_LAUNCH, dependent
+    before = triton_site.DEPENDENT_LAUNCH
+    triton_site.DEPENDENT_LAUNCH = dependent
     try:
         yield
     finally:

@@ -21,7 +21,9 @@ from tiny import checkpoint
 #: that the steps are the same ones. The first decides how many steps there are; the last two are
 #: compared bit for bit.
 MODES = {True: ("compiled", "graphs", "eager"), False: ("again", "eager")}
-LIVE, LONGEST, VECTORS = 8, 12, 16
+LIVE = 8
+LONGEST = 12
+VECTORS = 16
 STEPS = {False: 10_000, True: 60}
 #: Of those, at most so many as Python, for the error alone.
 EAGER_STEPS = 2_000
@@ -48,7 +50,9 @@ def mixed(
     names = direct.hold(
         [from_numpy(values.standard_normal(hidden).astype(np.float32)) for _ in range(VECTORS)]
     )
-    choose, captured, number = random.Random(1), [], 0
+    choose = random.Random(1)
+    captured = []
+    number = 0
     while direct.steps < steps and time.monotonic() < until:
         while direct.live < LIVE and choose.random() < 0.6:
             number += 1
@@ -116,7 +120,8 @@ def one_mode(asked: kit.Options) -> None:
 
     from midstream.client.captures.reader import CaptureReader
 
-    mode, sink = asked.model, kit.Sink()
+    mode = asked.model
+    sink = kit.Sink()
     folder = asked.out / mode
     most = LIVE * (LONGEST + 1)
     extra: dict[str, Any] = (
@@ -148,10 +153,13 @@ def one_mode(asked: kit.Options) -> None:
         **sizes,
     )
     direct = Direct(settings, extra)
-    layers, hidden = direct.engine.info.num_layers, direct.engine.info.hidden_size
-    decided, until = asked.out / "steps", float("inf")
+    layers = direct.engine.info.num_layers
+    hidden = direct.engine.info.hidden_size
+    decided = asked.out / "steps"
+    until = float("inf")
     if mode == MODES[asked.gpu][0]:
-        steps, until = STEPS[asked.tiny], time.monotonic() + FIRST_SHARE * asked.left
+        steps = STEPS[asked.tiny]
+        until = time.monotonic() + FIRST_SHARE * asked.left
     else:
         while not decided.exists():
             time.sleep(0.05)
@@ -160,7 +168,8 @@ def one_mode(asked: kit.Options) -> None:
         steps = min(steps, EAGER_STEPS)
     began = time.monotonic()
     made, captured = mixed(direct, steps, layers, hidden, until)
-    took, steps = time.monotonic() - began, direct.steps
+    took = time.monotonic() - began
+    steps = direct.steps
     if mode == MODES[asked.gpu][0]:
         kit.leave(decided, str(made))
     different = families(direct, layers)
@@ -172,7 +181,8 @@ def one_mode(asked: kit.Options) -> None:
     }
     direct.close()
     sink.wait(len(captured), 60)
-    rows, places = [], []
+    rows = []
+    places = []
     for number, (job, _) in enumerate(captured):
         with CaptureReader(settings.capture_root / TAG, job) as reader:
             positions = np.array(reader.positions(0))
@@ -253,10 +263,13 @@ def compared(folder: Path, mode: str, other: str) -> tuple[dict[str, float], lis
     requests = []
     for request in np.unique(places[wrong, 0]).tolist():
         of_it = places[:, 0] == request
-        bad, prompt, until = wrong & of_it, texts[0]["prompts"][request], int(ends[request])
+        bad = wrong & of_it
+        prompt = texts[0]["prompts"][request]
+        until = int(ends[request])
         differ = "–" if until == prompt + len(outputs[request][0]) else until
         counts = [int(rows.sum()) for rows in (of_it, bad, bad & same)]
-        first_bad, largest = int(places[bad, 1].min()), f"{errors[bad].max():.2g}"
+        first_bad = int(places[bad, 1].min())
+        largest = f"{errors[bad].max():.2g}"
         requests.append([request, prompt, *counts, first_bad, differ, largest])
     return figures, requests
 

@@ -37,7 +37,8 @@ if not ASKED.gpu:
     round_as_gpus_do()
 
 #: What the stage launches: not the ops of `midstream.kernels`, which on the CPU are the reference.
-pair_site, single_site = triton_site.pair_site, triton_site.single_site
+pair_site = triton_site.pair_site
+single_site = triton_site.single_site
 DEVICE = "cuda" if ASKED.gpu else "cpu"
 HIDDEN = 4096
 TOKENS = (1, 64, 2048)
@@ -54,11 +55,14 @@ SHAPES = [
 ]
 if ASKED.tiny:
     SHAPES = [(37, 3)]
-    HIDDEN, TOKENS = 64, (1, 2)
+    HIDDEN = 64
+    TOKENS = (1, 2)
 #: Launches in one timed graph, and replays of which the median is taken.
 LAUNCHES, REPLAYS = (1, 1) if ASKED.tiny else (20, 15)
 #: Sites of a 32-layer model with all six hooks.
 SITES = 2 if ASKED.tiny else 192
+#: Width and tokens of the ops that are captured in graphs.
+GRAPH_SHAPES = [(37, 7)] if ASKED.tiny else [(37, 7), (4096, 33)]
 #: Seconds that all after the random sites takes.
 SPARE_S = 45
 #: Elements beyond which a 32-bit offset would overflow.
@@ -166,14 +170,15 @@ class GraphOfOneSite:
         largest = SitePlan(width, [everything] * 6).build(tokens + 8, dtype, DEVICE)
         self._planned = OpInputs(*map(torch.zeros_like, largest))
         self._written = [
-            torch.zeros(tokens, width, dtype=dtype, device=DEVICE) for _ in range(1 + pair)
+            torch.zeros(tokens, width, dtype=dtype, device=DEVICE) for _ in range(2 if pair else 1)
         ]
         self._written.append(torch.zeros(4 * tokens + 16, width, dtype=dtype, device=DEVICE))
         op = pair_site if pair else single_site
         self._replay = captured(lambda: op(*self._written, *self._planned), 1)
 
     def __call__(self, *tensors: torch.Tensor) -> None:
-        written, planned = tensors[: len(self._written)], OpInputs(*tensors[len(self._written) :])
+        written = tensors[: len(self._written)]
+        planned = OpInputs(*tensors[len(self._written) :])
         for buffer, values in zip(self._written, written, strict=True):
             buffer[: len(values)] = values.to(DEVICE)
         for name, buffer, values in zip(OpInputs._fields, self._planned, planned, strict=True):
@@ -206,7 +211,7 @@ def check_graphs() -> int:
     """A captured launch obeys the buffers as they are when it is replayed."""
     replays = 0
     for dtype in DTYPES:
-        for width, tokens in ((37, 7),) if ASKED.tiny else ((37, 7), (4096, 33)):
+        for width, tokens in GRAPH_SHAPES:
             for pair in (True, False):
                 graph = GraphOfOneSite(dtype, width, tokens, pair=pair)
                 for turn in range(4 if ASKED.tiny else 12):
@@ -254,7 +259,8 @@ def check_far_offsets() -> bool:
     )
     stream = torch.zeros(tokens, HIDDEN, dtype=DTYPE, device=DEVICE)
     ring = torch.zeros(tokens, HIDDEN, dtype=DTYPE, device=DEVICE)
-    stream[last], stream[last - 1] = 2.0, 5.0
+    stream[last] = 2.0
+    stream[last - 1] = 5.0
     single_site(stream, ring, *plan.build(tokens, DTYPE, DEVICE))
     assert stream[last].eq(3).all(), "the edit of the last token is not there"
     assert ring[last].eq(2).all(), "the capture before the edit is not in the last ring row"
@@ -281,7 +287,8 @@ def timed(replay: Callable[[], Any]) -> float:
         began = time.perf_counter()
         replay()
         return time.perf_counter() - began
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     start.record()
     replay()
     end.record()
@@ -342,7 +349,8 @@ def time_sites(bandwidth: float) -> list[dict[str, Any]]:
             ]
             for step, (plan, *rows) in STEPS.items():
                 planned = plan(tokens).build(tokens, DTYPE, DEVICE)
-                op, arguments = pair_site if pair else single_site, (*written, *planned)
+                op = pair_site if pair else single_site
+                arguments = (*written, *planned)
                 took = seconds(lambda op=op, arguments=arguments: op(*arguments))  # type: ignore[misc]
                 moved = rows[not pair] * tokens * HIDDEN * DTYPE.itemsize
                 results.append(

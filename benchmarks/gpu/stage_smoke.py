@@ -15,15 +15,19 @@ import numpy as np
 #: What is compared. A CPU has no graphs: there the same is run again.
 MODES = {True: ("graphs", "eager"), False: ("again", "eager")}
 TAG = "memory"
-PROMPT, GENERATED = 10, 4
-STEERED, PATCHED, PROBED_LAYER = 1, 2, 3
+PROMPT = 10
+GENERATED = 4
+STEERED = 1
+PATCHED = 2
+PROBED_LAYER = 3
 #: Positions whose rows the patch replaces, by those that the source's prompt has there.
 PLACES = (3, 4)
 #: Largest error of a row, of its length: two matrix kernels in bfloat16, over a few layers. An H100
 #: missed it with 0.032. A row of another token or layer is off by about 1.
 ROW_ERROR = 0.03
 #: Likewise of a probe's score and of a log-probability.
-SCORE_ERROR, LOGPROB_ERROR = 0.02, 0.1
+SCORE_ERROR = 0.02
+LOGPROB_ERROR = 0.1
 #: Least change that the steering makes to a row, of its length.
 EFFECT = 0.05
 
@@ -72,7 +76,8 @@ def requests(direct: Any, receipts: list[Any]) -> dict[str, Any]:
     direct.wait(direct.engine.hold_runs([key], locate))
     vector = from_numpy(np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32))
     weight = from_numpy(weights()), from_numpy(np.zeros(1, np.float32))
-    (added,), named = direct.hold([vector]), direct.hold([*weight])
+    (added,) = direct.hold([vector])
+    named = direct.hold([*weight])
     steering = StoredSteering(
         layers=[STEERED], hook="post_block", positions="all", family="add", tensors=[added]
     )
@@ -129,14 +134,16 @@ def one_mode(asked: kit.Options) -> None:
 
     from midstream.client.captures.reader import CaptureReader
 
-    mode, receipts = asked.model, []  # type: ignore[var-annotated]
+    mode = asked.model
+    receipts: list[Any] = []
     sink = kit.Sink(receipts.append)
     extra: dict[str, Any] = {}
     if asked.gpu:
         extra = {"gpu_memory_utilization": 0.3, "kv_cache_memory_bytes": 1 << 28}
         extra |= {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 64]}
         given = kit.without_weights(asked)
-        extra |= {name: given[name] for name in ("attention_backend",) if name in given}
+        if "attention_backend" in given:
+            extra["attention_backend"] = given["attention_backend"]
     settings = kit.serving_settings(
         asked,
         asked.out / mode,
@@ -154,7 +161,8 @@ def one_mode(asked: kit.Options) -> None:
     direct = Direct(settings, extra)
     ready = time.monotonic() - began
     outputs = requests(direct, receipts)
-    status, facts = direct.status(), direct.facts
+    status = direct.status()
+    facts = direct.facts
     direct.close()
     sink.wait(5, 30)
     rows = {}

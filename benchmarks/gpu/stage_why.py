@@ -22,10 +22,13 @@ import step_clock
 from stepped_engine import KINDS, Child, Setup, Work
 
 #: An engine that is not ready, or does not answer, so long after the time of its part is killed.
-START_S, PATIENCE_S = 90.0, 20.0
+START_S = 90.0
+PATIENCE_S = 20.0
 #: ms a step on a processor below which a thread is not shown.
 LEAST_MS = 0.05
-ROUNDS, SWITCHED_ROUNDS, FEW = 4, 2, 2
+ROUNDS = 4
+SWITCHED_ROUNDS = 2
+FEW = 2
 #: Share of the memory that is free for files which captured rows may take.
 SPARE = 0.75
 
@@ -43,7 +46,8 @@ class Why:
     """The stage: its time, its engines, and what its parts have found."""
 
     def __init__(self, asked: kit.Options) -> None:
-        self.asked, self.device = asked, "cuda" if asked.gpu else "timed"
+        self.asked = asked
+        self.device = "cuda" if asked.gpu else "timed"
         self.requests, self.many = (8, 16) if asked.tiny else (64, 256)
         self.generated, self.prompt = (32, 16) if asked.tiny else (128, 32)
         self.until = time.monotonic() + asked.left
@@ -130,7 +134,8 @@ class Why:
         the time is over. `after` is called with what there is after each whole round.
         """
         runs: dict[Any, list[dict[str, Any]]] = {name: [] for name in works}
-        names, took = list(works), 0.0
+        names = list(works)
+        took = 0.0
         for number in range(count):
             if number and self.left < took:
                 self.short = f"{number} of {count} rounds, for want of time"
@@ -150,7 +155,8 @@ def measure_constants(why: Why, found: Found) -> None:
     import torch
 
     torch.set_num_threads(1)
-    gpu, tiny = why.asked.gpu, why.asked.tiny
+    gpu = why.asked.gpu
+    tiny = why.asked.tiny
     rows: list[constants.Row] = []
     folders = {"memory": why.memory / "rate", "the disk's folder": why.asked.out / "rate"}
     for measure in (
@@ -259,7 +265,8 @@ def measure_many(why: Why, found: Found) -> None:
 
 def ratios(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, dict[str, float]]:
     """Of each kind: its slope and its longest step, of stock's."""
-    found, stock = {}, runs["stock"]
+    found = {}
+    stock = runs["stock"]
     for kind, of_kind in runs.items():
         if kind != "stock":
             pairs = list(zip(of_kind, stock, strict=False))
@@ -388,12 +395,16 @@ OF_OTHERS = ("start", "rounds")
 
 def run(why: Why, parts: Mapping[str, tuple[float, Callable[[Why, Found], None]]]) -> str:
     """Run the parts; return what went wrong."""
-    wrong, whole = [], sum(seconds for seconds, _ in parts.values())
+    wrong = []
+    whole = sum(seconds for seconds, _ in parts.values())
     for name, (seconds, part) in parts.items():
         # what earlier parts left is shared out
-        share, whole = seconds / whole, whole - seconds
+        share = seconds / whole
+        whole -= seconds
         why.until = time.monotonic() + min(why.asked.left, max(seconds, share * why.asked.left))
-        found, began, why.short = Found(), time.monotonic(), ""
+        found = Found()
+        began = time.monotonic()
+        why.short = ""
         why.found[name] = found
         try:
             if why.asked.left <= 0:

@@ -71,7 +71,8 @@ class StepClock:
         """Begin a run in this thread."""
         self._thread = threading.get_ident()
         self._now[:] = 0
-        self._steps, self._events = [], []
+        self._steps = []
+        self._events = []
 
     def step(self) -> None:
         """End a step in which all requests decoded."""
@@ -96,7 +97,8 @@ class StepClock:
                 before()
             inner = [0.0, 0.0]
             self._inner.append(inner)
-            used, began = time.thread_time(), time.perf_counter()
+            used = time.thread_time()
+            began = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
@@ -197,8 +199,10 @@ def statistics_of(clock: StepClock, generated: int) -> dict[str, Any]:
     at, parts = clock.measured()
     first, last = bounds(len(at), generated)
     numbers = np.arange(first, last + 1)
-    inside, steps = parts[first:last], np.diff(at[first : last + 1]) * 1e3
-    used, taken = inside[:, 0], inside[:, 1]
+    inside = parts[first:last]
+    steps = np.diff(at[first : last + 1]) * 1e3
+    used = inside[:, 0]
+    taken = inside[:, 1]
     rest = steps - taken.sum(axis=1)
     found = {
         "slope": float(np.polyfit(numbers, at[first : last + 1], 1)[0] * 1e3),

@@ -27,7 +27,10 @@ from typing import Any
 
 KINDS = ("stock", "idle", "one", "steer", "both")
 #: Of the timed device: its model, and the rows of half a ring.
-LAYERS, HIDDEN, VOCABULARY, RING = 32, 64, 512, 262_144
+LAYERS = 32
+HIDDEN = 64
+VOCABULARY = 512
+RING = 262_144
 #: Seconds of the timed device for each token of a prompt.
 TOKEN_S = 22e-6
 #: Batches with graphs on a GPU: smaller ones are padded.
@@ -80,12 +83,15 @@ class Engine:
         import direct
         import kit
 
-        self._setup, self._sink, self._runs = setup, kit.Sink(), 0
+        self._setup = setup
+        self._sink = kit.Sink()
+        self._runs = 0
         self._requests = 0
         if setup.timed:
             self._patch()
         shape, self._settings, extra = self._configured(folder)
-        self._layers, self._hidden = int(shape["num_hidden_layers"]), int(shape["hidden_size"])
+        self._layers = int(shape["num_hidden_layers"])
+        self._hidden = int(shape["hidden_size"])
         self._vocabulary = int(shape["vocab_size"])
         for tag, target in setup.tags.items():
             Path(target).mkdir(parents=True, exist_ok=True)
@@ -94,7 +100,8 @@ class Engine:
             (self._settings.capture_root / tag).symlink_to(Path(target).resolve())
         self.thread = direct.Stepped.thread
         llm = self._stock(extra) if setup.engine == "stock" else self._ours(extra)
-        self._llm, self._core = llm, llm.engine_core.engine_core
+        self._llm = llm
+        self._core = llm.engine_core.engine_core
         owners = self._owners()
         self._plane = owners.get("plane")
         self.clock = self.thread.submit(self._clock, owners).result()
@@ -128,7 +135,8 @@ class Engine:
                 "tuning.capture_queue_mib": 1506,
             }
         else:
-            shape, more = kit.two_of(setup.model), {"engine.max_num_seqs": setup.most}
+            shape = kit.two_of(setup.model)
+            more = {"engine.max_num_seqs": setup.most}
             extra |= {"async_scheduling": True, "cudagraph_capture_sizes": GRAPH_SIZES}
             extra["kv_cache_memory_bytes"] = 9 << 30
         model = kit.write_model(folder / "model", shape, "bfloat16")
@@ -219,7 +227,8 @@ class Engine:
         DataPlane.__init__ = made  # type: ignore[method-assign]
         zeroed_blocks.CpuBlocks = type("NotOnCpu", (), {})  # type: ignore[misc]
         changed: Any = module
-        changed.scheduler_class, changed._ring = scheduler, lambda *_: Ring(RING, 0)
+        changed.scheduler_class = scheduler
+        changed._ring = lambda *_: Ring(RING, 0)
 
     def _owners(self) -> dict[str, Any]:
         """Return whose methods are parts of a step, see `step_clock.PARTS`."""
@@ -247,7 +256,8 @@ class Engine:
         """Encode outputs in a thread, as the engine core's process does."""
         from vllm.v1.serial_utils import MsgpackEncoder
 
-        encoder, buffer = MsgpackEncoder(), bytearray()
+        encoder = MsgpackEncoder()
+        buffer = bytearray()
         while True:
             encoder.encode_into(self._sent.get(), buffer)
 
@@ -262,7 +272,8 @@ class Engine:
 
         if work.kind in ("stock", "idle"):
             return [None] * work.requests
-        layers, draws = list(range(self._layers)), np.random.default_rng(1)
+        layers = list(range(self._layers))
+        draws = np.random.default_rng(1)
         wishes = []
         for _ in range(work.requests):
             wish: dict[str, Any] = {}
@@ -330,12 +341,17 @@ class Engine:
         import kit
         import step_clock
 
-        self._runs, self._requests, core = self._runs + 1, len(wishes), self._core
-        received, landed = self._sink.count, self._sink.bytes
+        self._runs += 1
+        self._requests = len(wishes)
+        core = self._core
+        received = self._sink.count
+        landed = self._sink.bytes
         prompts = kit.token_ids(len(wishes), work.prompt, self._vocabulary, seed=self._runs)
-        bounds, used = step_clock.bounds(work.generated, work.generated), list[dict[str, float]]()
+        bounds = step_clock.bounds(work.generated, work.generated)
+        used = list[dict[str, float]]()
         self.clock.start()
-        threads, began = step_clock.threads(), time.perf_counter()
+        threads = step_clock.threads()
+        began = time.perf_counter()
         for number, (tokens, wish) in enumerate(zip(prompts, wishes, strict=True)):
             self._add(number, tokens, work, wish)
         first = full = last = 0.0
@@ -371,7 +387,8 @@ class Engine:
 
     def _durable(self, work: Work, received: int, wishes: Sequence[Any]) -> float:
         """Return when the last receipt came."""
-        core, end = self._core, time.monotonic() + 60
+        core = self._core
+        end = time.monotonic() + 60
         while self._sink.count - received < len(wishes) and time.monotonic() < end:
             core.step_fn() if core.scheduler.has_requests() else time.sleep(0.002)
         assert self._sink.count - received == len(wishes), "not all receipts came"

@@ -17,7 +17,8 @@ import torch
 #: Seconds that a copy between host and device takes at least.
 COPY_S = 4e-6
 #: Seconds of a processor that a launch of a kernel and of a graph take.
-LAUNCH_S, GRAPH_S = 20e-6, 150e-6
+LAUNCH_S = 20e-6
+GRAPH_S = 150e-6
 _BLOCK = bytes(4096)
 
 
@@ -102,7 +103,8 @@ class _On:
         self._stream = stream
 
     def __enter__(self) -> None:
-        self._before, _of_thread.stream = current(), self._stream
+        self._before = current()
+        _of_thread.stream = self._stream
         self._stream.launch(COPY_S)
 
     def __exit__(self, *_: object) -> None:
@@ -113,7 +115,8 @@ class Kernel:
     """A Triton kernel that costs its launch and computes nothing."""
 
     def __init__(self, function: Any) -> None:
-        self.__name__, self.__module__ = function.__name__, function.__module__
+        self.__name__ = function.__name__
+        self.__module__ = function.__module__
         self.arg_names = list(function.__code__.co_varnames[: function.__code__.co_argcount])
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
@@ -131,7 +134,10 @@ def patch_streams() -> None:
     for CPUs, which gives them meanings of its own.
     """
     cuda: Any = torch.cuda
-    cuda.Stream, cuda.Event, cuda.stream, cuda.current_stream = Stream, Event, _On, current
+    cuda.Stream = Stream
+    cuda.Event = Event
+    cuda.stream = _On
+    cuda.current_stream = current
     cuda.set_device = lambda device: None
     cuda.set_stream = lambda stream: setattr(_of_thread, "stream", stream)
 
@@ -164,10 +170,13 @@ def install(plane: Any, ring_rows: int) -> None:
 
     patch_streams()
     buffers.on_device = lambda values: values
-    arena, copies = plane._arena, Stream()
-    arena.locked = arena._keep = arena._keep + (plane._config.row_store_mib << 20)  # as if it were
+    arena = plane._arena
+    copies = Stream()
+    arena._keep += plane._config.row_store_mib << 20
+    arena.locked = arena._keep  # as if it were
     for bank in plane._banks._banks:
-        staging, finite = bank.planner._staging, bank.finite
+        staging = bank.planner._staging
+        finite = bank.finite
         held = staging._buffers
         held.ring = torch.zeros(2 * ring_rows, held.ring.shape[1], dtype=held.ring.dtype)
         held.capture_slots = held.capture_slots[:1].repeat(8, 1)
@@ -183,8 +192,11 @@ def forward(plane: Any, seconds: float) -> None:
     """
     burn(GRAPH_S)
     MAIN.launch(seconds)
-    for bank in plane._banks._banks if plane is not None else ():
-        due, held = bank.planner.due, bank.planner._staging._buffers
+    if plane is None:
+        return
+    for bank in plane._banks._banks:
+        due = bank.planner.due
+        held = bank.planner._staging._buffers
         if due is None:
             continue
         held.counts.numpy()[:] += due.counts

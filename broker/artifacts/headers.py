@@ -12,8 +12,9 @@ from ...schemas.base import MidstreamError, Translated
 from ...schemas.jobs.captures import BlobEntry, path_fault
 from ...schemas.jobs.jobs import FileEntry
 from ...schemas.jobs.receipts import CapturedFile
+from ...storage.blobs import indices, read_entries
 from ...storage.formats.capture_blobs import DamagedBlob, Header, read_header
-from ...storage.store import ArtifactStore, Distant, Handle, indices, read_entries
+from ...storage.store import ArtifactStore, Distant, Handle
 from .retention import gone
 
 #: Kinds of the errors with which reading a job's blobs fails.

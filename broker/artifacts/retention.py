@@ -16,8 +16,9 @@ from contextlib import contextmanager
 
 from ...schemas.base import MidstreamError
 from ...schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS, BlobEntry, index_of
+from ...storage.blobs import read_entries
 from ...storage.formats.capture_blobs import DamagedBlob
-from ...storage.store import ArtifactStore, Referring, Rewriting, read_entries
+from ...storage.store import ArtifactStore, Referring, Rewriting
 
 log = logging.getLogger(__name__)
 

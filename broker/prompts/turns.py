@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import accumulate, takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -31,7 +31,9 @@ EDGE = 64
 CharRange = tuple[int, int]
 #: A mark, by its number: characters of a private use area, which no template strips.
 _MARK = re.compile("\ue000([0-9]+)\ue001")
-#: Field of a plain message → the number of its first mark among the message's four; the next one is
+#: Numbers of marks of one message.
+_OWN = 4
+#: Field of a plain message → the number of its first mark among the message's own; the next one is
 #: at its end. Templates read either name of the reasoning.
 _MARKED = {"content": 0, "reasoning": 2, "reasoning_content": 2}
 #: Shows how a template begins and ends messages.
@@ -50,6 +52,21 @@ def renders(span: Span) -> tuple[int, int]:
     return RENDERS, 2 if of_each else 0
 
 
+class _Layout(NamedTuple):
+    """A conversation with marks around its contents."""
+
+    messages: list[PlainMessage]
+    places: dict[int, list[int]]  # mark → its places in the text; the marks in the text's order
+
+
+class _Manner(NamedTuple):
+    """What a template writes around contents."""
+
+    before: str  # before a first message
+    closing: str  # after a message
+    headers: dict[str, str]  # role → before the content of a later message
+
+
 class NoTurn(SelectorError):
     """The conversation has no such message, or no token of it."""
 
@@ -66,8 +83,11 @@ class Turns:
         where: TextMap,
     ):
         """`roles`: of the messages, as they were sent. `where`: of the text as it was rendered."""
-        self._template, self._rendering, self._where = template, rendering, where
-        self._roles, self._plain = roles, messages
+        self._template = template
+        self._rendering = rendering
+        self._where = where
+        self._roles = roles
+        self._plain = messages
         self._alone = msgspec.structs.replace(rendering, opened=False, continued=False)
 
     def find(self, span: Span) -> list[int]:
@@ -92,54 +112,63 @@ class Turns:
     def _sent(self, number: int, part: str) -> Any:
         """Return a part of a message as it was sent; empty without it."""
         message = self._plain[number]
-        return message.get(part) or (part == "reasoning" and message.get("reasoning_content")) or ""
+        sent = message.get(part)
+        if not sent and part == "reasoning":
+            sent = message.get("reasoning_content")
+        return sent or ""
 
     def _chosen(self, span: Span) -> list[int]:
         """Return the numbers of the messages that the span selects."""
         numbers = [number for number, role in enumerate(self._roles) if span.role in (None, role)]
-        if span.turn is None and numbers:
-            return numbers
-        with Translated(
-            IndexError,
-            lambda error: NoTurn(
-                f"there is no turn{'' if span.turn is None else f' {span.turn}'}"
-                + (f" with role {span.role!r}" if span.role else "")
-                + f": the conversation has {', '.join(self._roles[:SHOWN_ROLES])} (a system prompt "
-                "that the chat template adds is no turn)",
-                ".role" if span.turn is None else ".turn",
-            ),
-        ):
-            return [numbers[span.turn or 0]]
+        if span.turn is None:
+            if numbers:
+                return numbers
+        elif -len(numbers) <= span.turn < len(numbers):
+            return [numbers[span.turn]]
+        turn = "turn" if span.turn is None else f"turn {span.turn}"
+        role = f" with role {span.role!r}" if span.role else ""
+        raise NoTurn(
+            f"there is no {turn}{role}: the conversation has "
+            f"{', '.join(self._roles[:SHOWN_ROLES])} (a system prompt that the chat template adds "
+            "is no turn)",
+            ".role" if span.turn is None else ".turn",
+        )
 
     # --- Contents
 
     def marked(self, number: int, part: str) -> CharRange:
         """Return the content or the reasoning of a message."""
-        places, first = self._layout[1], 4 * number + _MARKED[part]
-        starts, stops = places.get(first, []), places.get(first + 1, [])
-        text, sent = self._where.text[sum(starts) : sum(stops)], self._sent(number, part)
-        faults = {
-            "drops it, or a part of it": not starts or not stops,
-            "repeats it": len(starts + stops) > 2,
-            "rewrites it": isinstance(sent, str) and text.strip() != sent.strip(),
-            "puts it behind a later message": first + 3
-            < max(takewhile(lambda mark: mark != first, places), default=0),
-        }
-        for why, is_so in faults.items():
-            if is_so:
-                raise self._refused(number, part, why)
+        places = self._layout.places
+        first = _OWN * number + _MARKED[part]
+        starts = places.get(first, [])
+        stops = places.get(first + 1, [])
+        if not starts or not stops:
+            raise self._refused(number, part, "drops it, or a part of it")
+        if len(starts) > 1 or len(stops) > 1:
+            raise self._refused(number, part, "repeats it")
+        text = self._where.text[starts[0] : stops[0]]
+        sent = self._sent(number, part)
+        if isinstance(sent, str) and text.strip() != sent.strip():
+            raise self._refused(number, part, "rewrites it")
+        earlier = takewhile(lambda mark: mark != first, places)
+        if max(earlier, default=0) > first + 3:
+            raise self._refused(number, part, "puts it behind a later message")
         return starts[0], stops[0]
 
     @cached_property
-    def _layout(self) -> tuple[list[PlainMessage], dict[int, list[int]]]:
-        """The messages with marks, and mark → its places in the text, in order."""
+    def _layout(self) -> _Layout:
         # marks stand inside of the white space around contents if the template trims it
         for inside in (False, True):
-            messages = [_with_marks(*item, inside) for item in enumerate(self._plain)]
-            texts = _MARK.split(self._template.render(messages, self._rendering))
-            if "".join(texts[::2]) == self._where.text:
-                places = zip(texts[1::2], accumulate(map(len, texts[::2])), strict=False)
-                return messages, by_key((int(mark), place) for mark, place in places)
+            messages = [
+                _with_marks(number, message, inside) for number, message in enumerate(self._plain)
+            ]
+            pieces = _MARK.split(self._template.render(messages, self._rendering))
+            texts = pieces[::2]
+            marks = pieces[1::2]
+            if "".join(texts) == self._where.text:
+                ends = accumulate(map(len, texts))  # of the text before each mark, and of the last
+                places = zip(map(int, marks), ends, strict=False)
+                return _Layout(messages, by_key(places))
         raise SelectorError(
             "the chat template renders this conversation differently if its contents change, so "
             "that they cannot be told from its own text: give spans of text"
@@ -149,34 +178,57 @@ class Turns:
 
     def apart(self, number: int, part: str, stop: int) -> CharRange:
         """Return the piece from the message's start, which must have no other message's content."""
-        start = self.end(number - 1, self._manner[2]) if number else self._start()
-        for mark, places in self._layout[1].items():
+        start = self.end(number - 1, self._manner.headers) if number else self._start()
+        for mark, places in self._layout.places.items():
             # marks at ends: the message before may end where this one starts
-            if mark // 4 != number and mark % 2 == 0 and any(start <= at < stop for at in places):
-                raise self._refused(number, part, f"puts message {mark // 4} there as well")
+            if _message_of(mark) == number or _is_at_end(mark):
+                continue
+            if any(start <= place < stop for place in places):
+                raise self._refused(number, part, f"puts message {_message_of(mark)} there as well")
         return start, stop
+
+    def header(self, number: int, part: str) -> CharRange:
+        """Return what the template writes before the content of a message."""
+        return self.apart(number, part, self.begin(number))
+
+    def whole(self, number: int, part: str) -> CharRange:
+        """Return a message with all that the template writes around its contents."""
+        return self.apart(number, part, self.end(number, self._manner.headers))
 
     def begin(self, number: int) -> int:
         """Return where the content of a message begins, or its reasoning."""
-        own = [(at[0], mark) for mark, at in self._layout[1].items() if mark // 4 == number]
-        if not own or min(own)[1] % 2:
+        own = [(places[0], mark) for mark, places in self._marks_of(number)]
+        begin, mark = min(own, default=(0, None))
+        if mark is None or _is_at_end(mark):
             raise self._refused(number, "header", "writes no content after it, or a part of it")
-        return min(own)[0]
+        return begin
+
+    def _marks_of(self, number: int) -> list[tuple[int, list[int]]]:
+        """Return the marks of a message that the template kept, with their places."""
+        return [item for item in self._layout.places.items() if _message_of(item[0]) == number]
 
     def _start(self) -> int:
         """Return where the first message starts."""
-        text, bos = self._where.text, self._template.special_token("bos_token")
+        if self._roles[0] in ("system", "developer"):
+            return self._start_of_system()
+        headers = self._manner.headers
+        header = headers.get(self._roles[0], headers["user"])
+        start = self.begin(0) - len(header)
+        if not self._where.text.startswith(header, start):
+            raise self._refused(0, "header", "writes another one than before later messages")
+        return start
+
+    def _start_of_system(self) -> int:
+        """Return where the first message starts, which is the system's: what the template writes
+        before it by itself, such as a system prompt, is no part of it.
+        """
+        text = self._where.text
+        bos = self._template.special_token("bos_token")
         before, closing, headers = self._manner
-        if self._roles[0] not in ("system", "developer"):
-            start = self.begin(0) - len(header := headers.get(self._roles[0], headers["user"]))
-            if not text.startswith(header, start):
-                raise self._refused(0, "header", "writes another one than before later messages")
-            return start
-        # what the template writes before it by itself, such as a system prompt, is no part of it
-        first = min(
-            [at[0] for mark, at in self._layout[1].items() if mark < 4] or [self.end(0, headers)]
-        )
-        if (asks := headers["user"].strip()) and text[:first].rstrip().endswith(asks):
+        contents = [places[0] for _, places in self._marks_of(0)]
+        first = min(contents) if contents else self.end(0, headers)
+        asks = headers["user"].strip()
+        if asks and text[:first].rstrip().endswith(asks):
             raise self._refused(0, "header", "writes it within a message of the user")
         shared = before[: _same(before, text[:first])]
         if shared == before and (before in ("", bos) or len(before) < first):
@@ -189,15 +241,15 @@ class Turns:
         if ends > inside:
             return shared.rfind(closing) + len(closing)
         # some begin every message with BOS
-        return len(bos) if text.startswith(bos) and not headers["user"].startswith(bos) else 0
+        begins_all = headers["user"].startswith(bos)
+        return len(bos) if text.startswith(bos) and not begins_all else 0
 
     @cached_property
-    def _manner(self) -> tuple[str, str, dict[str, str]]:
-        """Return what the template writes before a first message, after it, and before the contents
-        of later ones, as a short conversation shows.
-        """
+    def _manner(self) -> _Manner:
+        """How the template begins and ends messages, as a short conversation shows."""
         text = self._rendered(_SAMPLE, opened=False)
-        roles, nowhere = [each["role"] for each in _SAMPLE], TextMap(text, np.empty((0, 2)))
+        roles = [each["role"] for each in _SAMPLE]
+        nowhere = TextMap(text, np.empty((0, 2)))
         sample = Turns(self._template, roles, _SAMPLE, self._alone, nowhere)
         with Translated(
             SelectorError,
@@ -206,10 +258,17 @@ class Turns:
             ),
             hidden=True,
         ):
-            first, answer, last = map(sample.begin, range(3))
-            end, again = map(sample.end, range(2))
-        headers: dict[str, str] = {"user": text[again:last], "assistant": text[end:answer]}
-        return text[:first].removesuffix(headers["user"]), text[first + 1 : end], headers
+            asked, answered, asked_again = map(sample.begin, range(3))
+            end_of_question, end_of_answer = map(sample.end, range(2))
+        headers: dict[str, str] = {
+            "user": text[end_of_answer:asked_again],
+            "assistant": text[end_of_question:answered],
+        }
+        return _Manner(
+            before=text[:asked].removesuffix(headers["user"]),
+            closing=text[asked + 1 : end_of_question],  # its content is one character
+            headers=headers,
+        )
 
     def end(self, number: int, headers: dict[str, str] | None = None) -> int:
         """Return where a message ends, by what the template ends a conversation with there, or by
@@ -217,47 +276,65 @@ class Turns:
         """
         if number + 1 == len(self._plain) and self._rendering.continued:
             return len(self._where.text)
+        end = self._end_as_last(number)
+        if end is None:
+            end = self._end_before_next(number, headers or {})
+        if end is None:
+            raise SelectorError(
+                f"where message {number} ends is unknown: the chat template ends it differently if "
+                "other messages follow"
+            )
+        return end
+
+    def _end_as_last(self, number: int) -> int | None:
+        """Return where a message ends if the template ends it as it ends a conversation."""
         messages, places = self._layout
-        nowhere = len(self._where.text) + 1  # a content that the template drops if messages follow
         with suppress(MidstreamError):  # a template may refuse to end there
             for opened in (False, True):
                 ended = self._rendered(messages[: number + 1], opened)
-                *_, mark, tail = ["-1", *_MARK.split(ended)]
-                if self._drops(number, int(mark), ended, opened):
-                    break
-                last = ({-1: [0]} | places).get(int(mark), [nowhere])[-1]
+                mark, tail = _after_last_mark(ended)
+                if self._drops(number, mark, ended, opened):
+                    return None
+                if mark is None:
+                    last = 0
+                elif mark in places:
+                    last = places[mark][-1]
+                else:  # of a content that the template drops if messages follow
+                    continue
                 end = tail.removesuffix(self._opening) if opened else tail
                 if self._where.text.startswith(end, last):
                     return last + len(end)
-        for role in self._roles[number + 1 : number + 2]:
-            header = (headers or {}).get(role, "")
-            end = places.get(4 * number + 4, [0])[0] - len(header)
-            if header and end > 0 and self._where.text.startswith(header, end):
-                return end
-        raise SelectorError(
-            f"where message {number} ends is unknown: the chat template ends it differently if "
-            "other messages follow"
-        )
+        return None
 
-    def _drops(self, number: int, mark: int, ended: str, opened: bool) -> bool:
+    def _end_before_next(self, number: int, headers: dict[str, str]) -> int | None:
+        """Return where a message ends if the header of the next one stands before its content."""
+        following = number + 1
+        if following == len(self._roles):
+            return None
+        header = headers.get(self._roles[following], "")
+        content = self._layout.places.get(_OWN * following, [0])[0]
+        end = content - len(header)
+        is_there = header and end > 0 and self._where.text.startswith(header, end)
+        return end if is_there else None
+
+    def _drops(self, number: int, mark: int | None, ended: str, opened: bool) -> bool:
         """Return whether the template leaves out a message, without a content, that a conversation
         ends with. `mark`: the last in this rendering.
         """
-        if number == 0 or mark // 4 == number:
+        if number == 0 or (mark is not None and _message_of(mark) == number):
             return False
-        return self._rendered(self._layout[0][:number], opened) == ended
+        return self._rendered(self._layout.messages[:number], opened) == ended
 
     @cached_property
     def _opening(self) -> str:
         """Return what the template opens an answer with."""
         asked = _SAMPLE[:1]
-        closed, opened = (self._rendered(asked, each) for each in (False, True))
-        return opened.removeprefix(
-            closed
-            if opened.startswith(closed)
+        closed = self._rendered(asked, opened=False)
+        opened = self._rendered(asked, opened=True)
+        if not opened.startswith(closed):
             # some end a text that awaits no answer with EOS
-            else closed.removesuffix(self._template.special_token("eos_token"))
-        )
+            closed = closed.removesuffix(self._template.special_token("eos_token"))
+        return opened.removeprefix(closed)
 
     def _rendered(self, messages: list[PlainMessage], opened: bool) -> str:
         return self._template.render(messages, msgspec.structs.replace(self._alone, opened=opened))
@@ -268,13 +345,9 @@ class Turns:
         """Return the definitions of tools, or a message's calls of tools, with the template's text
         around them.
         """
-        sent, toolless = self._plain, msgspec.structs.replace(self._alone, tools=None)
-        with Translated(
-            (AttributeError, KeyError, TypeError),
-            lambda error: SelectorError(f"{part} of message {number} have no function's name"),
-        ):
-            tools = self._rendering.tools or [] if part == "tools" else sent[number].get(part, [])
-            names = [str(tool.get("function", tool)["name"]) for tool in tools]
+        sent = self._plain
+        toolless = msgspec.structs.replace(self._alone, tools=None)
+        names = self._tool_names(number, part)
         without = {name: value for name, value in sent[number].items() if name != part}
         # A template may refuse the answer of a tool without the call of it, and write the
         # definitions of tools before the last question.
@@ -295,18 +368,31 @@ class Turns:
             "none, or the chat template drops them or writes other text with them"
         )
 
+    def _tool_names(self, number: int, part: str) -> list[str]:
+        defined = self._rendering.tools or []
+        with Translated(
+            (AttributeError, KeyError, TypeError),
+            lambda error: SelectorError(f"{part} of message {number} have no function's name"),
+        ):
+            tools = defined if part == "tools" else self._plain[number].get(part, [])
+            return [str(tool.get("function", tool)["name"]) for tool in tools]
+
     def _added(self, text: str, rest: str, names: Sequence[str]) -> CharRange | None:
         """Return where a text has more than the rest, but for white space in its place; None unless
         that is one piece with all these names.
         """
         after = _same(text[::-1], rest[::-1])
-        stop, kept = len(text) - after, len(rest) - after
+        stop = len(text) - after
+        kept = len(rest) - after
         start = _same(text[:stop], rest[:kept])
         # what the piece ends with may stand before it as well
-        by = _same(text[start:], text[stop:][:EDGE]) if start == kept else 0
-        start, stop = min([(start + n, stop + n) for n in range(by + 1)], key=self._roughness)
-        named = all(name in text[start:stop] for name in names)
-        return (start, stop) if names and named and not rest[start:kept].strip() else None
+        room = _same(text[start:], text[stop:][:EDGE]) if start == kept else 0
+        moved = [(start + by, stop + by) for by in range(room + 1)]
+        piece = min(moved, key=self._roughness)
+        added = text[piece[0] : piece[1]]
+        if rest[start:kept].strip():
+            return None
+        return piece if names and all(name in added for name in names) else None
 
     def _roughness(self, piece: CharRange) -> tuple[bool, ...]:
         """Return whether a piece cuts tokens, begins within a message, begins with white space."""
@@ -331,18 +417,37 @@ _FIND: dict[Part, Callable[[Turns, int, str], CharRange]] = {
     "reasoning": Turns.marked,
     "tool_calls": Turns.tools,
     "tools": Turns.tools,
-    "header": lambda turns, number, part: turns.apart(number, part, turns.begin(number)),
-    "all": lambda turns, number, part: turns.apart(
-        number, part, turns.end(number, turns._manner[2])
-    ),
+    "header": Turns.header,
+    "all": Turns.whole,
 }
+
+
+def _message_of(mark: int) -> int:
+    return mark // _OWN
+
+
+def _is_at_end(mark: int) -> bool:
+    """Return whether a mark is at the end of a content, not at its beginning."""
+    return mark % 2 == 1
+
+
+def _mark(number: int) -> str:
+    return f"\ue000{number}\ue001"
+
+
+def _after_last_mark(text: str) -> tuple[int | None, str]:
+    """Return the last mark of a text, and what follows it; None and the whole text without one."""
+    pieces = _MARK.split(text)
+    mark = int(pieces[-2]) if len(pieces) > 1 else None
+    return mark, pieces[-1]
 
 
 def _same(text: str, other: str) -> int:
     """Return the length of what both texts begin with. Compares slices, not characters: texts have
     millions.
     """
-    same, length = 0, min(len(text), len(other))
+    same = 0
+    length = min(len(text), len(other))
     while same < length:
         middle = (same + length + 1) // 2
         if text[same:middle] == other[same:middle]:
@@ -358,13 +463,18 @@ def _with_marks(number: int, message: PlainMessage, inside: bool) -> PlainMessag
     """
     changed: PlainMessage = {}
     for name, first in _MARKED.items():
-        before, after = (f"\ue000{4 * number + first + end}\ue001" for end in (0, 1))
+        before = _mark(_OWN * number + first)
+        after = _mark(_OWN * number + first + 1)
         sent = message.get(name) or ""
         if isinstance(sent, list):  # parts, such as images
-            ends = [{"type": "text", "text": mark} for mark in (before, after)]
-            changed[name] = [ends[0], *sent, ends[1]]
-        elif isinstance(sent, str) and (text := sent.strip()):
+            changed[name] = [_text_part(before), *sent, _text_part(after)]
+        elif isinstance(sent, str) and sent.strip():
+            text = sent.strip()
             changed[name] = (
                 sent.replace(text, f"{before}{text}{after}") if inside else f"{before}{sent}{after}"
             )
     return message | changed
+
+
+def _text_part(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}

@@ -111,7 +111,8 @@ def pattern(
     Raises MidstreamError: `invalid_request` for heads that do not exist, rows of another width, or
     a result over MAX_BYTES; `not_found` if a key that a query sees was not captured.
     """
-    chosen, places = heads_of(kind, heads), np.asarray(positions, dtype=np.int64)
+    chosen = heads_of(kind, heads)
+    places = np.asarray(positions, dtype=np.int64)
     key_heads = _key_heads(queries, keys, kind)
     needed = np.arange(len(places)) if rows is None else _rows_at(places, rows)
     lows = _lowest(places[needed], kind)
@@ -134,7 +135,13 @@ def pattern(
             of_queries = queries[needed[block], columns].astype(np.float64)
             result[at, block] = _softmax(
                 _scores(
-                    of_queries, of_keys, kind, head, places, places[needed[block]], lows[block]
+                    of_queries,
+                    of_keys,
+                    kind,
+                    head=head,
+                    places=places,
+                    query_places=places[needed[block]],
+                    lows=lows[block],
                 ),
                 kind,
                 head,
@@ -196,7 +203,8 @@ def _complete(places: np.ndarray, queries: np.ndarray, lows: np.ndarray) -> None
     lacking = np.flatnonzero(present < queries - lows + 1)
     if not len(lacking):
         return
-    query, low = int(queries[lacking[0]]), int(lows[lacking[0]])
+    query = int(queries[lacking[0]])
+    low = int(lows[lacking[0]])
     missing = sorted({*range(low, query + 1)}.difference(places.tolist()))
     detail = (
         f"the query of position {query} sees keys {low}-{query}, of which "
@@ -260,7 +268,8 @@ def mixed(
     later key.
     """
     heads_of(kind, sorted(patterns))
-    count, width = len(values), kind.head_dim
+    count = len(values)
+    width = kind.head_dim
     key_heads, rest = divmod(int(values.shape[1]), width)
     if rest or not key_heads or kind.heads % key_heads:
         raise invalid(

@@ -15,8 +15,9 @@ from zlib_ng import zlib_ng
 
 from ...schemas.base import DTYPE_OF_FILE, DTYPES, MidstreamError, Translated, invalid, widened
 from ...schemas.jobs.captures import SEGMENT_SUFFIX, index_of
+from ...storage.blobs import indices, read_entries
 from ...storage.formats.capture_blobs import DamagedBlob, DeletedBlob, Header, read_header
-from ...storage.store import ArtifactStore, indices, open_store, read_entries
+from ...storage.store import ArtifactStore, open_store
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,8 @@ def expand(places: Iterable[BlobLocation], job: str | None) -> list[BlobLocation
                 place.store.stat(place.key)
             except FileNotFoundError:
                 raise gone(place.path) from error
-            index, segment = place.path.with_suffix(".jsonl"), place.path
+            index = place.path.with_suffix(".jsonl")
+            segment = place.path
             raise MidstreamError(
                 "capture_failed",
                 (

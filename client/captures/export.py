@@ -48,7 +48,9 @@ def export(
         request: _sites(reader, request, hooks, layers)
         for request in list(requests) or reader.requests()
     }
-    return (_write_npz if target.suffix == ".npz" else _write_safetensors)(reader, target, sites)
+    if target.suffix == ".npz":
+        return _write_npz(reader, target, sites)
+    return _write_safetensors(reader, target, sites)
 
 
 def _sites(
@@ -115,7 +117,8 @@ def _write_safetensors(
     entries: list[tuple[str, str, Sequence[int], int]] = []
     arrays: list[np.ndarray] = []
     for request, of_request in sites.items():
-        prefix, dtype = _prefix(request, sites), DTYPE_NAMES[reader.dtype(request)]
+        prefix = _prefix(request, sites)
+        dtype = DTYPE_NAMES[reader.dtype(request)]
         tensors = [
             (f"{hook}.{layer}", dtype, reader.raw(layer, hook, request))
             for hook, layers in of_request.items()

@@ -73,7 +73,8 @@ class Attention(Plotted):
 
         Raises MidstreamError that lists the heads with patterns.
         """
-        pattern, heads = self[layer], self.heads[layer]
+        pattern = self[layer]
+        heads = self.heads[layer]
         if head not in heads:
             raise MidstreamError(
                 "not_found",
@@ -81,7 +82,8 @@ class Attention(Plotted):
                 field="head",
                 allowed=as_ranges(heads),
             )
-        return pattern[heads.index(head)]
+        of_head: np.ndarray = pattern[heads.index(head)]
+        return of_head
 
     def scores(self, behaviour: Behaviour) -> list[HeadScore]:
         """Return each head's attention to the keys of a behaviour: the mean over the queries that
@@ -128,11 +130,13 @@ class Attention(Plotted):
 
 
 def _back(positions: np.ndarray, by: int) -> np.ndarray:
-    return positions[:, None] - positions[None, :] == by
+    behind: np.ndarray = positions[:, None] - positions[None, :] == by
+    return behind
 
 
 def _duplicates(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    return (ids[:, None] == ids[None, :]) & (positions[None, :] < positions[:, None])
+    again: np.ndarray = (ids[:, None] == ids[None, :]) & (positions[None, :] < positions[:, None])
+    return again
 
 
 def _followers(positions: np.ndarray, ids: np.ndarray) -> np.ndarray:
@@ -200,7 +204,13 @@ def attention_of(
     tokens = reader.tokens_of(request)
     numbers = {layer: heads_of(reader.attention_kind(layer, request), heads) for layer in patterns}
     return Attention(
-        reader.job, positions, reader.token_ids(request), tokens, patterns, numbers, absent
+        job=reader.job,
+        positions=positions,
+        token_ids=reader.token_ids(request),
+        tokens=tokens,
+        patterns=patterns,
+        heads=numbers,
+        absent=absent,
     )
 
 

@@ -268,7 +268,8 @@ class CaptureReader(Plotted):
                 "not_found",
                 f"job {job} has no capture files" + (f" under the tag {tag!r}" if tag else ""),
             )
-        reader.status, reader.detail = status, detail
+        reader.status = status
+        reader.detail = detail
         return reader
 
     def _open(
@@ -469,7 +470,8 @@ class CaptureReader(Plotted):
         merged, blobs, name = self._tensor(layer, hook, request)
         parts = []
         for blob in blobs:
-            array, rows = read(blob, name), merged.rows(blob)
+            array = read(blob, name)
+            rows = merged.rows(blob)
             parts.append(array if rows is None else array[rows])
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
@@ -525,7 +527,8 @@ class CaptureReader(Plotted):
         or if patterns cannot be computed for the layer's kind of attention; `invalid_request` for
         an unknown head, or if the result would be too large.
         """
-        kind, manifest = self.attention_kind(layer, request), self.manifest(request)
+        kind = self.attention_kind(layer, request)
+        manifest = self.manifest(request)
         if kind.text_only and manifest.images:
             raise MidstreamError(
                 "not_found",
@@ -696,7 +699,8 @@ class CaptureReader(Plotted):
                 allowed="a number, or a full name such as "
                 '"blocks.12.hook_resid_post" without `hook`',
             )
-        result, chosen = self._of(request), self._hook(hook, request)
+        result = self._of(request)
+        chosen = self._hook(hook, request)
         if layer < 0:
             layer = _from_the_end(layer, result.manifest)
         blobs = result.sites.get((chosen, layer))
@@ -736,7 +740,9 @@ def _last_whole(attempts: dict[int, list[BlobReader]]) -> _Request:
 
 
 def _check(blob: BlobReader) -> VerifyFinding:
-    manifest, crc, wrong = blob.header.manifest, blob.crc32(), []
+    manifest = blob.header.manifest
+    crc = blob.crc32()
+    wrong = []
     recorded = blob.recorded()
     if recorded is None:
         wrong.append(
@@ -762,11 +768,11 @@ def _check(blob: BlobReader) -> VerifyFinding:
         if name not in blob.header.tensors or blob.unchecked(name).tolist() != values:
             wrong.append(f"the tensor {name} does not match the manifest")
     return VerifyFinding(
-        blob.place.path,
-        blob.size,
-        crc,
-        not wrong,
-        "; ".join(wrong),
-        manifest.request,
-        blob.place.offset,
+        path=blob.place.path,
+        bytes=blob.size,
+        crc32=crc,
+        ok=not wrong,
+        detail="; ".join(wrong),
+        request=manifest.request,
+        offset=blob.place.offset,
     )

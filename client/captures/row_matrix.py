@@ -106,7 +106,8 @@ def _chosen(array: np.ndarray, reader: CaptureReader, request: int, rows: RowCho
     if rows == "mean":
         if not len(array):
             raise _no_rows(request)
-        return array.mean(axis=0, keepdims=True, dtype=np.float64).astype(np.float32)
+        mean: np.ndarray = array.mean(axis=0, keepdims=True, dtype=np.float64).astype(np.float32)
+        return mean
     return array[_indices(reader, request, rows)]
 
 
@@ -127,7 +128,8 @@ def _indices(reader: CaptureReader, request: int, rows: RowChoice) -> list[int]:
         if not positions:
             raise _no_rows(request)
         if rows == "first":
-            index, inside = 0, positions[0] > 0
+            index = 0
+            inside = positions[0] > 0
         else:
             index = len(positions) - 1
             inside = positions[index] < reader.manifest(request).prompt_tokens - 1

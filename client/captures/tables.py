@@ -46,7 +46,8 @@ def data_frame(reader: RowSource, hook: str | None, requests: list[int]) -> Any:
 def data_array(reader: RowSource, hook: str | None, request: int) -> Any:
     """Return `[layer, position, dim]` float32 with its coordinates."""
     module = xarray()
-    layers, positions = reader.layers(request, hook), reader.positions(request)
+    layers = reader.layers(request, hook)
+    positions = reader.positions(request)
     return module.DataArray(
         np.stack([reader.array(layer, hook, request) for layer in layers]),
         dims=("layer", "position", "dim"),

@@ -81,15 +81,18 @@ MODULE = "sea"
 #: times larger than the others and does not depend on the text.
 SINK_TOKENS = 1
 #: Two prompts of the same form; activations of the first are patched into the second.
-CLEAN, ANSWER = FACTS[0], " Paris"
-CORRUPT, FOIL = "The Colosseum is located in the city of", " Rome"
+CLEAN = FACTS[0]
+ANSWER = " Paris"
+CORRUPT = "The Colosseum is located in the city of"
+FOIL = " Rome"
 HOOK = "resid_pre"
 #: The smallest share that patching the last layer's input at the last token must recover. It is not
 #: 1, because the last layer itself also contributes.
 LEAST_AT_THE_END = 0.8
 #: Patching the subject's rows must recover at least the first share in an early layer, and at most
 #: the second share in the last layer, where the last token has already read them.
-LEAST_AT_THE_SUBJECT, MOST_WHEN_READ = 0.3, 0.1
+LEAST_AT_THE_SUBJECT = 0.3
+MOST_WHEN_READ = 0.1
 #: The smallest share of the edit that must remain one layer later; below 1, because that layer also
 #: adds to the stream.
 LEAST_SHIFT = 0.5
@@ -232,7 +235,8 @@ def _heading(console: Console, title: str, text: str) -> None:
 
 def _capture(stage: DemoStage) -> Iterator[CheckFinding]:
     """Capture every layer at every prompt token, and check the rows."""
-    client, console = stage.client, stage.report.console
+    client = stage.client
+    console = stage.report.console
     _heading(
         console,
         "Capture",
@@ -279,7 +283,8 @@ def _capture(stage: DemoStage) -> Iterator[CheckFinding]:
 
 def _steer(stage: DemoStage) -> Iterator[CheckFinding]:
     """Complete prompts without and with steering by a module, show both, and check the ranks."""
-    client, console = stage.client, stage.report.console
+    client = stage.client
+    console = stage.report.console
     _heading(
         console,
         "Steering",
@@ -374,9 +379,11 @@ def _patch(stage: DemoStage) -> Iterator[CheckFinding]:
     )
     study = PatchStudy(CLEAN, CORRUPT, ANSWER, FOIL, client=stage.client, model=MODEL_NAME)
     study = study.sweep(hooks=[HOOK])
-    result, (pair,) = study.result, study.result.pairs
+    result = study.result
+    (pair,) = study.result.pairs
     console.print(Padding(sweeps.report(result, count=3), (0, 0, 0, 2)))
-    summary, grid = result.summary, study.grid()
+    summary = result.summary
+    grid = study.grid()
     path = stage.folder / "sweep.png"
     study.plot(path)
     _line(console, f"[bold]{escape(_short(path))}[/]: the same heatmap as a figure")
@@ -402,7 +409,8 @@ def _patch(stage: DemoStage) -> Iterator[CheckFinding]:
         f"the last token in the last layer recovers {values[-1, -1]:.0%}",
     )
     layer, column = np.unravel_index(values[:, :-1].argmax(), values[:, :-1].shape)
-    value, late = values[layer, column], values[-1, column]
+    value = values[layer, column]
+    late = values[-1, column]
     yield graded(
         "subject",
         value < LEAST_AT_THE_SUBJECT or late > MOST_WHEN_READ,

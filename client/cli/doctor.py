@@ -14,7 +14,8 @@ from ...schemas.settings.settings import Settings, SettingsError, engine_options
 from ..extras import COMMANDS, need
 from ..render.findings import Report
 from ..sdk import discovery
-from ..stack.checks.finding import Service, findings_of
+from ..stack.checks.finding import findings_of
+from ..stack.checks.service import Service
 from ..stack.processes import sigterm_as_interrupt
 from .options import overrides
 from .start import DataDirOption

@@ -87,7 +87,8 @@ def probe(
     `client.probes.fit`. Those after `model` are of `PUT /v1/artifacts/probes/{name}`.
     """
     need("probes", "fitting a probe")
-    client, read = connect(), options.rows(file, TrainingLine.__struct_fields__)
+    client = connect()
+    read = options.rows(file, TrainingLine.__struct_fields__)
     examples = checked(read, list[TrainingLine], "FILE")
     least = LEAST if rows != "all" else 2  # a text may have several rows, but is on one side
     classes = classes_of([example.label for example in examples], positive, "FILE", least)
@@ -96,7 +97,9 @@ def probe(
     if layer is None:
         last = client.model(served)["num_layers"] - 1
         raise invalid("layer", "is required", f"0 to {last}", "give it as --set layer=…")
-    matrix, groups = _rows(client, served, examples, layer, hook, rows, positions)
+    matrix, groups = _rows(
+        client, served, examples, layer=layer, hook=hook, rows=rows, positions=positions
+    )
     found = fit(
         matrix,
         [examples[group].label for group in groups],

@@ -120,7 +120,8 @@ def _check_harvest(connect: Connector, uri: str, /) -> None:
     from ..harvest import verify
 
     result = verify(uri)
-    size, verdict = jobs.size(result.bytes), "ok" if result.ok else "damaged"
+    size = jobs.size(result.bytes)
+    verdict = "ok" if result.ok else "damaged"
     say(f"{result.shards:,} shards, {result.rows:,} rows, {size}: {verdict}")
     if not result.ok:
         raise MidstreamError("capture_damaged", "; ".join(result.faults[:5]))
@@ -287,7 +288,8 @@ def find(name: str, verb: str) -> tuple[Kind, Act]:
     """Return the kind of a name, in singular or plural, and the verb's act. Raises MidstreamError
     with a suggestion.
     """
-    kind, names = _BY_NAME.get(name), kinds_with(verb)
+    kind = _BY_NAME.get(name)
+    names = kinds_with(verb)
     if kind is None:
         raise invalid(
             "KIND",

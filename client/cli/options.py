@@ -186,10 +186,10 @@ def hooks(text: str | None, chosen: LayerSelector | None) -> dict[HookName, Laye
         parsed = parse_hooks(text, "" if chosen is None else chosen)
     if chosen is not None and chosen not in parsed.values():
         raise invalid("--layers", "has no effect: every hook in --hooks names its own layers")
-    return {
-        hook: "all" if own == "" else layers(own) if isinstance(own, str) else own  # type: ignore[misc]
-        for hook, own in parsed.items()
-    }
+    for hook, own in parsed.items():
+        if isinstance(own, str):
+            parsed[hook] = layers(own) or "all"
+    return parsed
 
 
 def sites(hooks_text: str | None, layers_text: str | None) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def sweep(
     """
     if save is not None and not save.absolute().parent.is_dir():
         raise invalid("--save", f"{save}: no such folder")
-    typed = _typed(clean, corrupt, answer, foil, hooks, layers, model)
+    typed = _typed(clean, corrupt, answer, foil=foil, hooks=hooks, layers=layers, model=model)
     request = _pairs(
         client, options.fields(file, set_, typed, "pairs", _SHARED), pair, figure, SweepRequest
     )
@@ -264,7 +264,7 @@ def attribute(
     """Attribution: estimate the cells of a sweep by gradients, and compute some of them exactly to
     see how far the estimates can be trusted.
     """
-    typed = _typed(clean, corrupt, answer, foil, hooks, layers, model)
+    typed = _typed(clean, corrupt, answer, foil=foil, hooks=hooks, layers=layers, model=model)
     fields = options.fields(file, set_, typed, "pairs", _SHARED)
     view = client.attributions.submit(_pairs(client, fields, pair, figure, AttributionRequest))
     detach(view, wait, json_)

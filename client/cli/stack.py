@@ -29,7 +29,9 @@ DataDir = Annotated[
 
 #: Exit codes of `status`, like those of service managers: everything runs, a part is down, nothing
 #: runs.
-ALL_RUN, PART_RUNS, NOTHING_RUNS = 0, 1, 3
+ALL_RUN = 0
+PART_RUNS = 1
+NOTHING_RUNS = 3
 #: Folders of a data directory whose sizes `status` shows.
 PARTS = ("captures", "redis", "outbox", "logs")
 LOOK_S = 0.3
@@ -79,13 +81,10 @@ def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
             out.print(_disk_line(data), markup=False, soft_wrap=True)
     else:
         _print_stack(stack, alive, trouble or f"{stack.url} is ready")
-    raise typer.Exit(
-        NOTHING_RUNS
-        if stack is None
-        else ALL_RUN
-        if len(alive) == len(known) and not trouble
-        else PART_RUNS
-    )
+    if stack is None:
+        raise typer.Exit(NOTHING_RUNS)
+    whole = len(alive) == len(known) and not trouble
+    raise typer.Exit(ALL_RUN if whole else PART_RUNS)
 
 
 def _facts(

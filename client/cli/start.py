@@ -62,7 +62,8 @@ def _flags() -> list[Any]:
     from ...workers.engine.options import serve_flags as table
 
     def parameter(name: str) -> inspect.Parameter:
-        flag, switch = table.flag(name), table.is_switch(name)
+        flag = table.flag(name)
+        switch = table.is_switch(name)
         option = typer.Option(
             f"{flag}/--no-{flag[2:]}" if switch else flag,
             *table.SPELLINGS.get(name, "").split(),

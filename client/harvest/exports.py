@@ -53,7 +53,9 @@ def _files(
     ending: str,
     write: Callable[[Any, Path], None],
 ) -> list[Path]:
-    harvest, target, paths = open_harvest(uri), Path(folder), []
+    harvest = open_harvest(uri)
+    target = Path(folder)
+    paths = []
     target.mkdir(parents=True, exist_ok=True)
     for number, shard in enumerate(harvest.shards):
         paths.append(target / f"rows-{number:06d}.{ending}")
@@ -90,7 +92,8 @@ def to_hidden_states(
     tokens, or for all tokens if the harvest generated none. A document's tokens are those at
     harvested positions. Raises MidstreamError if the harvested positions leave gaps.
     """
-    harvest, target = open_harvest(uri), Path(folder)
+    harvest = open_harvest(uri)
+    target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     rule = harvest.manifest.positions
     if rule.every != 1 or rule.sample is not None:

@@ -57,15 +57,15 @@ class RowDataset(IterableDataset[Any]):
         """
         self.harvest: Harvest = open_harvest(uri)
         self.sites = [self.harvest.site(*site) for site in sites] if sites else self.harvest.sites
-        self.batch_size, self.seed, self.epoch, self.mixed, self.keys, self.dtype = (
-            batch_size,
-            seed,
-            epoch,
-            mixed,
-            keys,
-            dtype,
-        )
-        self.replica, self.replicas, self.start = replica, replicas, start
+        self.batch_size = batch_size
+        self.seed = seed
+        self.epoch = epoch
+        self.mixed = mixed
+        self.keys = keys
+        self.dtype = dtype
+        self.replica = replica
+        self.replicas = replicas
+        self.start = start
         self._yielded = 0  # batches of this iteration, in this process
         self._resume: int | None = None
 
@@ -77,7 +77,8 @@ class RowDataset(IterableDataset[Any]):
         return {"epoch": self.epoch, "given": self._yielded}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self._resume = state["epoch"], state["given"]
+        self.epoch = state["epoch"]
+        self._resume = state["given"]
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
@@ -87,7 +88,8 @@ class RowDataset(IterableDataset[Any]):
             if self._resume is not None
             else max(0, -(-(self.start - worker) // workers))
         )
-        self._resume, self._yielded = None, 0
+        self._resume = None
+        self._yielded = 0
         for number, group in enumerate(self._groups(worker, workers)):
             batches = -(-sum(map(len, group)) // self.batch_size)
             if skip >= batches:

@@ -91,7 +91,8 @@ def verify(uri: str, progress: Callable[[int, int], None] | None = None) -> Veri
 
 def _shard(harvest: Harvest, shard: Shard, verification: Verification) -> np.ndarray:
     """Check a shard's files; return its documents and positions, `[2, rows]`."""
-    keys, store = None, harvest.store
+    keys = None
+    store = harvest.store
     for file in shard.entry.files:
         with store.open(file.key, hold=False) as handle:
             verification.bytes += handle.size
@@ -147,10 +148,14 @@ def _check_unit(
     """
     if np.unique(keys, axis=1).shape[1] != keys.shape[1]:
         verification.faults.append(f"unit {unit.unit} has a row twice")
-    manifest, window = harvest.manifest, harvest.manifest.positions.window
+    manifest = harvest.manifest
+    window = harvest.manifest.positions.window
     # with packing, generation, or a window around tokens, other documents may have no row, too
     whole = manifest.fit != "pack" and not manifest.generated and not (window and window.around)
-    if whole and len(present := np.unique(keys[0])) != unit.documents - unit.skipped:
+    if not whole:
+        return
+    present = np.unique(keys[0])
+    if len(present) != unit.documents - unit.skipped:
         absent = np.setdiff1d(np.arange(unit.first, unit.first + unit.documents), present)
         shown = ", ".join(map(str, absent[:5].tolist())) + (", …" if len(absent) > 5 else "")
         verification.faults.append(

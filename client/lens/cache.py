@@ -76,7 +76,10 @@ class ActivationCache(Mapping[str, np.ndarray]):
         scale: float | None = None,
     ):
         """`scale`: factor of the rows of `gradients`, which a second job captured."""
-        self.reader, self.card, self.gradients, self.scale = reader, card, gradients, scale
+        self.reader = reader
+        self.card = card
+        self.gradients = gradients
+        self.scale = scale
         self.sites = list(sites)
         self.prompts = [list(prompt) for prompt in prompts]  # token ids
         self.has_batch_dim = batch
@@ -149,7 +152,13 @@ class ActivationCache(Mapping[str, np.ndarray]):
             )
         gradients = self.gradients and self.gradients.remove_batch_dim()
         return ActivationCache(
-            self.reader, self.card, self.sites, self.prompts, False, gradients, self.scale
+            reader=self.reader,
+            card=self.card,
+            sites=self.sites,
+            prompts=self.prompts,
+            batch=False,
+            gradients=gradients,
+            scale=self.scale,
         )
 
     def _layers(self, layer: int | None, upto: int) -> int:
@@ -193,7 +202,8 @@ class ActivationCache(Mapping[str, np.ndarray]):
         """
         if apply_ln:
             raise invalid("apply_ln", _LN, allowed="False")
-        last, count = self.card.num_layers, self._layers(layer, self.card.num_layers)
+        last = self.card.num_layers
+        count = self._layers(layer, self.card.num_layers)
         parts: dict[str, CacheKey] = {}
         for item in range(min(count + 1, last)):
             parts[f"{item}_pre"] = ("resid_pre", item)
@@ -243,12 +253,10 @@ class ActivationCache(Mapping[str, np.ndarray]):
     def _stacked(self, parts: Mapping[str, CacheKey], pos_slice: Any, labels: bool) -> Any:
         if not parts:
             raise invalid("layer", "no components are below it", allowed="a higher layer")
-        chosen = (
-            slice(*pos_slice)
-            if isinstance(pos_slice, tuple)
-            else slice(None)
-            if pos_slice is None
-            else pos_slice
-        )
+        chosen = pos_slice
+        if pos_slice is None:
+            chosen = slice(None)
+        elif isinstance(pos_slice, tuple):
+            chosen = slice(*pos_slice)
         stack = np.stack([self[key][..., chosen, :] for key in parts.values()])
         return (stack, list(parts)) if labels else stack

@@ -16,7 +16,8 @@ from .cache import refused
 #: tokens) → predictions from the last layer's rows.
 AskLens = Callable[[int, list[int], int, list[int]], LensReading]
 #: Bytes of a response for each row, and for each token of a row.
-_ROW_BYTES, _TOKEN_BYTES = 14, 8
+_ROW_BYTES = 14
+_TOKEN_BYTES = 8
 REFUSED: dict[str, str] = dict.fromkeys(
     ("backward", "grad", "requires_grad", "retain_grad"),
     "there are no gradients: the numbers come from a server",
@@ -30,8 +31,10 @@ class Predictions:
     """
 
     def __init__(self, ask: AskLens, prompts: Sequence[Sequence[int]], vocab: int, limit_kib: int):
-        self.prompts, self.vocab = [list(prompt) for prompt in prompts], vocab
-        self._ask, self._limit = ask, limit_kib << 10
+        self.prompts = [list(prompt) for prompt in prompts]
+        self.vocab = vocab
+        self._ask = ask
+        self._limit = limit_kib << 10
         self._top: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
         self._known: dict[tuple[int, int], dict[int, float]] = {}
 
@@ -98,9 +101,11 @@ class Logits:
     def __init__(
         self, known: Predictions, places: np.ndarray | None = None, probabilities: bool = False
     ):
-        self._known, self._probabilities = known, probabilities
+        self._known = known
+        self._probabilities = probabilities
         if places is None:
-            count, length = len(known.prompts), len(known.prompts[0])
+            count = len(known.prompts)
+            length = len(known.prompts[0])
             places = np.arange(count * length).reshape(count, length)
         self._places = places  # `[…]`: prompt · length + position
 
@@ -168,7 +173,8 @@ class Logits:
 
     def _values(self, places: np.ndarray, ids: np.ndarray) -> Any:
         """Return the values of `ids` at `places`: float32 `[places…, ids…]`."""
-        where, tokens = self._where(places), ids.ravel().tolist()
+        where = self._where(places)
+        tokens = ids.ravel().tolist()
         self._known.need(where, tokens)
         result = np.array(
             [[self._known.value(place, token) for token in tokens] for place in where],

@@ -87,6 +87,14 @@ def _config(card: Card) -> Config:
         next((card.inside[h] for h in hooks if h in card.inside), None)
         for hooks in (("q", "z"), ("k", "v"), ("mlp_act",))
     )
+    n_heads: int | None = None
+    d_head: int | None = None
+    if heads:
+        n_heads = heads.heads
+        d_head = heads.head_dim
+    elif query:
+        n_heads = query.heads
+        d_head = query.width
     return Config(
         model_name=card.id,
         original_architecture=card.architecture,
@@ -95,8 +103,8 @@ def _config(card: Card) -> Config:
         d_vocab=card.vocab_size,
         n_ctx=card.max_model_len,
         dtype=card.dtype,
-        n_heads=heads.heads if heads else query.heads if query else None,
-        d_head=heads.head_dim if heads else query.width if query else None,
+        n_heads=n_heads,
+        d_head=d_head,
         n_key_value_heads=key.heads if key else None,
         d_mlp=neurons.size if neurons else None,
     )
@@ -479,17 +487,17 @@ class _Run:
         fields: dict[str, Any],
         together: bool = True,
     ):
-        self.model, self.fields = model, fields
+        self.model = model
+        self.fields = fields
         self.is_single = isinstance(input, str)
         self.is_text = self.is_single or (
             isinstance(input, list | tuple)
             and bool(input)
             and all(isinstance(item, str) for item in input)
         )
-        if reserved := sorted(
-            {"model", "prompts", "prompt", "steering", "patch", "capture", "lens", "sampling"}
-            & fields.keys()
-        ):
+        own = {"model", "prompts", "prompt", "steering", "patch", "capture", "lens", "sampling"}
+        reserved = sorted(own & fields.keys())
+        if reserved:
             raise invalid(
                 reserved[0],
                 "is set by this call",
@@ -583,4 +591,6 @@ class _Run:
         logits = Logits(self.known)
         if return_type == "both":
             return logits, logits.loss()
-        return logits.loss() if return_type == "loss" else logits if return_type else None
+        if return_type == "loss":
+            return logits.loss()
+        return logits if return_type else None

@@ -116,14 +116,16 @@ def site_of(key: CacheKey, card: Card, field: str = "name") -> NamedSite:
     Raises MidstreamError naming `field`, with the reason and the valid names.
     """
     if isinstance(key, str) and (match := _FULL.fullmatch(key)):
-        name, layer = match["name"], int(match["layer"])
+        name = match["name"]
+        layer = int(match["layer"])
     elif (
         isinstance(key, tuple)
         and len(key) in (2, 3)
         and isinstance(key[0], str)
         and _is_number(key[1])
     ):
-        name, layer = SHORT.get(key[0], key[0]), int(key[1])
+        name = SHORT.get(key[0], key[0])
+        layer = int(key[1])
     elif isinstance(key, str) and (why := _absent(key)):
         raise invalid(field, f"{key!r}: {why}")
     else:

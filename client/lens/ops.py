@@ -257,14 +257,12 @@ def patch(
         )
     if not 0 <= (prompt or 0) < count:
         raise invalid("prompt", f"the cache has no prompt {prompt}", allowed=f"0 to {count - 1}")
-    places = (
-        None
-        if source_pos is None
-        else source_pos
-        if np.ndim(source_pos) == 0
-        else [int(source_po) for source_po in source_pos]  # type: ignore[union-attr]
-    )
-    source = {"prompt": prompt or 0, **({} if places is None else {"position": places})}
+    source: dict[str, Any] = {"prompt": prompt or 0}
+    if source_pos is not None:
+        one_for_all = np.ndim(source_pos) == 0
+        source["position"] = (
+            source_pos if one_for_all else [int(each) for each in source_pos]  # type: ignore[union-attr]
+        )
     op = _op("patch", "patch", "replace", pos, heads, source=source, alpha=alpha, **_mask(dims))
     return Op(op.kind, op.name, op.order, op.fields, cache=cache)
 

@@ -17,7 +17,10 @@ from .jobs import count, table
 _SHADES = "·░▒▓█"
 #: In terminal cells: the width of a token's name, the height of a panel, the width of the legend,
 #: and the gap between panels; `_PANELS` is how many panels are drawn by default.
-_LABEL, _LINES, _LEGEND, _GAP = 12, 48, 20, 2
+_LABEL = 12
+_LINES = 48
+_LEGEND = 20
+_GAP = 2
 _PANELS = 12
 
 #: A head's (layer, number).

@@ -54,7 +54,8 @@ def checked_table(attribution: Attribution, most: int) -> Table:
     """
     numbers = ("layer", "estimated", "exact", "difference")
     title = f"Effects of {_kind(attribution)}s computed exactly"
-    names, cells = attribution.estimates.names, attribution.cells
+    names = attribution.estimates.names
+    cells = attribution.cells
     rows = [
         (
             escape(place_name(names, cell.column, cell.feature)),
@@ -71,7 +72,9 @@ def checked_table(attribution: Attribution, most: int) -> Table:
 
 def agreement(attribution: Attribution) -> Iterator[str]:
     """Yield lines on how well estimates and exact values agree, and what they cost."""
-    result, cells, kind = attribution.result, attribution.cells, _kind(attribution)
+    result = attribution.result
+    cells = attribution.cells
+    kind = _kind(attribution)
     known = sum(cell.exact is not None for cell in cells)
     if result.verify is not None and known:
         yield (

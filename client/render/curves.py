@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: The most curves in one pair of axes; the height of an axis by that of its highest bar.
-_CURVES, _HEADROOM = 10, 1.15
+_CURVES = 10
+_HEADROOM = 1.15
 #: Inches of a token.
 _TOKEN = 0.16
 
@@ -32,7 +33,8 @@ _TOKEN = 0.16
 #: The most layers of a dose's figure.
 _LAYERS = 6
 #: The most cells with their names in a scatter, and the distance of two names as a share of it.
-_NAMED, _LINE = 8, 0.06
+_NAMED = 8
+_LINE = 0.06
 
 
 def dose_figure(result: DoseResult) -> "Figure":
@@ -40,7 +42,8 @@ def dose_figure(result: DoseResult) -> "Figure":
     its ends are ringed, cells that are not safe are crossed, and bounds are dashed. Of more than
     `_LAYERS` layers, those whose safe effects are farthest from the unsteered one, up or down.
     """
-    dose, base = result.dose, result.unsteered
+    dose = result.dose
+    base = result.unsteered
     cells, safe = (by_key((cell.layer, cell) for cell in of) for of in (result.cells, result.safe))
     reach = {
         layer: max(abs(cell.effect - base.effect) for cell in safe.get(layer, [base]))
@@ -159,7 +162,8 @@ def probe_figure(
     own = result.policy and result.policy.condition.at_least
     figure, (axis,) = side_by_side(1, max(5.0, len(tokens) * _TOKEN))
     axis.set(ylabel="score", title=result.probe)
-    lines = [line for line in (threshold if threshold is not None else own,) if line is not None]
+    limit = own if threshold is None else threshold
+    lines = [] if limit is None else [limit]
     for line in lines:
         axis.axhline(line, color="black", linewidth=0.9, linestyle="--", label="threshold")
     if result.tokens is None:
@@ -199,7 +203,8 @@ def training_figure(trained: Fit | Probe, label: int = 0) -> "Figure":
         aspect="equal",
     )
     curves.legend(loc="lower right")
-    counts, name = held_out[label].histogram, content.labels[label]
+    counts = held_out[label].histogram
+    name = content.labels[label]
     look = {"fill": True, "alpha": 0.55}
     for rows, of, colour in ((counts.negative, f"not {name}", BLUE), (counts.positive, name, RED)):
         bars.stairs(rows, counts.edges, color=colour, label=f"{of} ({sum(rows)})", **look)

@@ -40,11 +40,14 @@ _FONTS = (
     "Arial Unicode MS",
 )
 #: Dots per inch of a saved figure, and of a figure in a notebook.
-DPI, _DPI_SHOWN = 200, 110
+DPI = 200
+_DPI_SHOWN = 110
 
 
 #: Colours of curves: those of below and above in heatmaps, and that of what is safe.
-BLUE, RED, GREEN = "#2166ac", "#b2182b", "#1b7837"
+BLUE = "#2166ac"
+RED = "#b2182b"
+GREEN = "#1b7837"
 
 
 def matplotlib() -> Any:
@@ -119,12 +122,13 @@ def saved(path: Path | str | None, draw: Callable[[], "Figure"]) -> "Figure":
     return drawn
 
 
-def new_figure(width: float, height: float) -> Any:
+def new_figure(width: float, height: float) -> "Figure":
     """Return an empty figure of this size in inches."""
-    return figure_class()(figsize=(width, height), layout="constrained")
+    figure: Figure = figure_class()(figsize=(width, height), layout="constrained")
+    return figure
 
 
-def side_by_side(number: int = 1, width: float = 5.0) -> tuple[Any, Any]:
+def side_by_side(number: int = 1, width: float = 5.0) -> tuple["Figure", Any]:
     """Return a figure, and its pairs of axes side by side, each `width` inches wide."""
     figure = new_figure(number * width, 3.0)
     return figure, figure.subplots(1, number, squeeze=False)[0]

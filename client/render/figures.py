@@ -33,24 +33,35 @@ if TYPE_CHECKING:
 DIVERGING = "RdBu_r"
 #: Sizes in a heatmap, in inches: width and height of a cell, the margin around the panels, the
 #: smallest and largest width and height of a panel, and the colour bar's width.
-_COLUMN, _ROW, _AROUND, _WIDTH, _HEIGHT, _BAR = 0.1, 0.18, 1.5, (2.2, 7.0), (1.3, 11.0), 0.09
+_COLUMN = 0.1
+_ROW = 0.18
+_AROUND = 1.5
+_WIDTH = (2.2, 7.0)
+_HEIGHT = (1.3, 11.0)
+_BAR = 0.09
 #: The most edges or features in a figure; width and least height of a scatter, in inches.
-_BARS, _SCATTER = 20, (4.6, 3.8)
+_BARS = 20
+_SCATTER = (4.6, 3.8)
 #: The approximate number of layers with a tick label.
 _TICKS = 8
 #: Characters per inch of the title.
 _PER_INCH = 14
 #: The most panels in an attention figure, and in one row of it.
-MOST, _PANELS = 64, 4
+MOST = 64
+_PANELS = 4
 #: Sizes in an attention figure, in inches: side of a panel per token, the smallest and largest
 #: side, and the horizontal and vertical margins.
-_TOKEN, _SIDE, _MARGIN = 0.11, (1.5, 4.5), (1.3, 0.9)
+_TOKEN = 0.11
+_SIDE = (1.5, 4.5)
+_MARGIN = (1.3, 0.9)
 #: The most tokens with which the axes carry tokens as labels.
 _NAMED = 64
 #: The most characters of a token's label.
 _NAME = 14
 #: Sizes in a lens figure, in inches: width and height of a cell, and the margin around the cells.
-_LENS_COLUMN, _LENS_ROW, _LENS_AROUND = 0.62, 0.2, 1.4
+_LENS_COLUMN = 0.62
+_LENS_ROW = 0.2
+_LENS_AROUND = 1.4
 #: The least width of a figure in inches: room for a title with a job's id.
 _TITLED = 3.4
 #: Cells with a probability above this are light, and get black text.
@@ -111,7 +122,8 @@ def _draw_panels(
     label: str,
 ) -> None:
     """Draw panels of a grid's shape on a figure, with one colour scale, which `label` names."""
-    names, height = len(grid.labels), _size(grid, rows)[1]
+    names = len(grid.labels)
+    height = _size(grid, rows)[1]
     axes = drawn.subplots(len(rows), len(rows[0]), sharex=True, sharey=True, squeeze=False)
     low, high = limits
     scale = {"vmin": low, "vmax": high, "cmap": DIVERGING}
@@ -142,8 +154,11 @@ def attribution_figure(attribution: Attribution) -> "Figure":
     """
     strongest = (attribution.edges or attribution.features)[:_BARS]
     points = [cell for cell in attribution.cells if cell.difference is not None]
-    both = [(attribution.estimates, "estimate")] + [(attribution.exact, "exact")] * bool(points)
-    crosses, unit = marks(attribution), MEANING[attribution.result.metric]
+    both = [(attribution.estimates, "estimate")]
+    if points:
+        both.append((attribution.exact, "exact"))
+    crosses = marks(attribution)
+    unit = MEANING[attribution.result.metric]
     rows = [
         [
             _Panel(f"{titled(hook)}: {name}", grid.effects[hook], crosses.get(hook, ()))
@@ -155,13 +170,14 @@ def attribution_figure(attribution: Attribution) -> "Figure":
     if attribution.off:
         title[-1] += " · crosses: estimate and exact value disagree"
     width, height = (_SCATTER[0], 4.0) if strongest else _size(attribution.estimates, rows)
-    beside = _SCATTER[0] * bool(points)
+    beside = _SCATTER[0] if points else 0.0
     lines = _wrapped(title, width + beside)
     drawn = new_figure(width + beside, max(height + 0.75, _SCATTER[1]) + 0.16 * len(lines))
     drawn.suptitle("\n".join(lines))
-    *left, right = drawn.subfigures(1, 2, width_ratios=(beside, width)) if points else [drawn]
-    for part in left:
-        curves.draw_scatter(part.subplots(), attribution, points)
+    right: Any = drawn
+    if points:
+        left, right = drawn.subfigures(1, 2, width_ratios=(beside, width), squeeze=False)[0]
+        curves.draw_scatter(left.subplots(), attribution, points)
     if strongest:
         curves.draw_bars(right.subplots(), strongest, unit)
     else:

@@ -156,13 +156,12 @@ def run_prompts(prompts: Sequence[RunPrompt]) -> Table:
     """Return a table of a source run's rows, for its first `TABLE_ROWS` prompts."""
     shown = table("Rows", "request", "tokens", "hook", "layers", "positions", "dtype", "bytes")
     for prompt in prompts[:TABLE_ROWS]:
-        begin, end = (
-            (str(prompt.request), str(prompt.tokens)),
-            (as_ranges(prompt.positions, 8), prompt.dtype, size(prompt.bytes)),
-        )
+        begin = (str(prompt.request), str(prompt.tokens))
+        end = (as_ranges(prompt.positions, 8), prompt.dtype, size(prompt.bytes))
         for hook, layers in prompt.sites.items():
             shown.add_row(*begin, hook, as_ranges(layers), *end)
-            begin, end = ("", ""), ("", "", "")
+            begin = ("", "")
+            end = ("", "", "")
     if len(prompts) > TABLE_ROWS:
         shown.caption = f"… and {len(prompts) - TABLE_ROWS} more"
     return shown
@@ -189,6 +188,12 @@ def receipts(
     return lines(title, _RECEIPT, rows, most=TABLE_ROWS)
 
 
+def _crc32(files: Sequence[FileEntry]) -> str:
+    if len(files) > 1:
+        return f"{len(files)} files"
+    return f"{files[0].crc32:08x}" if files else ""
+
+
 #: Column of receipts → its cell, of the job's id, a rank's report, and the files that it wrote.
 _RECEIPT: dict[str, Cell] = {
     "job": lambda row: f"…{row[0][-4:]}",
@@ -199,9 +204,7 @@ _RECEIPT: dict[str, Cell] = {
     "checksum": lambda row: row[1].checksum,
     "edits": lambda row: str(row[1].applied),
     "rows": lambda row: str(sum(file.rows for file in row[2])) if row[2] else "",
-    "crc32": lambda row: (
-        f"{row[2][0].crc32:08x}" if len(row[2]) == 1 else f"{len(row[2])} files" if row[2] else ""
-    ),
+    "crc32": lambda row: _crc32(row[2]),
 }
 
 
@@ -230,10 +233,8 @@ def capture(reader: CaptureReader) -> Table:
         positions = reader.positions(request)
         for hook in reader.hooks(request):
             layers = reader.layers(request, hook)
-            first, last = (
-                reader.array(layers[0], hook, request),
-                reader.array(layers[-1], hook, request),
-            )
+            first = reader.array(layers[0], hook, request)
+            last = reader.array(layers[-1], hook, request)
             shown.add_row(
                 str(request),
                 hook,

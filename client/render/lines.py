@@ -51,7 +51,8 @@ def computed(
 
 
 def _attention(attention: Attention) -> dict[str, np.ndarray]:
-    positions, tokens = np.array(attention.positions), np.array(attention.tokens, dtype=object)
+    positions = np.array(attention.positions)
+    tokens = np.array(attention.tokens, dtype=object)
     panels = attention.panels
     query, key = np.tril_indices(len(positions))
     layers, heads = np.array(panels).reshape(-1, 2).T
@@ -84,7 +85,8 @@ def _lens(lens: Lens) -> Lines:
     them.
     """
     for row, column in np.ndindex(lens.top_ids.shape[:2]):
-        place, top = (row, column), lens.top_ids[row, column]
+        place = (row, column)
+        top = lens.top_ids[row, column]
         lines = [*zip(range(len(top)), top, lens.logprobs[place], strict=True)]
         named = zip(lens.ranks[place], lens.named, lens.named_logprobs[place], strict=True)
         for rank, token, logprob in [*lines, *(line for line in named if line[1] not in top)]:

@@ -224,12 +224,13 @@ def decisions(result: JobResult) -> Table:
     shown = table("Decisions", "prompt", "policy", "token", "event", "score", "actions")
     for each, policy in ((each, each.policy) for each in result.probes if each.policy):
         taken = ", ".join(policy.actions) if policy.acts else "only recorded"
-        rows = [
-            (str(item.position), item.event, f"{item.score:.4f}", taken * (item.event == "trigger"))
-            for item in each.decisions
-        ]
-        latch = [("", f"latched by {policy.inherited}", "", taken)] * bool(policy.inherited)
-        for row in rows or latch:
+        rows: list[tuple[str, str, str, str]] = []
+        for item in each.decisions:
+            actions = taken if item.event == "trigger" else ""
+            rows.append((str(item.position), item.event, f"{item.score:.4f}", actions))
+        if not rows and policy.inherited:
+            rows.append(("", f"latched by {policy.inherited}", "", taken))
+        for row in rows:
             shown.add_row(
                 str(each.request), escape(f"{policy.name} v{policy.version}"), *map(escape, row)
             )

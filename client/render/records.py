@@ -148,6 +148,11 @@ def _hits(policy: Policy) -> str:
     return f"{hits:,} of {prompts:,}" if prompts else ""
 
 
+def _hits_of_all_versions(policy: Policy) -> str:
+    hits = _hits(policy)
+    return f"{hits} prompts in {POLICY_DAYS} days, of all versions" if hits else ""
+
+
 def _sae_kind(sae: Sae) -> str:
     """Return an SAE's architecture, with k for top-k."""
     return escape(
@@ -265,19 +270,38 @@ _USAGE: dict[str, Cell] = {
 
 _condition = attrgetter("current.content.condition")
 
+
 #: What is shown of a policy's condition, beside its threshold, by the names of its fields.
+def _schedule(policy: Policy) -> str:
+    """Return which tokens a policy's condition reads."""
+    schedule = _condition(policy).schedule
+    text = f"{schedule.tokens} tokens"
+    if schedule.start:
+        text += f" from {schedule.start}"
+    if schedule.stop is not None:
+        text += f" to {schedule.stop}"
+    if schedule.every > 1:
+        text += f", every {schedule.every}"
+    return text
+
+
+def _release(policy: Policy) -> str:
+    below = _condition(policy).release_below
+    return "" if below is None else f"{below:g}"
+
+
+#: The cells of a policy's condition, in brief and in full.
+_DECIDES: dict[str, Cell] = {
+    "probe": lambda policy: escape(policy.current.content.probe),
+    "condition": lambda policy: (
+        f"{_condition(policy).aggregation} ≥ {_condition(policy).at_least:g}"
+    ),
+}
 _CONDITION: dict[str, Cell] = {
     "window": lambda policy: f"{_condition(policy).window or ''}",
     "decay": lambda policy: f"{_condition(policy).decay or ''}",
-    "release_below": lambda policy: (
-        "" if (below := _condition(policy).release_below) is None else f"{below:g}"
-    ),
-    "schedule": lambda policy: (
-        f"{(item := _condition(policy).schedule).tokens} tokens"
-        + (f" from {item.start}" if item.start else "")
-        + ("" if item.stop is None else f" to {item.stop}")
-        + (f", every {item.every}" if item.every > 1 else "")
-    ),
+    "release_below": _release,
+    "schedule": _schedule,
     "cool_down": lambda policy: f"{_condition(policy).cool_down or ''}",
     "latch": lambda policy: _condition(policy).latch.removeprefix("none"),
 }
@@ -405,15 +429,7 @@ SHOWN: dict[type, Shown] = {
             "mode": lambda policy: (
                 policy.mode + (", all traffic" if policy.current.content.all_traffic else "")
             ),
-            **(
-                _DECIDES := {
-                    "probe": lambda policy: escape(policy.current.content.probe),
-                    "condition": lambda policy: (
-                        f"{(item := policy.current.content.condition).aggregation} ≥ "
-                        f"{item.at_least:g}"
-                    ),
-                }
-            ),
+            **_DECIDES,
             "actions": lambda policy: "\n".join(policy.current.content.kinds),
             "hits": _hits,
         },
@@ -426,11 +442,7 @@ SHOWN: dict[type, Shown] = {
             **_DECIDES,
             **_CONDITION,
             "actions": lambda policy: ", ".join(policy.current.content.kinds),
-            "hits": lambda policy: (
-                f"{hits} prompts in {POLICY_DAYS} days, of all versions"
-                if (hits := _hits(policy))
-                else ""
-            ),
+            "hits": _hits_of_all_versions,
         },
     ),
     # the job is below the run's name, so that both fit 80 columns

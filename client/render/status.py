@@ -160,10 +160,8 @@ def _workers(workers: Sequence[WorkerInfo]) -> RenderableType:
 
 
 def _worker(worker: WorkerInfo) -> list[str | Text]:
-    name, place = (
-        Text(worker.worker, style="green" if worker.healthy else "red"),
-        f"{worker.tp}×{worker.pp}",
-    )
+    name = Text(worker.worker, style="green" if worker.healthy else "red")
+    place = f"{worker.tp}×{worker.pp}"
     stats = worker.stats
     if stats is None:
         return [name, place, *["–"] * 8]

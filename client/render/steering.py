@@ -135,7 +135,8 @@ def agreement_line(dynamic: Dynamic) -> str:
             "agree within each stage"
         )
     (stage,) = stages
-    checksum, actions = next(iter(stage.checksums.values())), next(iter(stage.actions.values()))
+    checksum = next(iter(stage.checksums.values()))
+    actions = next(iter(stage.actions.values()))
     return (
         f"determinism: [green]consistent[/], {extent}, checksum {checksum} over "
         f"{count(actions, 'action')}"

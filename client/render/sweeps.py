@@ -15,14 +15,18 @@ from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled, writte
 from .jobs import count, table
 
 #: Characters from the middle up, and from the middle down, with their colours where there are any.
-_ABOVE, _BELOW = ("▁▂▃▄▅▆▇█", "red"), ("░▒▓", "blue")
+_ABOVE = ("▁▂▃▄▅▆▇█", "red")
+_BELOW = ("░▒▓", "blue")
 #: Values below the middle by less than this share of half the scale are drawn like the middle.
 _LEAST = 0.05
 #: A cell without a value.
 _NONE = "·"
 #: The most characters of a row's name, the most rows, the legend's width in characters, and the
 #: most reasons for missing cells.
-_LABEL, _ROWS, _LEGEND, _REASONS = 18, 48, 24, 5
+_LABEL = 18
+_ROWS = 48
+_LEGEND = 24
+_REASONS = 5
 
 
 class Heatmap:
@@ -31,7 +35,9 @@ class Heatmap:
     """
 
     def __init__(self, result: SweepResult, pair: int | None = None):
-        self.result, self.pair, self.grid = result, pair, grid_of(result, pair)
+        self.result = result
+        self.pair = pair
+        self.grid = grid_of(result, pair)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         paint = _Paint(self.grid)

@@ -89,7 +89,8 @@ def attention_patches(reader: CaptureReader, patterns: Patterns) -> list[PatchSp
     `patterns`: those of one layer. `reader`: a capture of `q` and `v` of that layer at all
     positions of the prompt. Raises what `mixed` raises.
     """
-    ((layer, _), *_), heads = patterns, {head: pattern for (_, head), pattern in patterns.items()}
+    (layer, _), *_ = patterns
+    heads = {head: pattern for (_, head), pattern in patterns.items()}
     kind = reader.attention_kind(layer)
     rows = mixed(reader.array(layer, "v"), heads, kind)
     mask = ",".join(

@@ -19,7 +19,8 @@ from ..harvest.exports import NamedBits, documents
 from .client import Client
 
 #: Seconds between two looks at what a trainer has taken; and for which a unit is waited for.
-PAUSE_S, LONGEST_S = 0.1, 25.0
+PAUSE_S = 0.1
+LONGEST_S = 25.0
 Samples = Iterable[tuple[int, list[NamedBits]]]
 
 
@@ -47,7 +48,8 @@ class TransferFolder:
                 f"the folder {self.path} has documents of another harvest",
                 allowed="a new folder for each harvest",
             )
-        partial, staged = own / "partial", own / f"unit-{cursor}"
+        partial = own / "partial"
+        staged = own / f"unit-{cursor}"
         for earlier in {*own.glob("unit-*")} - {staged}:
             earlier.rmdir()
         if not staged.exists():
@@ -83,11 +85,11 @@ def bridge(client: Client, harvest: str, target: TransferFolder, consumer: str, 
     """
     while True:
         page = client.harvests.next_units(harvest, consumer=consumer, wait=LONGEST_S)
-        for entry in page.units[:1]:
+        if page.units:
             while target.left() >= limit:
                 time.sleep(PAUSE_S)
-            unit = StreamedUnit(entry, page.uri)
-            sites = [site for shard in unit.shards[:1] for site in shard.sites]
+            unit = StreamedUnit(page.units[0], page.uri)
+            sites = [*unit.shards[0].sites] if unit.shards else []
             layers = [layer for hook, layer in sites if hook == sites[0][0]]
             target.put(unit.cursor, documents(unit.shards, sites[0][0], layers) if sites else [])
             client.harvests.acknowledge(harvest, unit.cursor, consumer=consumer)

@@ -93,7 +93,8 @@ class Calls(Generic[M]):
     _blocking = False
 
     def __init__(self, io: Transport, blocking: bool = False):
-        self._io, self._blocking = io, blocking
+        self._io = io
+        self._blocking = blocking
 
     def __repr__(self) -> str:
         names = [name for name in dir(self) if not name.startswith("_")]
@@ -172,12 +173,14 @@ class _Method:
         vars(awaiting)["__signature__"] = written = _signature(awaiting)
         returned = _Text(written.return_annotation.removeprefix("Async"))
         vars(blocking)["__signature__"] = written.replace(return_annotation=returned)
-        self._awaiting, self._blocking = awaiting, blocking
+        self._awaiting = awaiting
+        self._blocking = blocking
         self.__doc__ = awaiting.__doc__
 
     def __set_name__(self, group: type, name: str) -> None:
         for function in (self._awaiting, self._blocking):
-            function.group, function.__name__ = group, name
+            function.group = group
+            function.__name__ = name
             function.__qualname__ = f"{group.__qualname__}.{name}"
 
     def _bound(self, group: Any, kind: Any) -> Any:
@@ -272,7 +275,8 @@ class verb(Generic[P, T]):
     @overload
     def __get__(self, client: object, kind: type[Any]) -> Callable[P, Coroutine[Any, Any, T]]: ...
     def __get__(self, client: Any, kind: type[Any]) -> Any:
-        group, name = self._function.group, self._function.__name__
+        group = self._function.group
+        name = self._function.__name__
         if client is None:
             return vars(group)[name]._bound(None, kind)
         return getattr(group(client._io, client._blocking), name)

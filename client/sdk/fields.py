@@ -12,7 +12,8 @@ from typing import Any, Literal, TypeAlias, TypedDict, TypeVar
 import numpy as np
 
 from ...schemas.access.handling import Priority
-from ...schemas.artifacts.probes import Aggregation, HeldOut, ProbeSide, ProbeUse
+from ...schemas.artifacts.conditions import Aggregation
+from ...schemas.artifacts.probes import HeldOut, ProbeSide, ProbeUse
 from ...schemas.base.states import CallbackEvent
 from ...schemas.jobs.fits import FitExample, RegisterWhen
 from ...schemas.jobs.harvests import (

@@ -128,7 +128,8 @@ class Harvests(Calls[M]):
 
         Raises the error of a survey that failed.
         """
-        jobs, body = Jobs[Awaits](self._io), values.request(None, dict(fields), SurveyRequest)
+        jobs = Jobs[Awaits](self._io)
+        body = values.request(None, dict(fields), SurveyRequest)
         view = await jobs.wait(await self._submit(_path(harvest, "surveys"), body, None))
         await jobs.result(view)
         return await self.surveyed(harvest, view)

@@ -93,11 +93,11 @@ class Jobs(Calls[M]):
 
         Raises TimeoutError after `timeout` seconds; survives an API restart.
         """
-        job_id, deadline = (
-            wire.id_of(job_id),
-            None if timeout is None else time.monotonic() + timeout,
-        )
-        etag, state, patience = "", "queued", wire.Patience()
+        job_id = wire.id_of(job_id)
+        deadline = None if timeout is None else time.monotonic() + timeout
+        etag = ""
+        state = "queued"
+        patience = wire.Patience()
         while True:
             remaining = (
                 wire.POLL_S if deadline is None else min(wire.POLL_S, deadline - time.monotonic())
@@ -110,7 +110,8 @@ class Jobs(Calls[M]):
                     view = wire.decode(response, JobView)
                     if wire.is_over(view):
                         return view
-                    etag, state = response.headers.get("etag", ""), view.state
+                    etag = response.headers.get("etag", "")
+                    state = view.state
                 patience.ok()
             except MidstreamError as error:
                 patience.check(error)
@@ -184,7 +185,8 @@ class Jobs(Calls[M]):
         """
         # The server sends a comment every 15 s: silence for longer means that the connection is
         # dead.
-        parser, patience = wire.EventParser(after), wire.Patience()
+        parser = wire.EventParser(after)
+        patience = wire.Patience()
         timeout = httpx2.Timeout(10.0, read=45.0)
         while True:
             try:
@@ -264,7 +266,8 @@ class Completions(Calls[M]):
         response = await self._send(HttpCall("POST", path, body=body, timeout=wire.HELD_S))
         if response.status_code != 202:
             return wire.answer(response)
-        jobs, view = Jobs[Awaits](self._io), wire.decode(response, JobView)
+        jobs = Jobs[Awaits](self._io)
+        view = wire.decode(response, JobView)
         return wire.answer_from_result(await jobs._ended(view.id))
 
 

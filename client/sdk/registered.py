@@ -50,7 +50,9 @@ SteeringInput = Steering | Sequence[Steering] | Mapping[str, Array] | Path | str
 #: Timeout in seconds of a change to global steering: the server responds when every worker has
 #: checked it, or when one has timed out.
 CHANGE_S = 120.0
-_GLOBAL, _DYNAMIC, _RUNS = "/v1/steering/global", "/v1/steering/dynamic", "/v1/runs"
+_GLOBAL = "/v1/steering/global"
+_DYNAMIC = "/v1/steering/dynamic"
+_RUNS = "/v1/runs"
 
 
 def entries_of(steering: SteeringInput) -> list[SteeringSpec]:

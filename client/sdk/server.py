@@ -80,7 +80,7 @@ class ServerCalls(Calls[M]):
         `prompt`: text, token ids, or a conversation; `model`: null for the only served one. Raises
         MidstreamError for positions that a job would refuse.
         """
-        chat = any(isinstance(part, Mapping | ChatMessage) for part in prompt[:1])
+        chat = len(prompt) > 0 and isinstance(prompt[0], Mapping | ChatMessage)
         body = {
             "messages" if chat else "prompt": prompt if isinstance(prompt, str) else list(prompt),
             "positions": checked({"positions": positions}, CaptureSpec).positions,

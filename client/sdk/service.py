@@ -29,8 +29,10 @@ from . import wire
 from .calls import Calls, M, call
 from .wire import HttpCall, JobLike
 
-_KEYS, _TENANTS = "/v1/keys", "/v1/tenants"
-_DELIVERIES, _SECRETS = "/v1/webhooks/deliveries", "/v1/webhooks/secrets"
+_KEYS = "/v1/keys"
+_TENANTS = "/v1/tenants"
+_DELIVERIES = "/v1/webhooks/deliveries"
+_SECRETS = "/v1/webhooks/secrets"
 _DAY_S = 24 * 3600.0
 
 

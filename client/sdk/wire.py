@@ -101,7 +101,8 @@ class HttpCall:
         headers = dict(self.headers)
         content = None
         if self.body is not None:
-            content, headers["content-type"] = to_json(self.body), "application/json"
+            content = to_json(self.body)
+            headers["content-type"] = "application/json"
         return {
             "method": self.method,
             "url": self.path,
@@ -204,10 +205,8 @@ def headers(api_key: str | None) -> dict[str, str]:
     Raises MidstreamError for an invalid key or an exposed file, OSError.
     """
     if api_key is None:
-        api_key, file = (
-            os.environ.get("MIDSTREAM_API_KEY", ""),
-            os.environ.get("MIDSTREAM_API_KEY_FILE", ""),
-        )
+        api_key = os.environ.get("MIDSTREAM_API_KEY", "")
+        file = os.environ.get("MIDSTREAM_API_KEY_FILE", "")
         if not api_key and file:
             if is_exposed(Path(file)):
                 raise invalid(
@@ -282,14 +281,15 @@ def unreachable(url: str, error: Exception) -> ServerUnreachable:
             f"the server at {url} did not answer in time ({type(error).__name__})",
             "it may be busy: try again, or see `midstream status`",
         )
-    hint = (
-        "the server speaks http: begin the URL with http://"
-        if "wrong version number" in str(error)
-        else f"the URL names no port; the default of a server is {Settings().api_port}"
-        if urlsplit(url).port is None
-        else "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
-        "(--url; in Python, Client(URL))"
-    )
+    if "wrong version number" in str(error):
+        hint = "the server speaks http: begin the URL with http://"
+    elif urlsplit(url).port is None:
+        hint = f"the URL names no port; the default of a server is {Settings().api_port}"
+    else:
+        hint = (
+            "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
+            "(--url; in Python, Client(URL))"
+        )
     return ServerUnreachable(
         f"no Midstream server answers at {url} ({error or type(error).__name__})", hint
     )
@@ -331,7 +331,8 @@ def raise_problem(response: httpx2.Response) -> None:
             f"{problem.field + ': ' if problem.field else ''}{problem.detail}",
         )
     refused = error_of(problem)
-    if (seconds := response.headers.get("retry-after", "")).isdecimal():
+    seconds = response.headers.get("retry-after", "")
+    if seconds.isdecimal():
         refused.retry_after = float(seconds)
     raise refused
 
@@ -461,7 +462,8 @@ class EventParser:
             if name:
                 self._fields.setdefault(name, []).append(value.removeprefix(" "))
             return None
-        fields, self._fields = self._fields, {}
+        fields = self._fields
+        self._fields = {}
         if "data" not in fields:
             return None
         self.last_id = fields.get("id", [self.last_id])[-1]

@@ -15,7 +15,8 @@ from ...schemas.base import MidstreamError, now
 from ...schemas.settings.settings import Settings
 from ..sdk.client import Client
 from .checks.facts import host_facts
-from .checks.finding import CheckFinding, Rig, findings_of
+from .checks.finding import CheckFinding, findings_of
+from .checks.rig import Rig
 from .checks.table import of
 from .processes import Child, members, wait_for
 from .supervisor import (
@@ -39,14 +40,23 @@ def measured(
 
     Raises MidstreamError if a server does not start.
     """
-    began, data = time.monotonic(), Path(settings.data_dir)
+    began = time.monotonic()
+    data = Path(settings.data_dir)
     settings = for_both(prepare(settings, data, say), "gpu" in host_facts())
     say("starting stock vLLM's server")
     with _stock_server(settings) as (stock, process):
         say("starting Midstream's stack")
         stack = Supervisor(settings, say=lambda line: None)
         with stack, Client(stack.url, stack.settings.admin_key) as client:
-            rig = Rig(settings, stack, client, stock, seconds, killed, say)
+            rig = Rig(
+                settings=settings,
+                stack=stack,
+                client=client,
+                stock=stock,
+                seconds=seconds,
+                killed=killed,
+                say=say,
+            )
             yield from findings_of(of("deep"), rig, say)
         say("stopping both")
     yield from findings_of(of("end"), lambda: [*stack.survivors(), *members(process)])

@@ -96,7 +96,8 @@ class Child:
                 start_new_session=True,
                 preexec_fn=_die_with_parent,
             )
-        self._told, self._started = False, time.monotonic()
+        self._told = False
+        self._started = time.monotonic()
 
     def _open_log(self) -> IO[bytes]:
         try:

@@ -236,8 +236,9 @@ class Supervisor:
         except BaseException:
             self.stop()
             raise
-        for caveat in self._model.caveats if self._model else ():
-            self._say(f"caveat for {self.settings.served_model}: {caveat}")
+        if self._model is not None:
+            for caveat in self._model.caveats:
+                self._say(f"caveat for {self.settings.served_model}: {caveat}")
         self._say(self.ready_line())
         self._say(f"Open {self.url}/ in a browser. Ctrl-C stops everything.")
 
@@ -283,7 +284,8 @@ class Supervisor:
         self._look_at_disk()
         for child in self._children.values():
             if child.exit_code is not None:
-                ending, words = child.ending, child.last_words()
+                ending = child.ending
+                words = child.last_words()
                 pause = child.died()
                 self._say(
                     f"{child.name} ended with {ending}; restarting in {pause:.0f} s ({words}; log: "
@@ -337,7 +339,8 @@ class Supervisor:
             return  # `watch` then ends too
         else:
             self._say("redis restarted")
-            self._redis_trouble, self._redis_pause = "", BACKOFF_S[0]
+            self._redis_trouble = ""
+            self._redis_pause = BACKOFF_S[0]
 
     def _while_starting(self) -> None:
         """Is called while the stack starts; raises KeyboardInterrupt if the start is aborted."""

@@ -63,7 +63,8 @@ S = TypeVar("S")
 #: A pair as users write it; as a tuple: clean, corrupt, answer, foil.
 PairInput = SweepPair | Mapping[str, Any] | Sequence[str | list[int] | None]
 #: The format and version of a saved study.
-_FORMAT, _VERSION = "midstream patch study", 1
+_FORMAT = "midstream patch study"
+_VERSION = 1
 
 
 class Region(Record):
@@ -265,11 +266,13 @@ class _Study(Generic[C]):
             ),
         ):
             saved = from_json(raw, _Saved)
-        self._pairs, self._model = saved.request.pairs, saved.request.model
+        self._pairs = saved.request.pairs
+        self._model = saved.request.model
         return self._keep(saved.job, saved.request, saved.result)
 
     def _keep(self, job: str, request: SweepRequest, result: SweepResult) -> Self:
-        self.job, self._request = job, request
+        self.job = job
+        self._request = request
         self._result = renamed(result, asked_names(request))
         return self
 
@@ -301,17 +304,16 @@ class _Study(Generic[C]):
         """Return the pairs and the fields of a sweep over each token of a region separately; each
         token keeps its counterpart in the other prompt.
         """
-        last, result = self.request, self.result
+        last = self.request
+        result = self.result
         # the other direction patches the other prompt
         reversed_ = fields.get("direction", result.direction) != result.direction
         if isinstance(region, Effect):
             region = _around(region, result)
         if region is not None:
-            hooks, layers, columns = (
-                hooks or region.hooks,
-                layers if layers is not None else region.layers,
-                columns or region.columns,
-            )
+            hooks = hooks or region.hooks
+            layers = layers if layers is not None else region.layers
+            columns = columns or region.columns
         pairs = []
         for number, pair in enumerate(last.pairs):
             results = result.pairs[number]
@@ -385,7 +387,8 @@ class _Study(Generic[C]):
         layers around it. `fields`: other changes to this study's sweep.
         """
         changes = dict(fields)
-        hooks, layers = changes.pop("hooks", None), changes.pop("layers", None)
+        hooks = changes.pop("hooks", None)
+        layers = changes.pop("layers", None)
         pairs, request = self._zoomed(region, hooks, layers, columns, changes)
         study = type(self).pairs(pairs, client=self._client, model=self.request.model)
         study._unzoomed = self.request.pairs
@@ -457,7 +460,8 @@ def _around(cell: Effect, result: SweepResult) -> Region:
     """Return the region around a cell: its hook and tokens, and the layers between it and the next
     swept layers or within the window.
     """
-    place, reach = result.layers.index(cell.layer), result.window.layers
+    place = result.layers.index(cell.layer)
+    reach = result.window.layers
     first = min(result.layers[max(place - 1, 0)], cell.layer - reach)
     last = max(result.layers[min(place + 1, len(result.layers) - 1)], cell.layer + reach)
     layers = range(max(first, result.layers[0]), min(last, result.layers[-1]) + 1)
@@ -491,9 +495,11 @@ def _places(pair_result: PairResult, columns: Iterable[int]) -> list[tuple[int, 
     Raises MidstreamError if a position gets rows of two source positions.
     """
     places: dict[int, int] = {}
+    if not pair_result.positions:
+        return []
     # an ablation has no source prompt
     sources = pair_result.sources if any(pair_result.sources) else pair_result.positions
-    for column in columns if pair_result.positions else ():
+    for column in columns:
         for place, other in zip(pair_result.positions[column], sources[column], strict=True):
             if places.setdefault(place, other) != other:
                 raise invalid(

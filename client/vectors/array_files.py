@@ -393,7 +393,8 @@ class _Storages:
     """Reads tensors' bytes; the total size of the arrays is bounded."""
 
     def __init__(self, archive: Archive, folder: str, most: int) -> None:
-        self._archive, self._folder = archive, folder
+        self._archive = archive
+        self._folder = folder
         self._read: dict[str, bytes] = {}
         self._left = self._most = most
         self._items = MAX_ITEMS
@@ -416,10 +417,12 @@ class _Storages:
 
         Raises ValueError if elements are missing, or if the view repeats stored elements.
         """
-        key, dtype = view.storage.key, view.storage.dtype
+        key = view.storage.key
+        dtype = view.storage.dtype
         if key not in self._read:
             self._read[key] = member(self._archive, self._folder + key)
-        raw, size = self._read[key], ITEM_BYTES[dtype] if dtype else 8
+        raw = self._read[key]
+        size = ITEM_BYTES[dtype] if dtype else 8
         needed = math.prod(view.shape) * size
         if len(view.strides) != len(view.shape) or not 0 < needed <= len(raw):
             raise ValueError(
@@ -452,7 +455,8 @@ def write_torch(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Return a file with a dictionary of name → float32 tensor, which `torch.load(…,
     weights_only=True)` can read.
     """
-    out, members = io.BytesIO(), dict[str, bytes]()
+    out = io.BytesIO()
+    members = dict[str, bytes]()
     pickle = b"\x80\x02}("  # protocol 2, an empty dictionary, a mark
     for key, (name, values) in enumerate(arrays.items()):
         strides = [math.prod(values.shape[at + 1 :]) for at in range(values.ndim)]

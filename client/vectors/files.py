@@ -219,7 +219,8 @@ def _of_names(
     """Convert tensors whose names are an entry's fields, layers, or sites. `shared`: further fields
     of every entry.
     """
-    tensors, given = _chosen(tensors), shared or {}
+    tensors = _chosen(tensors)
+    given = shared or {}
     if tensors.keys() == {"bias"}:
         raise ValueError("its only tensor is 'bias'; valid: a vector to add, named 'vector'")
     if tensors.keys() <= module_files.SHAPES.keys():
@@ -309,7 +310,7 @@ def _placed(specs: list[SteeringSpec], layers: LayerSelector | None) -> list[Ste
             return _at_layers(specs[0], layers)
         if layers is None or layers == "all":
             return specs
-        present = {layer for spec in specs if isinstance(layer := spec.layers, int)}
+        present = {spec.layers for spec in specs if isinstance(spec.layers, int)}
         numbers = _numbers(layers)
     if len(present) < len({msgspec.json.encode(spec.layers) for spec in specs}):
         raise ValueError("its entries have several layers each: leave the layers out")

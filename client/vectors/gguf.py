@@ -38,7 +38,9 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-_TEXT, _ARRAY, _UINT32 = 8, 9, 4
+_TEXT = 8
+_ARRAY = 9
+_UINT32 = 4
 _MAX_KEYS = 1024
 _DIRECTION = re.compile(r"direction\.([0-9]{1,6})")
 #: Keys under `controlvector.` that describe where the directions come from: those of llama.cpp and
@@ -89,7 +91,8 @@ class _Reader:
     """A cursor over the file's bytes; never reads or allocates beyond their end."""
 
     def __init__(self, raw: bytes) -> None:
-        self.raw, self.at = raw, 0
+        self.raw = raw
+        self.at = 0
 
     def number(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
@@ -111,7 +114,8 @@ class _Reader:
             return self.number(_SCALARS[kind])
         if kind != _ARRAY:
             raise ValueError(f"it is not a GGUF file: a value has type {kind}")
-        inner, count = self.number("I"), self.number("Q")
+        inner = self.number("I")
+        count = self.number("Q")
         if inner in _SCALARS:
             self.take(struct.calcsize(f"<{_SCALARS[inner]}") * count)
         elif inner == _TEXT:
@@ -135,7 +139,8 @@ def read(raw: bytes) -> list[SteeringSpec]:
             f"it is a GGUF file of version {version}; valid: "
             f"{', '.join(map(str, _VERSIONS))}, little-endian"
         )
-    tensors, keys = reader.number("Q"), reader.number("Q")
+    tensors = reader.number("Q")
+    keys = reader.number("Q")
     if tensors > MAX_FILE_TENSORS or keys > _MAX_KEYS:
         raise ValueError(
             f"it has {tensors} tensors and {keys} keys; valid: at most {MAX_FILE_TENSORS} "
@@ -191,12 +196,15 @@ def _check_keys(metadata: Mapping[str, Any]) -> None:
 
 def _place(reader: _Reader) -> tuple[str, DType, int, int]:
     """Read the name, dtype, number of elements and offset of the next tensor."""
-    name, dimensions = reader.text(), reader.number("I")
+    name = reader.text()
+    dimensions = reader.number("I")
     if dimensions != 1:
         raise ValueError(
             f"its tensor {name!r:.80} has {dimensions} dimensions; valid: one, [hidden_size]"
         )
-    elements, kind, offset = reader.number("Q"), reader.number("I"), reader.number("Q")
+    elements = reader.number("Q")
+    kind = reader.number("I")
+    offset = reader.number("Q")
     if kind not in _DTYPES:
         raise ValueError(f"its tensor {name!r:.80} has ggml type {kind}; valid: F32, F16 and BF16")
     if elements * ITEM_BYTES[_DTYPES[kind]] > MAX_TENSOR_BYTES:
@@ -219,7 +227,8 @@ def write(directions: Mapping[int, np.ndarray], model: str) -> bytes:
             "valid formats: safetensors, npz, pt"
         )
     names = [f"direction.{layer}" for layer in directions]
-    infos, offset = b"", 0
+    infos = b""
+    offset = 0
     blocks: list[bytes] = []
     for name, vector in zip(names, directions.values(), strict=True):
         infos += _text(name) + struct.pack("<IQIQ", 1, vector.size, 0, offset)

@@ -29,12 +29,15 @@ def convert(
             f"{path.name} is no Jacobian lens: valid: a dictionary with J, which maps layers to "
             "matrices"
         )
-    jacobians, dtype, width = {}, "float32", value.get("d_model")
+    jacobians = {}
+    dtype = "float32"
+    width = value.get("d_model")
     for layer, matrix in value["J"].items():
         shape = list(matrix.shape) if isinstance(matrix, PlainArray) else type(matrix).__name__
         if not isinstance(layer, int) or shape != [width, width]:
             raise ValueError(f"{path.name}: J[{layer!r}] is {shape}; valid: [{width}, {width}]")
-        jacobians[layer], dtype = matrix.numpy(), matrix.dtype
+        jacobians[layer] = matrix.numpy()
+        dtype = matrix.dtype
     metadata = value.get("metadata")
     stated: dict[str, Any] = metadata if isinstance(metadata, dict) else {}
     if (target := stated.get("target_layer")) is not None and target <= max(jacobians):

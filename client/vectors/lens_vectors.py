@@ -109,7 +109,8 @@ def specs_of(vector: LensVector) -> list[SteeringSpec]:
     Raises ValueError naming the field.
     """
     dtype, shape, raw = unpacked(vector.activations)
-    layers, positions = vector.layer_indices, vector.position_indices
+    layers = vector.layer_indices
+    positions = vector.position_indices
     if len(shape) < 2 or shape[0] != len(layers):
         raise ValueError(
             f"activations: has shape {shape} for {len(layers)} layers; valid: "

@@ -13,7 +13,8 @@ from .registered import ArtifactKind, FolderRequest
 from .tuned_lenses import TunedLens
 
 #: Leading positions that fits leave out, and tokens of a prompt that they use: the field's.
-SKIP_FIRST, MAX_TOKENS = 16, 128
+SKIP_FIRST = 16
+MAX_TOKENS = 128
 
 
 class JacobianFit(Record):
@@ -86,11 +87,11 @@ class JacobianLens(TunedLens):
 
 
 JACOBIAN_LENSES = ArtifactKind(
-    "jacobians",
-    "jacobian",
-    "Jacobian lens",
-    JacobianLens,
-    JacobianLensRequest,
-    "ms:jacobians:",
-    MAX_TUNED,
+    plural="jacobians",
+    short="jacobian",
+    noun="Jacobian lens",
+    record=JacobianLens,
+    request=JacobianLensRequest,
+    key="ms:jacobians:",
+    limit=MAX_TUNED,
 )

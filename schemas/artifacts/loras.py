@@ -70,4 +70,12 @@ class Lora(RegisteredFolder, kw_only=True):
         return StoredLora(name=self.name, digest=self.digest, path=self.path, bytes=self.bytes)
 
 
-LORAS = ArtifactKind("loras", "lora", "adapter", Lora, LoraRequest, "ms:loras:", MAX_LORAS)
+LORAS = ArtifactKind(
+    plural="loras",
+    short="lora",
+    noun="adapter",
+    record=Lora,
+    request=LoraRequest,
+    key="ms:loras:",
+    limit=MAX_LORAS,
+)

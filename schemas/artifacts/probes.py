@@ -1,5 +1,4 @@
-"""Linear probes: registration, use in requests, the form that a job stores, and the ranks' reports;
-and conditions of policies, which their scores trigger.
+"""Linear probes: registration, use in requests, the form that a job stores, and the ranks' reports.
 
 A probe is an affine map of a row: scores = W · row + b, float32. Alain and Bengio 2016
 (arXiv:1610.01644).
@@ -12,114 +11,19 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base import NumbersOrTensor, Plotted, Record, Wire, pack_numbers, refuse
+from ..base import NumbersOrTensor, Plotted, Record, Wire, pack_numbers
 from ..base.limits import (
     MAX_LABEL,
-    MAX_LATCH_S,
     MAX_LAYER,
-    MAX_POLICY_WINDOW,
     MAX_PROBE_BINS,
     MAX_PROBE_LABELS,
     MAX_PROBES,
     MAX_REQUEST_PROBES,
-    Count,
-    Index,
     Reference,
 )
 from ..prompts.selectors import Hook, HookName
+from .conditions import Aggregation, Decay, Decision, StoredPolicy, Threshold
 from .registered import ArtifactKind, Registered, Registration
-
-#: `shadow`: decisions are recorded, and nothing else happens. `active`: the actions are taken.
-Mode = Literal["shadow", "active"]
-#: In the range of float32, like the scores.
-Threshold = Annotated[float, msgspec.Meta(ge=-3e38, le=3e38)]
-#: `StoredProbe.name` of a policy's scores: this, then the policy's name.
-POLICY = "policy:"
-#: How the scores of tokens are combined into one: the last token's, the largest, the mean, or the
-#: exponential moving average e_0 = s_0, e_p = decay · e_(p−1) + (1 − decay) · s_p.
-Aggregation = Literal["last", "max", "mean", "exponential"]
-Decay = Annotated[float, msgspec.Meta(gt=0, lt=1)]
-
-
-def decay_fault(aggregation: Aggregation, decay: float | None) -> str | None:
-    """Return why this decay is not valid with the aggregation; None: it is."""
-    needed = aggregation == "exponential"
-    if needed == (decay is not None):
-        return None
-    return f"is {'required' if needed else 'not valid'} for aggregation {aggregation!r}"
-
-
-class Schedule(Record):
-    """The tokens whose scores a policy reads: of those `generated` (or of `all`, which includes the
-    prompt's), every `every`-th from number `start` to `stop`, exclusive; null: to the last.
-    """
-
-    tokens: Literal["generated", "all"] = "generated"
-    start: Index = 0
-    stop: Index | None = None
-    every: Count = 1
-
-
-class Condition(Record):
-    """When a policy is triggered, and for how long it is on.
-
-    The scores of the `schedule` are aggregated in token order: the last one, the mean or the
-    maximum of the last `window`, or their exponential average with this `decay`. The policy turns
-    on at a token at which the aggregate is `at_least` this, and off where it is below
-    `release_below`; for `cool_down` tokens from then on it stays off. A `latch` keeps it on: for
-    the rest of the request, or for the conversation, until `latch_s` seconds have passed.
-    """
-
-    at_least: Threshold
-    release_below: Threshold | None = None  # null: `at_least`
-    # of the probe; null: its only label
-    label: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)] | None = None
-    aggregation: Aggregation = "last"
-    window: Annotated[int, msgspec.Meta(ge=1, le=MAX_POLICY_WINDOW)] | None = None
-    decay: Decay | None = None
-    schedule: Schedule = Schedule()
-    cool_down: Index = 0
-    latch: Literal["none", "request", "conversation"] = "none"
-    latch_s: Annotated[int, msgspec.Meta(ge=1, le=MAX_LATCH_S)] = 24 * 3600
-
-    def __post_init__(self) -> None:
-        kind, below = self.aggregation, self.release_below
-        fault = decay_fault(kind, self.decay)
-        refuse(
-            {
-                "window is required for mean and max, and not valid otherwise": (
-                    kind in ("mean", "max")
-                )
-                == (self.window is None),
-                f"decay {fault}": fault is not None,
-                "release_below is above at_least": below is not None and below > self.at_least,
-            }
-        )
-
-
-class StoredPolicy(Record, omit_defaults=True):
-    """A version of a policy, as a job, its ranks and its results have it."""
-
-    name: str
-    version: int
-    digest: str  # of the version's content
-    condition: Condition
-    actions: list[str]  # `flag`, `stop`, `steer`, `capture` or `webhook`, in their order
-    mode: Mode
-    acts: bool  # on this request, see `StoredProbe.actions`; otherwise it only records
-    column: int = 0  # of the condition's label, among the probe's labels
-    # the job of the same conversation whose latch turned it on before this request
-    inherited: str = ""
-    registered: float = 0.0  # when that content was registered: latches are those of a registration
-
-
-class Decision(Record):
-    """A token at which a policy turned on or off."""
-
-    position: int  # of the token, from the prompt's first
-    event: Literal["trigger", "release"]
-    score: float  # the aggregate that decided, float64
-
 
 #: What happens when the aggregate of a label reaches its threshold. `steer`: a module edits the
 #: generated tokens for as long as the aggregate is at or above it.
@@ -245,7 +149,15 @@ class Probe(Plotted, Registered, kw_only=True):
         )
 
 
-PROBES = ArtifactKind("probes", "probe", "probe", Probe, ProbeRequest, "ms:probes:", MAX_PROBES)
+PROBES = ArtifactKind(
+    plural="probes",
+    short="probe",
+    noun="probe",
+    record=Probe,
+    request=ProbeRequest,
+    key="ms:probes:",
+    limit=MAX_PROBES,
+)
 
 
 class ProbeUse(Record):

@@ -69,4 +69,12 @@ class Sae(RegisteredFolder, kw_only=True):
         )
 
 
-SAES = ArtifactKind("saes", "sae", "sparse autoencoder", Sae, SaeRequest, "ms:saes:", MAX_SAES)
+SAES = ArtifactKind(
+    plural="saes",
+    short="sae",
+    noun="sparse autoencoder",
+    record=Sae,
+    request=SaeRequest,
+    key="ms:saes:",
+    limit=MAX_SAES,
+)

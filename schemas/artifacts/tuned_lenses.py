@@ -42,11 +42,11 @@ class TunedLens(RegisteredFolder, kw_only=True):
 
 
 TUNED_LENSES = ArtifactKind(
-    "lenses",
-    "tuned",
-    "tuned lens",
-    TunedLens,
-    TunedLensRequest,
-    "ms:lenses:",
-    MAX_TUNED,
+    plural="lenses",
+    short="tuned",
+    noun="tuned lens",
+    record=TunedLens,
+    request=TunedLensRequest,
+    key="ms:lenses:",
+    limit=MAX_TUNED,
 )

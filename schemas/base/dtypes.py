@@ -24,7 +24,8 @@ def bfloat16_to_float32(bits: "np.ndarray") -> "np.ndarray":
 def float32_to_bfloat16(values: "np.ndarray") -> "np.ndarray":
     """Convert float32 to uint16 bit patterns of bfloat16, rounded to nearest, ties to even."""
     bits = values.view("<u4").astype("<u8")
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    rounded: np.ndarray = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+    return rounded
 
 
 class DTypeFacts(NamedTuple):

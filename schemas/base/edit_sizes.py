@@ -7,7 +7,8 @@ import msgspec
 from .records import Record
 
 #: The smallest and the largest limit: float32 holds both.
-MIN_RELATIVE, MAX_RELATIVE = 1e-6, 1e6
+MIN_RELATIVE = 1e-6
+MAX_RELATIVE = 1e6
 
 
 class EditLimit(Record):

@@ -33,7 +33,8 @@ _MEANT: dict[str, tuple[str, ...]] = {
 
 #: The most characters of a field where a result is printed in one line, and the most numbers by
 #: name.
-_SHOWN, _FEW = 60, 4
+_SHOWN = 60
+_FEW = 4
 
 
 class Suggesting:
@@ -173,7 +174,8 @@ def to_json(value: Any) -> bytes:
 
 def from_json(raw: bytes | str, kind: type[T]) -> T:
     """Decode JSON into `kind`; raises `msgspec.ValidationError` naming the field path."""
-    return _json_decoder(kind).decode(raw)  # type: ignore[arg-type]  # types are hashable
+    decoded: T = _json_decoder(kind).decode(raw)  # type: ignore[arg-type]  # types are hashable
+    return decoded
 
 
 def json_or_text(text: str) -> Any:
@@ -191,7 +193,8 @@ def to_msgpack(value: Any) -> bytes:
 
 def from_msgpack(raw: bytes, kind: type[T]) -> T:
     """Decode MessagePack into `kind`; raises `msgspec.ValidationError`."""
-    return _msgpack_decoder(kind).decode(raw)  # type: ignore[arg-type]  # types are hashable
+    decoded: T = _msgpack_decoder(kind).decode(raw)  # type: ignore[arg-type]  # types are hashable
+    return decoded
 
 
 def now() -> float:

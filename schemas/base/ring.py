@@ -8,7 +8,8 @@ from .limits import MAX_REQUEST_POLICIES
 
 #: The largest automatic size of the ring in bytes, both halves together; it is also at most 1 /
 #: `SHARE` of the accelerator's memory.
-MOST_BYTES, SHARE = 2 << 30, 32
+MOST_BYTES = 2 << 30
+SHARE = 32
 #: Halves of the ring: one is filled while the other is copied to the host.
 HALVES = 2
 #: Rows of a token that the probes of policies read: of those of all traffic, and of those that its
@@ -62,7 +63,9 @@ def plan_ring(
 #: Automatic size of the queue. On the CPU: `QUEUE_BYTES`. On an accelerator: `QUEUE_STEPS` full
 #: steps, but at least `QUEUE_BYTES`, and at most a rank's part of 1 / `QUEUE_SHARE` of the host
 #: memory.
-QUEUE_BYTES, QUEUE_STEPS, QUEUE_SHARE = 512 << 20, 4, 16
+QUEUE_BYTES = 512 << 20
+QUEUE_STEPS = 4
+QUEUE_SHARE = 16
 
 
 def plan_queue(ring: Ring | None, *, host_bytes: int = 0, ranks: int = 1, size_mib: int = 0) -> int:

@@ -53,7 +53,8 @@ def pack_numbers(record: Any, *names: str) -> None:
     for rows of different lengths.
     """
     for name in names:
-        if isinstance(value := getattr(record, name), list):
+        value = getattr(record, name)
+        if isinstance(value, list):
             try:
                 array = np.array(value, dtype=np.float32)
             except ValueError as error:

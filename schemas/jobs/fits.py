@@ -145,7 +145,8 @@ class StoredModuleFit(Record, tag="module"):
     @property
     def tokens(self) -> int:
         """Return an estimate of the tokens that it computes; a gradient counts as two passes."""
-        total, request = sum(len(example.token_ids) for example in self.every), self.request
+        total = sum(len(example.token_ids) for example in self.every)
+        request = self.request
         steps = request.steps if request.method in BY_GRADIENT else 0
         return 2 * total + 3 * steps * request.batch * total // max(1, len(self.examples))
 

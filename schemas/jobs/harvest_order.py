@@ -5,11 +5,9 @@ every version of numpy.
 import numpy as np
 
 #: SplitMix64 (Steele, Lea and Flood 2014): its increment and multipliers.
-_STEP, _FIRST, _SECOND = (
-    np.uint64(0x9E3779B97F4A7C15),
-    np.uint64(0xBF58476D1CE4E5B9),
-    np.uint64(0x94D049BB133111EB),
-)
+_STEP = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
 
 
 def mixed(values: np.ndarray) -> np.ndarray:
@@ -18,7 +16,8 @@ def mixed(values: np.ndarray) -> np.ndarray:
         values = values + _STEP
         values = (values ^ (values >> np.uint64(30))) * _FIRST
         values = (values ^ (values >> np.uint64(27))) * _SECOND
-    return values ^ (values >> np.uint64(31))
+    mixed_values: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed_values
 
 
 def key_hash(seed: int, documents: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -42,7 +41,8 @@ def row_order(seed: int | None, documents: np.ndarray, positions: np.ndarray) ->
         if seed is None
         else (positions, documents, key_hash(seed, documents, positions))
     )
-    return np.lexsort(by)
+    order: np.ndarray = np.lexsort(by)
+    return order
 
 
 def sampled(seed: int, documents: np.ndarray, positions: np.ndarray, count: int) -> np.ndarray:

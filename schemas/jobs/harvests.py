@@ -170,7 +170,9 @@ class HarvestRequest(SitesSpec, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        rule, fit, generates = self.positions, self.cut.fit, self.generate is not None
+        rule = self.positions
+        fit = self.cut.fit
+        generates = self.generate is not None
         refuse(
             {
                 "`generate` takes no log-probabilities: a harvest keeps none": self.generate

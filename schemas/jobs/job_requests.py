@@ -8,7 +8,8 @@ from ..base import Record
 #: only the prompts are stored.
 MAX_KEPT_BODY = 16 << 10
 #: The most prompts that are shown, and the most characters of each.
-SHOWN_PROMPTS, SHOWN_PROMPT = 100, 4000
+SHOWN_PROMPTS = 100
+SHOWN_PROMPT = 4000
 
 
 class ShownPrompt(Record):

@@ -68,7 +68,8 @@ class Units:
         for each request. Of an attribution, every point at which gradients are taken counts as
         three passes of both prompts: one forward, and a backward pass of two.
         """
-        sweep, total = self._sweep, 0
+        sweep = self._sweep
+        total = 0
         attributed = sweep.attributed
         most = sweep.cells_of_pair if attributed is None else attributed.most
         for stored, nodes in zip(sweep.pairs, self.nodes, strict=True):
@@ -105,7 +106,8 @@ class Units:
         units = []
         for number in range(sweep.noise if columns else 0):
             share = (2 * number + 1) / (2 * sweep.noise)  # the middle of the n-th of equal parts
-            layer, column = int(share * len(sweep.layers)), columns[number * 7919 % len(columns)]
+            layer = int(share * len(sweep.layers))
+            column = columns[number * 7919 % len(columns)]
             units.append(
                 Unit(
                     pair * self._controls + 2 + self._sends + number,
@@ -166,7 +168,8 @@ class Units:
 
         There are no places if the unit's column is skipped.
         """
-        sweep, columns = self._sweep, self._sweep.pairs[unit.pair].columns
+        sweep = self._sweep
+        columns = self._sweep.pairs[unit.pair].columns
         layers = sweep.layers[_around(unit.layer, sweep.window.layers)]
         if not columns[unit.column].places:
             return layers, []

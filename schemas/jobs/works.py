@@ -52,7 +52,9 @@ class SweepWork(Work, tag="sweep"):
 
     @cached_property
     def facts(self) -> WorkFacts:
-        pairs, units, cells = self.sweep.pairs, self.units, self.sweep.num_exact
+        pairs = self.sweep.pairs
+        units = self.units
+        cells = self.sweep.num_exact
         prompts = (pairs[0].source_tokens, pairs[0].base_tokens)
         return WorkFacts(
             title=" → ".join("".join(tokens) for tokens in prompts if tokens),

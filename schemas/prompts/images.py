@@ -17,7 +17,8 @@ from ..base.limits import MAX_IMAGE_PIXELS
 
 #: Places from `_INSIDE` are tokens of images: `_INSIDE` + image · `_STRIDE` + token. No prompt is
 #: long enough to reach them.
-_INSIDE, _STRIDE = 1 << 40, 1 << 20
+_INSIDE = 1 << 40
+_STRIDE = 1 << 20
 #: The most tokens of one image that have places.
 MAX_IMAGE_TOKENS = _STRIDE
 
@@ -89,7 +90,8 @@ def _jpeg_size(data: bytes) -> tuple[int, int]:
     """Return width and height from the first frame header."""
     place = 2
     while place + 9 <= len(data) and data[place] == 0xFF:
-        marker, length = data[place + 1], int.from_bytes(data[place + 2 : place + 4], "big")
+        marker = data[place + 1]
+        length = int.from_bytes(data[place + 2 : place + 4], "big")
         if marker == 0xFF:  # a fill byte
             place += 1
         elif 0xC0 <= marker <= 0xCF and marker not in (0xC4, 0xC8, 0xCC):

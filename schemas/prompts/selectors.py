@@ -153,7 +153,8 @@ class ByHook(dict[Hook, T]):
         keys = {resolve_hook(key): key for key in self}
         return super().__getitem__(keys[resolve_hook(name)])
 
-    get, __contains__ = Mapping.get, Mapping.__contains__  # type: ignore[assignment]
+    get = Mapping.get  # type: ignore[assignment]
+    __contains__ = Mapping.__contains__
 
 
 class KeyedByHook:
@@ -163,7 +164,8 @@ class KeyedByHook:
 
     def __post_init__(self: Any) -> None:
         for name in self.__struct_fields__:
-            if isinstance(mapping := getattr(self, name), dict):
+            mapping = getattr(self, name)
+            if isinstance(mapping, dict):
                 msgspec.structs.force_setattr(self, name, ByHook(mapping))
 
 
@@ -280,7 +282,8 @@ class Span(Windowed, omit_defaults=True):
             )
         if self.text == "":
             raise ValueError("text is empty: give a part of the prompt")
-        first, stop = self.start or 0, self.stop
+        first = self.start or 0
+        stop = self.stop
         if stop is not None and first >= stop and (first < 0) == (stop < 0):
             raise ValueError(f"the range from {first} up to {stop} is empty: `stop` is exclusive")
 

@@ -70,12 +70,15 @@ def _automaton(
     just read, token → next node, without those to node 0; node → the length of the longest
     sequence that ends there, or 0).
     """
-    steps, lengths, back = [dict[int, int]()], dict[int, int](), {0: 0}
+    steps = [dict[int, int]()]
+    lengths = dict[int, int]()
+    back = {0: 0}
     for sequence in sequences:
         node = 0
         for token in sequence:
             node = steps[node].setdefault(token, len(steps))
-            steps += [{}] * (node == len(steps))
+            if node == len(steps):
+                steps.append({})
         lengths[node] = len(sequence)
     queue = [0]
     for node in queue:  # grows: shorter beginnings come first

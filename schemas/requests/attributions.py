@@ -22,7 +22,8 @@ Queue = Literal["", "gradients"]
 GRADIENTS: Queue = "gradients"
 #: Tag and tenant of the captures that a gradient worker compares its rows with, and the age in
 #: seconds above which such captures are left over from a worker that was killed.
-COMPARISONS, COMPARISON_S = "gradient-worker", 600.0
+COMPARISONS = "gradient-worker"
+COMPARISON_S = 600.0
 
 EstimateMethod = Literal["attribution", "integrated", "edges", "adaptive"]
 #: Why a cell is computed exactly: among the largest estimates, drawn at random, known to be

@@ -34,7 +34,8 @@ EditEffect = Literal["rewrite", "shift"]
 SCALARS = 7
 #: The columns of an application's limit and owner, in its first entry: see `StoredSteering.limit`;
 #: 1 for the operator's edits, 0 for a request's.
-LIMIT, OWNER = SCALARS - 2, SCALARS - 1
+LIMIT = SCALARS - 2
+OWNER = SCALARS - 1
 #: The largest rank of one `lowrank`.
 MAX_RANK = 64
 #: The largest float32, which stands for no limit of a component. (JSON cannot express infinity.)

@@ -9,7 +9,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..access.keys import Caller, scoped
-from ..artifacts.probes import PROBES, Condition, Mode, StoredProbe
+from ..artifacts.conditions import Condition, Mode
+from ..artifacts.probes import PROBES, StoredProbe
 from ..artifacts.registered import ArtifactKind, Registered, Registration
 from ..base import EditLimit, Record, refuse
 from ..base.limits import (
@@ -171,7 +172,8 @@ class Policy(Registered, kw_only=True):
         """
         if former is None or former.digest != self.digest:
             return self
-        number, created = former.current.version, former.current.created
+        number = former.current.version
+        created = former.current.created
         current = msgspec.structs.replace(self.current, version=number, created=created)
         return msgspec.structs.replace(
             self, created=former.created, versions=[*former.versions[:-1], current]
@@ -201,15 +203,14 @@ class Policy(Registered, kw_only=True):
         return sorted({*probes, *(name for module in modules for name in module.tensors)})
 
 
+def _without_names(action: PolicyAction) -> PolicyAction:
+    if isinstance(action, Steer):
+        return Steer(module=HIDDEN, scale=None)
+    return Webhook(url=HIDDEN) if isinstance(action, Webhook) else action
+
+
 def _without_owner(version: PolicyVersion) -> PolicyVersion:
-    actions = [
-        Steer(module=HIDDEN, scale=None)
-        if isinstance(action, Steer)
-        else Webhook(url=HIDDEN)
-        if isinstance(action, Webhook)
-        else action
-        for action in version.content.actions
-    ]
+    actions = [_without_names(action) for action in version.content.actions]
     return msgspec.structs.replace(
         version,
         content=msgspec.structs.replace(version.content, actions=actions),
@@ -231,13 +232,13 @@ def _of_former(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 POLICIES = ArtifactKind(
-    "policies",
-    "policy",
-    "policy",
-    Policy,
-    PolicyRequest,
-    "ms:policies:",
-    MAX_POLICIES,
+    plural="policies",
+    short="policy",
+    noun="policy",
+    record=Policy,
+    request=PolicyRequest,
+    key="ms:policies:",
+    limit=MAX_POLICIES,
     of_former=_of_former,
 )
 #: The policies that a request names.

@@ -542,13 +542,11 @@ class RankSpec(Published):
     @property
     def work(self) -> WriterWork:
         """Return which threads of a rank consume its rows."""
-        return (
-            "harvest"
-            if any(capture.harvest is not None for capture in self.captures)
-            else "reading"
-            if any(capture.reading is not None for capture in self.captures)
-            else "writer"
-        )
+        if any(capture.harvest is not None for capture in self.captures):
+            return "harvest"
+        if any(capture.reading is not None for capture in self.captures):
+            return "reading"
+        return "writer"
 
     @property
     def key(self) -> str:

@@ -154,7 +154,8 @@ class Module(ModuleFacts, kw_only=True):
 
     def shown_to(self, caller: Caller) -> ModuleView:
         shared = {name: getattr(self, name) for name in ModuleFacts.__struct_fields__}
-        name, entries = shown(self.name), views_of(self.entries)
+        name = shown(self.name)
+        entries = views_of(self.entries)
         return ModuleView(**(shared | {"name": name, "entries": entries}))
 
 

@@ -85,10 +85,9 @@ class StoredPath(Record):
         """
         sites = {}
         for branch in self.frozen:
-            first = layer + (
-                place_of(hook) >= place_of(_PAST[branch])
-                or (branch == "attn" and hook != "pre_attn")
-            )
+            past = place_of(hook) >= place_of(_PAST[branch])
+            inside = branch == "attn" and hook != "pre_attn"
+            first = layer + 1 if past or inside else layer
             if first <= top:
                 sites[BRANCH_HOOK[branch]] = list(range(first, top + 1))
         return sites

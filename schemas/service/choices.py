@@ -167,7 +167,8 @@ def refusal(
     word = ""
     names: tuple[str, ...] = ()
     if match := _INVALID_NAME.match(detail):
-        word, names = match["name"], tuple(names_at(kind, path))
+        word = match["name"]
+        names = tuple(names_at(kind, path))
     elif detail == NO_FIELD:
         parent, _, word = path.rpartition(".")
         names = tuple(fields_at(kind, parent))

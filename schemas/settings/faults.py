@@ -75,7 +75,8 @@ def arm(fault: str, data_dir: str | Path) -> None:
             f"MIDSTREAM_FAULT={fault}: unknown crash point {match[1]!r}; valid: "
             f"{', '.join(CRASH_POINTS)}"
         )
-    _armed, _folder = match[1] if match else "", Path(data_dir).resolve() / FOLDER
+    _armed = match[1] if match else ""
+    _folder = Path(data_dir).resolve() / FOLDER
 
 
 def crash_point(name: str) -> None:

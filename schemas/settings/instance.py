@@ -7,7 +7,9 @@ from pathlib import Path
 
 #: Indices of fields in `/proc/<pid>/stat`, where 0 is the field after the process's name (field 3
 #: in proc(5)).
-STATE, SESSION, STARTTIME = 0, 3, 19
+STATE = 0
+SESSION = 3
+STARTTIME = 19
 
 
 def instance_of(pid: int) -> str:

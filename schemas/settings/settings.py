@@ -616,7 +616,8 @@ def _is_secret(name: str, value: Any) -> bool:
 
 def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[str, Any]:
     """Convert each value to its setting's type; of texts, `"false"` becomes false."""
-    texts, where = source in ("environment", SET), "" if source == SET else f" ({source})"
+    texts = source in ("environment", SET)
+    where = "" if source == SET else f" ({source})"
     label = {"environment": variable, SET: f"{SET} {{}}".format}.get(source, str)
     checked = {}
     for name, value in raw.items():
@@ -690,11 +691,13 @@ def to_environment(settings: Settings) -> dict[str, str]:
     `load_settings` returns equal settings.
     """
     return {
-        variable(name): to_json(value).decode()
-        if isinstance(value, dict)
-        else str(value).lower()
-        if isinstance(value, bool)
-        else str(value)
+        variable(name): _as_text(value)
         for name, value in values_of(settings).items()
         if value is not None and value != "" and value != {}
     }
+
+
+def _as_text(value: object) -> str:
+    if isinstance(value, dict):
+        return to_json(value).decode()
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -169,7 +169,8 @@ def read_tensors(
             or {}
         )
     places = [_place(name, entry, start, item_bytes) for name, entry in entries.items()]
-    tensors, end = sorted(places, key=lambda tensor: (tensor.start, tensor.length)), start
+    tensors = sorted(places, key=lambda tensor: (tensor.start, tensor.length))
+    end = start
     for tensor in tensors:
         if tensor.start != end:
             where = (
@@ -194,7 +195,8 @@ def _place(name: str, raw: msgspec.Raw, start: int, item_bytes: Mapping[str, int
         raise DamagedBlob(
             f"{shortened(name)} is {shortened(entry.dtype)}; valid: {', '.join(item_bytes)}"
         )
-    (first, last), needed = entry.data_offsets, item_bytes[entry.dtype] * math.prod(entry.shape)
+    first, last = entry.data_offsets
+    needed = item_bytes[entry.dtype] * math.prod(entry.shape)
     if last - first != needed:
         raise DamagedBlob(
             f"{shortened(name)} has {last - first} bytes; its shape {entry.shape} of "

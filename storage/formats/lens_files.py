@@ -90,7 +90,8 @@ def layers_of(
                 f"{FILE}: {name!r} is not a tensor of a tuned lens; valid: 0.weight, 0.bias, "
                 "1.weight, …"
             )
-        layer, part = int(match[1]), match[2]
+        layer = int(match[1])
+        part = match[2]
         if layer >= num_layers:
             raise TensorFileError(
                 f"{FILE}: {name}: this model has no layer {layer}; valid: 0 to {num_layers - 1}"
@@ -177,14 +178,17 @@ def write(
     """
     if not jacobians:
         raise ValueError("there is no layer to write")
-    width, size, name = len(next(iter(jacobians.values()))), ITEM_BYTES[dtype], DTYPE_NAMES[dtype]
+    width = len(next(iter(jacobians.values())))
+    size = ITEM_BYTES[dtype]
+    name = DTYPE_NAMES[dtype]
     header = []
     for layer in sorted(jacobians):
         header.append((f"{layer}.weight", name, [width, width], size * width**2))
         header.append((f"{layer}.bias", name, [width], size * width))
     if unembedding is not None:
         matrix = np.ascontiguousarray(unembedding.values)
-        shape, of = list(matrix.shape), DTYPE_NAMES[unembedding.dtype]
+        shape = list(matrix.shape)
+        of = DTYPE_NAMES[unembedding.dtype]
         header.append((UNEMBEDDING, of, shape, matrix.nbytes))
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f"{FILE}.draft"

@@ -25,7 +25,8 @@ from .capture_blobs import DamagedBlob
 from .folders import bounded_file, folder_below
 from .tensor_files import whole_file
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 FILES = (CONFIG, WEIGHTS)
 
 #: Members of adapter_config.json that have no effect after training, that the weights repeat, or
@@ -167,7 +168,8 @@ def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
         pairs.setdefault(named["module"], {})[named["side"]] = shape
     if not pairs:
         raise LoraError(f"{WEIGHTS} has no tensors")
-    modules, ranks = set(), []
+    modules = set()
+    ranks = []
     for module, sides in pairs.items():
         general, fits = _find(module, support)
         modules.add(general)

@@ -25,7 +25,9 @@ from ...schemas.prompts.selectors import ALIASES, HOOKS, Hook
 from .folders import bounded_file, folder_below
 from .tensor_files import TensorFile, TensorFileError, opened
 
-CONFIG, WEIGHTS, GEMMA_SCOPE = "cfg.json", "sae_weights.safetensors", "params.npz"
+CONFIG = "cfg.json"
+WEIGHTS = "sae_weights.safetensors"
+GEMMA_SCOPE = "params.npz"
 KINDS = ((CONFIG, WEIGHTS), (GEMMA_SCOPE,))
 
 #: Architecture → its tensors apart from `W_enc`, `W_dec` and `b_dec`, with one number per feature.
@@ -177,10 +179,12 @@ def _wrong(member: str, value: Any, valid: str) -> SaeError:
 
 
 def _form(config: Mapping[str, Any]) -> SaeForm:
-    architecture, k = config.get("architecture", "standard"), config.get("k", 0)
+    architecture = config.get("architecture", "standard")
+    k = config.get("k", 0)
     activation = config.get("activation_fn_str", config.get("activation_fn", "relu"))
     if activation == "topk":  # before SAELens 6
-        architecture, k = "topk", (config.get("activation_fn_kwargs") or {}).get("k", 0)
+        architecture = "topk"
+        k = (config.get("activation_fn_kwargs") or {}).get("k", 0)
     elif activation not in (None, "relu"):
         raise _wrong("activation_fn", activation, "relu, topk")
     if architecture not in get_args(Architecture):
@@ -188,7 +192,8 @@ def _form(config: Mapping[str, Any]) -> SaeForm:
     for member in ("d_in", "d_sae"):
         if not _is_count(config.get(member)):
             raise _wrong(member, config.get(member), "a positive integer")
-    d_in, d_sae = int(config["d_in"]), _width(config["d_sae"], CONFIG, "d_sae")
+    d_in = int(config["d_in"])
+    d_sae = _width(config["d_sae"], CONFIG, "d_sae")
     if architecture == "topk" and not (_is_count(k) and k <= d_sae):
         raise _wrong("k", k, f"a whole number, 1 to {d_sae}")
     normalised: Any = config.get("normalize_activations") or "none"
@@ -356,8 +361,10 @@ def feature_of(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) -
     )
     if form.architecture == "gated":
         opening = math.exp(numbers["r_mag"])
-        encoder, shift = encoder * opening, shift * opening
-        bias, threshold = numbers["b_mag"], numbers["b_mag"] - numbers["b_gate"] * opening
+        encoder = encoder * opening
+        shift = shift * opening
+        bias = numbers["b_mag"]
+        threshold = numbers["b_mag"] - numbers["b_gate"] * opening
     return ThresholdFeature(
         encoder.astype(np.float32),
         np.array(tensors["W_dec"][feature]),
@@ -374,7 +381,8 @@ def decoder_row(form: SaeForm, tensors: Mapping[str, np.ndarray], feature: int) 
     length = (
         float(np.linalg.norm(row.astype(np.float64))) if form.rescale_acts_by_decoder_norm else 1.0
     )
-    return (row / length).astype(np.float32)
+    unit: np.ndarray = (row / length).astype(np.float32)
+    return unit
 
 
 def check_ruled(form: SaeForm) -> None:

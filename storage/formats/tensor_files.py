@@ -47,7 +47,8 @@ class TensorFile:
         """`name`: the file's name in messages. `most`: the most bytes it may have, also unpacked.
         `tensors`: the most tensors it may have. Raises TensorFileError.
         """
-        self._file, self._name = file, name
+        self._file = file
+        self._name = name
         self._before = _state(file)
         self.bytes = self._before[0]
         if self.bytes > most:

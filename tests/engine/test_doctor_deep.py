@@ -11,7 +11,7 @@ import pytest
 from tiny import checkpoint
 
 from midstream.client.stack.checks.costs import LEAST_PAIRS
-from midstream.client.stack.checks.finding import PROMISES
+from midstream.client.stack.checks.promises import PROMISES
 
 COSTS = {"idle", "capture", "steer", "patch"}
 

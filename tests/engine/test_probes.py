@@ -23,7 +23,8 @@ from probe_kit import (
 from reference import Reference
 from tolerances import FP32_ROWS
 
-from midstream.schemas.artifacts.probes import Condition, ProbeScore, StoredPolicy, StoredProbe
+from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
+from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.prompts.windows import When

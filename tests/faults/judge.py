@@ -33,7 +33,7 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.access.keys import DEFAULT_TENANT
-from midstream.schemas.artifacts.probes import Condition, StoredPolicy
+from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.base import MidstreamError
 from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, JobView, State
 from midstream.schemas.jobs.works import DoseWork, FitWork, HarvestWork, SweepWork

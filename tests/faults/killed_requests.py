@@ -18,8 +18,9 @@ from midstream.schemas.readings.lens import LensPart, StoredLens
 from midstream.schemas.readings.readings import part_decoder
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import StoredCapture
+from midstream.storage.blobs import read_entries
 from midstream.storage.formats.capture_blobs import read_header
-from midstream.storage.store import open_store, read_entries
+from midstream.storage.store import open_store
 
 #: A tag whose folder cannot be made.
 BLOCKED = "blocked"

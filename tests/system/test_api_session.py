@@ -26,7 +26,8 @@ from midstream.api.web.wrong_keys import WRONG_PER_MINUTE
 from midstream.broker.ledger.people import keys
 from midstream.broker.ledger.people.keys import SESSION, SESSIONS, Sessions, name_of
 from midstream.broker.redis_service.server import RedisServer
-from midstream.schemas.access.keys import MAX_LOGIN_KEY, SESSION_S, CreatedKey, Session, StoredKey
+from midstream.schemas.access.keys import CreatedKey, StoredKey
+from midstream.schemas.access.sessions import MAX_LOGIN_KEY, SESSION_S, Session
 from midstream.schemas.base import MidstreamError, from_msgpack, now, to_msgpack
 from midstream.schemas.settings.settings import Settings, SettingsError
 

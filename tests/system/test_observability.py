@@ -33,7 +33,8 @@ from midstream.client.cli import main as cli
 from midstream.client.extras import import_trouble
 from midstream.client.sdk.discovery import STATE_FILE
 from midstream.client.stack.checks import disk_checks, engine_checks, redis_checks
-from midstream.client.stack.checks.finding import CheckFinding, Service, findings_of
+from midstream.client.stack.checks.finding import CheckFinding, findings_of
+from midstream.client.stack.checks.service import Service
 from midstream.client.stack.checks.table import of
 from midstream.schemas.base import from_json
 from midstream.schemas.requests.specs import StoredSteering

@@ -34,13 +34,8 @@ from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.telemetry import metrics
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.access.handling import Callback
-from midstream.schemas.artifacts.probes import (
-    Condition,
-    ProbeContent,
-    ProbeScore,
-    StoredPolicy,
-    StoredProbe,
-)
+from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
+from midstream.schemas.artifacts.probes import ProbeContent, ProbeScore, StoredProbe
 from midstream.schemas.base import from_json, now, to_json
 from midstream.schemas.jobs.jobs import CaptureResults, Job, State
 from midstream.schemas.jobs.kinds import KINDS

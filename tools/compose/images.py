@@ -24,7 +24,8 @@ from pathlib import Path
 from docker import GENTLY, ROOT, Failed, run, succeeds
 from packaging.markers import Marker
 
-PYTHON, REDIS = "python:3.11-slim-bookworm", "redis:7.4-bookworm"
+PYTHON = "python:3.11-slim-bookworm"
+REDIS = "redis:7.4-bookworm"
 DEBIAN = "midstream-test/debian:bookworm"
 PYTHON_FILE = f"""FROM {DEBIAN}
 RUN apt-get update -q \\

@@ -98,9 +98,11 @@ class Deployment:
         self, services: tuple[str, ...] = SERVICES, timeout: float = HEALTHY_S
     ) -> None:
         deadline = time.monotonic() + timeout
-        while ill := {
-            service: state for service in services if (state := self.health(service)) != "healthy"
-        }:
+        while True:
+            states = {service: self.health(service) for service in services}
+            ill = {service: state for service, state in states.items() if state != "healthy"}
+            if not ill:
+                return
             if time.monotonic() > deadline:
                 logs = "\n".join(
                     self.docker("logs", "--tail", "20", self.container(service), check=False)
@@ -195,7 +197,8 @@ def kill_in_turn(
     stack: Deployment, client: Client, console: Console, verdict: Verdict
 ) -> dict[str, list[str]]:
     """Every container, while jobs run. Returns those jobs, by what was killed."""
-    model, everything = client.models()[0], {}
+    model = client.models()[0]
+    everything = {}
     for service in SERVICES:
         jobs = [
             client.submit(
@@ -239,7 +242,8 @@ def kill_in_turn(
 
 def scaled_workers(stack: Deployment, client: Client, verdict: Verdict) -> None:
     """`--scale worker=2`: both serve, under names of their own; and back to one."""
-    model, began = client.models()[0], time.monotonic()
+    model = client.models()[0]
+    began = time.monotonic()
     key = {"Authorization": f"Bearer {secret('admin_key')}"}
 
     def serving() -> set[str]:
@@ -248,7 +252,8 @@ def scaled_workers(stack: Deployment, client: Client, verdict: Verdict) -> None:
 
     stack("up", "-d", "--no-build", "--scale", "worker=2")
     eventually(lambda: len(serving()) == 2, "two workers serve", HEALTHY_S)
-    names, took = serving(), time.monotonic() - began
+    names = serving()
+    took = time.monotonic() - began
     wish: dict[str, Any] = {"layers": [3], "hook": "post_block", "positions": "all_prompt"}
     jobs = [
         client.submit(

@@ -15,7 +15,9 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[2] / "tests" / "data" / "saes"
-D_IN, D_SAE, LAYER = 8, 32, 1
+D_IN = 8
+D_SAE = 32
+LAYER = 1
 #: Folder → its members of cfg.json.
 FORMS: dict[str, dict[str, Any]] = {
     "standard": {"architecture": "standard"},
@@ -66,10 +68,8 @@ def make() -> None:
     def keep(name: str, sae: Any) -> None:
         with torch.no_grad():
             activations = sae.encode(rows)
-            kept[f"{name}.activations"], kept[f"{name}.decoded"] = (
-                activations.numpy(),
-                sae.decode(activations).numpy(),
-            )
+            kept[f"{name}.activations"] = activations.numpy()
+            kept[f"{name}.decoded"] = sae.decode(activations).numpy()
 
     for seed, (name, form) in enumerate(FORMS.items()):
         folder = ROOT / name

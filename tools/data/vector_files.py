@@ -64,7 +64,8 @@ def torch_files() -> dict[str, Any]:
     """File → what its producer passes to `torch.save`."""
     import torch
 
-    axis, vector = torch.from_numpy(rows(4)), torch.from_numpy(row(2))
+    axis = torch.from_numpy(rows(4))
+    vector = torch.from_numpy(row(2))
     capped = {
         "vectors": {"layer_2/axis": {"vector": vector, "layer": 2}},
         "experiments": [

@@ -18,7 +18,8 @@ from midstream.broker.ledger.recovery.harvests import Out
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import FrameKind, Hello, Refusal
 from midstream.schemas.access.handling import Callback
-from midstream.schemas.access.keys import Session, StoredKey, Tenant
+from midstream.schemas.access.keys import StoredKey, Tenant
+from midstream.schemas.access.sessions import Session
 from midstream.schemas.access.webhooks import DeliveryAttempt
 from midstream.schemas.artifacts.jacobian_lenses import JacobianLens
 from midstream.schemas.artifacts.loras import Lora, LoraUse

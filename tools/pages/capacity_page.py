@@ -43,10 +43,14 @@ FULL = 0.7
 REDIS_CLIENTS = 10_000
 #: S3's documented rate of PUTs to one prefix, and what a connection of a bucket carries on a 25
 #: Gbit/s machine.
-BUCKET_PUTS_S, BUCKET_BYTES_S = 3500.0, 2.5e9
+BUCKET_PUTS_S = 3500.0
+BUCKET_BYTES_S = 2.5e9
 SHARD_BYTES = 256 << 20
 #: Fewer jobs where they come one after the other.
-JOBS, FEW_JOBS, WARM_JOBS, IDLE_S = 2000, 400, 300, 10.0
+JOBS = 2000
+FEW_JOBS = 400
+WARM_JOBS = 300
+IDLE_S = 10.0
 #: (workers, jobs at a time) of each run, and whether the costs are taken from it.
 RUNS = [
     (1, 1, True),
@@ -141,7 +145,8 @@ class Part:
 
 def plan(load: Load, costs: Costs, redis_bytes: float = 64e9) -> list[Part]:
     """Every part's demand at the peak, fullest first."""
-    rate, alone = load.rate, costs.alone(load.depth)
+    rate = load.rate
+    alone = costs.alone(load.depth)
     harvest = load.rows * load.row_bytes / (load.days * DAY_S)
     shards = harvest / SHARD_BYTES
     return sorted(
@@ -233,7 +238,8 @@ def costs_of(found: dict[str, Any]) -> Costs:
     """From the runs that are there to be fitted; what idle workers take, from all."""
     runs = found["runs"]
     fitted = [run for run in runs if run["fitted"]]
-    first, last = runs[0], runs[-1]
+    first = runs[0]
+    last = runs[-1]
     more = last["workers"] - first["workers"]
     best = min(
         np.linspace(0.2, 1.5, 27),
@@ -322,7 +328,8 @@ def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
                 idle = _by_role(before, processor_s(pids), IDLE_S)
                 connections = client.info("clients")["connected_clients"]
                 asyncio.run(http_round(stack.url, max(WARM_JOBS, 2 * at_once), at_once, held=True))
-                used, before = client.info("memory")["used_memory"], processor_s(pids)
+                used = client.info("memory")["used_memory"]
+                before = processor_s(pids)
                 load = os.getloadavg()[0]
                 seconds, _ = asyncio.run(http_round(stack.url, count, at_once, held=True))
                 spent = _by_role(before, processor_s(pids), count)
@@ -514,10 +521,8 @@ def main() -> None:
                 f"({said / run['per_s'] - 1:+.0%})"
             )
         return
-    costs, load = (
-        costs_of(found),
-        Load(options.workers, options.jobs, options.rows, options.peak, days=options.days),
-    )
+    costs = costs_of(found)
+    load = Load(options.workers, options.jobs, options.rows, options.peak, days=options.days)
     for part in plan(load, costs):
         print(
             f"{part.share:7.1%}  {part.name:<36} {part.used:12.4g} of {part.there:.4g} "

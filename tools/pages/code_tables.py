@@ -141,7 +141,8 @@ def _described(lines: list[str], statements: list[ast.stmt]) -> Iterator[tuple[s
         if not isinstance(node, ast.Assign | ast.AnnAssign):
             continue
         target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        first, last = node.lineno - 1, node.end_lineno or node.lineno
+        first = node.lineno - 1
+        last = node.end_lineno or node.lineno
         top = first
         while COMMENT.fullmatch(lines[top - 1]):
             top -= 1
@@ -155,7 +156,8 @@ def _described(lines: list[str], statements: list[ast.stmt]) -> Iterator[tuple[s
 
 
 def _link(found: re.Match[str], page: str) -> str:
-    file, anchor = found["file"], found["anchor"] or ""
+    file = found["file"]
+    anchor = found["anchor"] or ""
     if file == page:
         return f"[below]({anchor})"
     return f"[{file.rpartition('/')[2]}]({file}{anchor})"

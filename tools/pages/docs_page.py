@@ -35,7 +35,9 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 PART = re.compile(r"^<!-- blocks: (?P<name>[a-z-]+) -->$", re.MULTILINE)
-PYTHON, SHELL, OUTPUT = "python", ("console", "bash", "sh"), "text"
+PYTHON = "python"
+SHELL = ("console", "bash", "sh")
+OUTPUT = "text"
 #: What differs between two runs of one command, most special first → what it may be.
 VARIES = [
     (r"[0-9A-Za-z_]*…[0-9A-Za-z_]*", r".*?"),  # also within an id
@@ -158,13 +160,16 @@ def commands(block: Block) -> Iterator[tuple[str, str]]:
     if block.language != "console":
         yield block.body, ""
         return
-    lines, at = block.body.splitlines(), 0
+    lines = block.body.splitlines()
+    at = 0
     while at < len(lines):
         if not lines[at].startswith("$ "):
             raise ValueError(f"line {block.line}: a console block begins with `$ `: {lines[at]!r}")
-        command, at = lines[at][2:], at + 1
+        command = lines[at][2:]
+        at += 1
         while at < len(lines) and not _complete(command):
-            command, at = f"{command}\n{lines[at]}", at + 1
+            command = f"{command}\n{lines[at]}"
+            at += 1
         begin = at
         while at < len(lines) and not lines[at].startswith("$ "):
             at += 1
@@ -202,7 +207,8 @@ def parts(path: Path) -> dict[str, str]:
 
 def pattern_of(shown: str) -> re.Pattern[str]:
     """What a run may print where the page shows this."""
-    parts, at = [], 0
+    parts = []
+    at = 0
     for found in _VARIES.finditer(shown):
         assert found.lastindex is not None
         parts += [re.escape(_dense(shown[at : found.start()])), VARIES[found.lastindex - 1][1]]

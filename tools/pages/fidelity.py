@@ -35,12 +35,15 @@ TRITON_CPU = Path(__file__).resolve().parents[2] / "tests" / "engine" / "triton_
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ALL = list(range(LAYERS))
 PROMPT = 40
-ADD_LAYER, ADDED = 1, [2, 5]
-REPLACE_LAYER, REPLACED = 2, [3, PROMPT - 1]
+ADD_LAYER = 1
+ADDED = [2, 5]
+REPLACE_LAYER = 2
+REPLACED = [3, PROMPT - 1]
 #: In bf16 an early token near a router's tie may take other experts, and every later token attends
 #: to it: where a router chooses, the trials are made with so many prompts, and the median of their
 #: figures counts.
-ROUTED, DRAWS = {"mixtral", "qwen3-moe", *ROUTED_FAMILIES}, 5
+ROUTED = {"mixtral", "qwen3-moe", *ROUTED_FAMILIES}
+DRAWS = 5
 #: There, one generated token in so many may be another than transformers' (measured: 2 of 140).
 OTHER_TOKENS = 20
 
@@ -55,13 +58,15 @@ class Truth:
         self._truth = reference(path)
         self._rounded = reference(path, DTYPES[dtype]) if dtype != "float32" else None
         self._distance = _of_median if self._truth.has_router else _of_all
-        self.hooks, self.has_router = self._truth.hooks, self._truth.has_router
+        self.hooks = self._truth.hooks
+        self.has_router = self._truth.has_router
         # generated; of those that transformers does not give the best score, with the same edits
         self._tokens = self._others = 0
 
     def errors(self, got: Rows, tokens: list[int], edits: Sequence[Edit] = ()) -> dict[str, float]:
         """Hook → error of the rows, see `Figure`. Rows of the first layers may be missing."""
-        hooks, lowest = {hook for hook, _ in got}, min(layer for _, layer in got)
+        hooks = {hook for hook, _ in got}
+        lowest = min(layer for _, layer in got)
         wanted = {
             place: rows
             for place, rows in self._truth.rows(tokens, edits).items()
@@ -84,7 +89,8 @@ class Truth:
 
         In bf16 a score may be as far from the best as two of them are by rounding.
         """
-        scores, chosen = self._truth.logits[PROMPT - 1 : -1], np.array(tokens[PROMPT:], dtype=int)
+        scores = self._truth.logits[PROMPT - 1 : -1]
+        chosen = np.array(tokens[PROMPT:], dtype=int)
         rounding = (
             0.0
             if self._rounded is None

@@ -32,11 +32,13 @@ from midstream.schemas.prompts.selectors import INSIDE
 from midstream.schemas.requests.specs import CaptureSpec
 
 #: The part of the page between these lines is written here.
-BEGIN, END = "<!-- written by `make fidelity`: hooks inside -->", "<!-- end of the hooks inside -->"
+BEGIN = "<!-- written by `make fidelity`: hooks inside -->"
+END = "<!-- end of the hooks inside -->"
 WAY = Way("v1", "eager", "float32")
 #: In a cell: the model does not have the hook; or it has, and the tests' reference does not find it
 #: in transformers' layers.
-NONE, UNCOMPARED = "–", "not compared"
+NONE = "–"
+UNCOMPARED = "not compared"
 #: Checkpoint → hook → its figure.
 Table = Mapping[str, Mapping[str, str]]
 
@@ -51,7 +53,8 @@ def engine(nursery: Nursery, directory: Path, name: str, path: Path) -> Host:
 def measure(host: Host, reference: InsideReference) -> dict[str, str]:
     """Hook → figure as text, of a running engine."""
     hooks = [hook for hook in INSIDE if hook in host.info["hooks"]]
-    jobs, edits = {}, {"": list[Edit]()}
+    jobs = {}
+    edits = {"": list[Edit]()}
     for number, hook in enumerate(hooks, 1):
         shape = host.info["inside"][hook]
         added, put = 4 * np.random.default_rng(number).normal(
@@ -128,7 +131,8 @@ def write_table(text: str, table: Table) -> str:
         f"| `{name}` | " + " | ".join(table[name].get(hook, NONE) for hook in INSIDE) + " |"
         for name in names
     ]
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    before = text[: text.index(BEGIN) + len(BEGIN)]
+    after = text[text.index(END) :]
     return f"{before}\n\n" + "\n".join(lines) + f"\n\n{after}"
 
 
@@ -136,13 +140,15 @@ def main(names: Sequence[str]) -> None:
     """Measure the named checkpoints, or all of the table of architectures; other rows of the page
     stay.
     """
-    table, exceeded = read_table(PAGE.read_text()), []
+    table = read_table(PAGE.read_text())
+    exceeded = []
     with (
         tempfile.TemporaryDirectory() as folder,
         nursery_for(WAY.runner, Path(folder) / "nursery") as nursery,
     ):
         for name in (name for name in names or CHECKPOINTS if name not in BF16_ONLY):
-            started, path = time.monotonic(), checkpoint(name, Path(folder) / "checkpoints" / name)
+            started = time.monotonic()
+            path = checkpoint(name, Path(folder) / "checkpoints" / name)
             host = engine(nursery, Path(folder) / name, name, path)
             try:
                 table[name] = measure(host, InsideReference(path))

@@ -15,10 +15,8 @@ from midstream.workers.runner.hooks.architectures import describe
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
 #: `fidelity.py` writes the part of the page between these lines.
-BEGIN, END = (
-    "<!-- written by `make fidelity` -->",
-    "<!-- end of the part written by `make fidelity` -->",
-)
+BEGIN = "<!-- written by `make fidelity` -->"
+END = "<!-- end of the part written by `make fidelity` -->"
 
 
 def hooks_of(name: str) -> tuple[Hook, ...]:
@@ -127,5 +125,6 @@ def write_page(text: str, table: Table) -> str:
         + " |"
         for name, hook in order
     ]
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    before = text[: text.index(BEGIN) + len(BEGIN)]
+    after = text[text.index(END) :]
     return f"{before}\n\n" + "\n".join(lines) + f"\n\n{after}"

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TUTORIALS = sorted((ROOT / "examples" / "tutorials").glob("*.ipynb"))
 #: How far two numbers with decimals, or with three digits and more, may be apart: as a share of the
 #: larger one, and at least.
-SHARE, LEAST = 0.02, 0.021
+SHARE = 0.02
+LEAST = 0.021
 _NUMBER = re.compile(r"-?(?:\d+\.\d+|\d{3,})")
 _PEER = re.compile(r"```python\n(.*?)```", re.DOTALL)
 
@@ -55,7 +56,8 @@ def lines(source: str) -> int:
 
 def difference(one: str, other: str) -> str:
     """Where two texts differ by more than the rounding of numbers; empty: nowhere."""
-    ours, theirs = one.splitlines(), other.splitlines()
+    ours = one.splitlines()
+    theirs = other.splitlines()
     if len(ours) != len(theirs):
         return f"{len(ours)} lines and {len(theirs)}:\n{one}\nand\n{other}"
     for a, b in zip(ours, theirs, strict=True):

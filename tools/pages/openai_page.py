@@ -25,10 +25,8 @@ from stack import Stack  # noqa: E402
 from midstream.workers.demo_model import fetch_demo_model  # noqa: E402
 
 PAGE = ROOT / "docs" / "coming-from.md"
-BEGIN, END = (
-    "<!-- written by tools/pages/openai_page.py --page -->",
-    "<!-- end of the part written by tools/pages/openai_page.py -->",
-)
+BEGIN = "<!-- written by tools/pages/openai_page.py --page -->"
+END = "<!-- end of the part written by tools/pages/openai_page.py -->"
 
 
 def compared(only: str, folder: Path) -> list[tuple[Call, list[str]]]:

@@ -35,10 +35,8 @@ from tolerances import FP32_HOOKS, FP32_LOGPROBS
 from midstream.schemas.requests.specs import StoredCapture
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
-BEGIN, END = (
-    "<!-- written by `make perturbed` -->",
-    "<!-- end of the part written by `make perturbed` -->",
-)
+BEGIN = "<!-- written by `make perturbed` -->"
+END = "<!-- end of the part written by `make perturbed` -->"
 #: Least change of transformers' own logits, relative: a field that changes less shows nothing here.
 SHOWS = 1e-4
 #: The last exception of a log: its class, and what it says.
@@ -313,7 +311,8 @@ def _shown(path: Path, name: str, folder: Path) -> float | None:
     shutil.copytree(path, folder)
     configs.tiny_config(name).save_pretrained(folder)
     try:
-        one, other = Reference(path), Reference(folder)
+        one = Reference(path)
+        other = Reference(folder)
         if one._model.state_dict().keys() != other._model.state_dict().keys():
             return None
         for model in (one, other):
@@ -404,7 +403,8 @@ def _lane(waiting: Any, done: Any, folder: Path) -> None:
 
 def main(names: Sequence[str]) -> None:
     processes = multiprocessing.get_context("fork")
-    waiting, done = processes.Queue(), processes.Queue()
+    waiting = processes.Queue()
+    done = processes.Queue()
     for case in [*cases(names), *[None] * LANES]:
         waiting.put(case)
     table = read_page(PAGE.read_text()) if names else {}

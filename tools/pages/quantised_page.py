@@ -18,16 +18,15 @@ from quantised import DTYPES, Made, QuantisedTruth, make
 from tolerances import QUANTISED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
-BEGIN, END = (
-    "<!-- written by `make quantised` -->",
-    "<!-- end of the part written by `make quantised` -->",
-)
+BEGIN = "<!-- written by `make quantised` -->"
+END = "<!-- end of the part written by `make quantised` -->"
 #: Pairs, pairs with norms on both sides, single tensors, and a model of vLLM's Transformers
 #: backend.
 CHECKPOINTS = ("llama", "qwen3", "gemma3", "opt", "gpt-neox")
 #: With every checkpoint and dtype; the others with `llama` in bf16 only, to which compiling takes a
 #: minute each.
-EVERYWHERE, LLAMA = ("v1 eager",), ("v1 compiled", "v2 eager")
+EVERYWHERE = ("v1 eager",)
+LLAMA = ("v1 compiled", "v2 eager")
 Row = tuple[str, str]  # checkpoint, dtype as the page has it
 Table = dict[Row, dict[str, str]]  # → runner and mode → figure as text
 

@@ -16,7 +16,8 @@ from inspect_ai.tool import Tool, ToolFunction, tool
 
 from midstream.client import Client
 
-URL, LOGS = sys.argv[1], sys.argv[2]
+URL = sys.argv[1]
+LOGS = sys.argv[2]
 ASK = "Say something about the sea."
 CONFIG = GenerateConfig(temperature=0, max_tokens=12, cache=False)
 CAPTURE = {"layers": 10, "positions": "all_prompt"}

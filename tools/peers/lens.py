@@ -208,7 +208,8 @@ def golden(model: Path, file: Path) -> None:
     about = []
     for number, (pair, asked) in enumerate(zip(PAIRS, questions(model), strict=True)):
         check_stream(lens, asked)
-        clean, corrupt = lens.baseline(asked, asked.clean), lens.baseline(asked, asked.corrupt)
+        clean = lens.baseline(asked, asked.clean)
+        corrupt = lens.baseline(asked, asked.corrupt)
         assert clean > 0 > corrupt, (pair, clean, corrupt)
         about.append(
             pair._asdict()

@@ -32,7 +32,8 @@ EDGES = ("gpt2", "gpt-neox")
 #: Of the tiny checkpoints, whose vocabulary is made of numbers.
 TINY_CLEAN = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31]
 TINY_CORRUPT = [20, 21, 22, 63, 24, 25, 26, 77, 28, 29, 30, 31]
-TINY_ANSWER, TINY_FOIL = 100, 200
+TINY_ANSWER = 100
+TINY_FOIL = 200
 HOOKS = {
     "pre_attn": "hook_resid_pre",
     "post_block": "hook_resid_post",
@@ -61,7 +62,8 @@ class Attribution:
     """TransformerLens' attribution patching of one pair: clean rows into the corrupt prompt."""
 
     def __init__(self, lens: Lens, asked: dict[str, Any]) -> None:
-        self.lens, torch = lens, lens.torch
+        self.lens = lens
+        torch = lens.torch
         torch.set_grad_enabled(True)
         self.clean, self.corrupt = (torch.tensor([asked[of]]) for of in ("clean", "corrupt"))
         self.metric = lambda logits: logits[0, -1, asked["answer"]] - logits[0, -1, asked["foil"]]

@@ -98,7 +98,8 @@ def main() -> None:
     from tokenizers import Tokenizer  # the bridge's own puts a token before each text
 
     lens = Lens(MODEL, "float32")
-    torch, bridge = lens.torch, lens.bridge
+    torch = lens.torch
+    bridge = lens.bridge
     tokenizer = Tokenizer.from_file(str(MODEL / "tokenizer.json"))
     ids = [tokenizer.encode(text).ids for text in (PROMPT, OTHER)]
     assert len(ids[0]) == len(ids[1]), ids

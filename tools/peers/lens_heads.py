@@ -26,7 +26,8 @@ GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "data" / "heads.safeten
 #: Indirect objects: the name that is not said twice comes next. Both prompts have as many tokens.
 CLEAN = "When Mary and John went to the store, John gave a drink to"
 CORRUPT = "When Mary and John went to the store, Mary gave a drink to"
-ANSWER, FOIL = " Mary", " John"
+ANSWER = " Mary"
+FOIL = " John"
 #: Of the grid by positions, every which layer: TransformerLens takes one forward pass for each
 #: cell.
 EVERY = 5
@@ -55,7 +56,8 @@ class Frozen:
     """
 
     def __init__(self, model: Any, torch: Any) -> None:
-        self.model, self.torch = model, torch
+        self.model = model
+        self.torch = torch
         self.layers = model.model.layers
         config = model.config
         self.size = (
@@ -208,11 +210,13 @@ def golden(model: Path, file: Path) -> None:
     from transformer_lens import patching
 
     setup = set_up(model)
-    lens, asked = setup.lens, setup.asked
+    lens = setup.lens
+    asked = setup.asked
     corrupt = lens.torch.tensor([asked.corrupt])
     values = {name: lens.baseline(asked, getattr(asked, name)) for name in ("clean", "corrupt")}
     print(f"logit difference: {values}", flush=True)
-    heads, layers = lens.bridge.cfg.n_heads, lens.layers
+    heads = lens.bridge.cfg.n_heads
+    layers = lens.layers
     grids: dict[str, Any] = {}
 
     start = time.perf_counter()
@@ -305,7 +309,8 @@ NEURONS = (1, 4, 16, 64)
 
 
 def neuron_cells(frozen: Frozen, asked: Question, layer: int) -> list[float]:
-    torch, down = frozen.torch, frozen.layers[layer].mlp.down_proj
+    torch = frozen.torch
+    down = frozen.layers[layer].mlp.down_proj
     rows: dict[str, Any] = {}
     for name, tokens in (("clean", asked.clean), ("corrupt", asked.corrupt)):
         with frozen.hooked([down.register_forward_pre_hook(_keep_input(rows, name))]):

@@ -65,7 +65,8 @@ def main(name: str, path: str) -> None:
         layers[8].output[:, 3] = row[:, 3]
         kept["patch"] = model.lm_head.output.save()
 
-    clean, grid = {}, {}
+    clean = {}
+    grid = {}
     with model.trace(p):
         for layer in LOOP:
             clean[layer] = layers[layer].input.save()

@@ -76,7 +76,8 @@ def run(
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "tutorial.py"
         script.write_text(source)
-        before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        start = time.perf_counter()
         done = subprocess.run(
             [str(python), str(script)],
             env=environment,
@@ -85,7 +86,8 @@ def run(
             text=True,
             check=False,
         )
-        seconds, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds = time.perf_counter() - start
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         raise SystemExit(f"{source}\n{done.stderr}")
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
@@ -124,7 +126,8 @@ def main() -> None:
         if options.only not in path.stem:
             continue
         notebook = read(path)
-        source, peer_source = code(notebook), peer_code(notebook)
+        source = code(notebook)
+        peer_source = peer_code(notebook)
         rounds = []
         for _ in range(options.repeats):
             ours = run(sys.executable, source, environment, stack)

@@ -424,7 +424,8 @@ def own_config(architecture: str) -> PretrainedConfig:
         raise LookupError(
             "the model is Python code beside the weights, which vLLM's Transformers backend runs"
         )
-    name, own = config_class(architecture), OF.get(architecture, ("", {}))[1]
+    name = config_class(architecture)
+    own = OF.get(architecture, ("", {}))[1]
     kind = getattr(of_vllm if name in of_vllm._CLASS_TO_MODULE else transformers, name)
     given = shrunk(kind(), {**(_HEADS if name == "LlamaConfig" else {}), **own}, True)
     for field, value in AROUND.get(architecture, {}).items():

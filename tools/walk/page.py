@@ -10,7 +10,8 @@ from results import Result, in_our_words
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "models.md"
-BEGIN, END = "<!-- written by `make walk` -->", "<!-- end of the part written by `make walk` -->"
+BEGIN = "<!-- written by `make walk` -->"
+END = "<!-- end of the part written by `make walk` -->"
 BACKEND = "Transformers backend"
 LOADED = "load_format"  # in the caveat of how the walk loads what has no checkpoint
 HEAD = ("| class | served by | hooks | worst figure | laws | notes |", "|---|---|---|---|---|---|")
@@ -24,7 +25,8 @@ def write(results: Mapping[str, Result]) -> None:
 
 def rewritten(text: str, results: Mapping[str, Result]) -> str:
     """The page with the part between its marks replaced."""
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    before = text[: text.index(BEGIN) + len(BEGIN)]
+    after = text[text.index(END) :]
     return f"{before}\n\n" + "\n".join(_lines(results)) + f"\n\n{after}"
 
 
@@ -84,13 +86,10 @@ def _served(result: Result) -> str:
         *([result.note] if result.note else []),
         *([f"config: {config_class(result.name)}"] if result.alone else []),
     ]
-    figure = (
-        ""
-        if result.figure is None
-        else f"{result.figure:.1e}"
-        if result.dtype == "float32"
-        else f"{result.figure:.2f} (bf16)"
-    )
+    figure = ""
+    if result.figure is not None:
+        in_bf16 = result.dtype != "float32"
+        figure = f"{result.figure:.2f} (bf16)" if in_bf16 else f"{result.figure:.1e}"
     return (
         f"| `{result.name}` | {result.served_by} | {hooks} | {figure} | "
         f"{result.laws or ''} | {_cell('; '.join(notes))} |"

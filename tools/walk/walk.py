@@ -201,7 +201,8 @@ def _reason(text: str, alone: bool = False) -> str:
         if re.match(r"(\S+ )*[\w.]*(Error|Exception)(:|$)", line)
     ]
     place = errors[-1] if errors else len(lines) - 1
-    last, around = lines[place], lines[max(0, place - 8) : place + 4]
+    last = lines[place]
+    around = lines[max(0, place - 8) : place + 4]
     if not re.search(r": .", last) and place:  # it says nothing: what was executed does
         last = (
             f"{last.rstrip(':')} at "

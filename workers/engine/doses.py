@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...schemas.artifacts.probes import POLICY
+from ...schemas.artifacts.conditions import POLICY
 from ...schemas.base import MidstreamError
 from ...schemas.jobs.doses import DoseCell, DoseResult, StoredDose
 from ...schemas.jobs.jobs import Output

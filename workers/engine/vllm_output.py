@@ -10,7 +10,7 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
-from ...schemas.artifacts.probes import POLICY
+from ...schemas.artifacts.conditions import POLICY
 from ...schemas.base import MidstreamError, invalid, shortened
 from ...schemas.base.limits import MAX_DETAIL
 from ...schemas.jobs.jobs import Message, Output, Prompted, Sampling, TokenLogprob

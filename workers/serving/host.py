@@ -199,7 +199,8 @@ class EngineHost:
         Raises JobFailed when it ended with a problem.
         """
         assert self._attempts is not None, "start() first"
-        return self._schedule(self._attempts.run(job_id, kind)).result()
+        outcome: AttemptOutcome = self._schedule(self._attempts.run(job_id, kind)).result()
+        return outcome
 
     def cancel(self, job_id: str) -> None:
         """Stop a job if it runs here; returns immediately."""

@@ -120,7 +120,8 @@ async def tokenise(
             if plain
             else []
         )
-    said, chats = [prompt for prompt in prompts if prompt.is_conversation], []
+    said = [prompt for prompt in prompts if prompt.is_conversation]
+    chats = []
     for prompt in said:
         check_number_of_images(prompt.images, prompt.field, model)
         chats.append(chat_of(prompt))
@@ -247,7 +248,9 @@ def check_sampling(
 
 def check_choices(parsed: ParsedRequest) -> None:
     """Raises a 400 if all `n` choices would be the same, or are more than a job may have."""
-    n, sampling, prompts = parsed.n, parsed.sampling, len(parsed.prompts)
+    n = parsed.n
+    sampling = parsed.sampling
+    prompts = len(parsed.prompts)
     if n == 1:
         return
     check_excluded(
@@ -335,7 +338,9 @@ async def resolve(
 
     Raises a 400 naming the field.
     """
-    model_state, probes, policies = named.state, named.probes, named.policies
+    model_state = named.state
+    probes = named.probes
+    policies = named.policies
     parsed = await with_token_ids_of(parsed, codec)
     capture = await with_window_tokens(parsed.capture, codec)
     steering = await with_trigger_tokens(parsed.steering, codec)
@@ -441,7 +446,8 @@ async def admit(
 
     Raises a 400 with the path of the field at fault.
     """
-    probes, model_state = [*named.probes, *named.policies.probes], named.state
+    probes = [*named.probes, *named.policies.probes]
+    model_state = named.state
     check_sampling(
         parsed.sampling,
         parsed.sampling_at,
@@ -454,7 +460,7 @@ async def admit(
     max_tokens = check_lengths(parsed, prompts, model)
     check_tokens(probes, [len(prompt.token_ids) + max_tokens for prompt in prompts])
     captures, steering, blobs = await resolve(
-        parsed, prompts, model, codec, max_tokens, named, stored
+        parsed, prompts, model, codec=codec, max_tokens=max_tokens, named=named, stored=stored
     )
     job = Job(
         id=job_id,

@@ -26,16 +26,20 @@ from ..readings.readings import positions_asked
 
 #: Cost of resolving, for one prompt, an entry, a span, and a part of a text such as `0-3,7,-1`. The
 #: unit is the time for one listed position.
-ENTRY_COST, SPAN_COST, PART_COST = 8, 64, 8
+ENTRY_COST = 8
+SPAN_COST = 64
+PART_COST = 8
 #: Cost of rendering a conversation, and each of its messages.
-RENDER_COST, MESSAGE_COST = 32, 64
+RENDER_COST = 32
+MESSAGE_COST = 64
 #: Characters of a prompt that are searched for a span's text, or rendered, in one unit.
 SEARCHED_CHARACTERS = 32
 #: Number of layers assumed for a patch that gives its layers as a text.
 ASSUMED_LAYERS = 32
 #: The most that a job may cost (about a second). A job that costs more than `RESOLVE_INLINE` is
 #: resolved aside.
-RESOLVE_LIMIT, RESOLVE_INLINE = 1 << 22, 1 << 12
+RESOLVE_LIMIT = 1 << 22
+RESOLVE_INLINE = 1 << 12
 
 
 def check_cost(
@@ -52,7 +56,8 @@ def check_cost(
     messages = [len(prompt.value) for prompt in parsed.prompts if prompt.is_conversation]
     once = RENDER_COST + characters // prompts // SEARCHED_CHARACTERS
     rendered = [once + number * MESSAGE_COST for number in messages]
-    conversations, by_message = sum(rendered), sum(map(mul, messages, rendered))
+    conversations = sum(rendered)
+    by_message = sum(map(mul, messages, rendered))
     images = sum(len(prompt.images) for prompt in parsed.prompts)
     costs: Counter[str] = Counter()
     for field, positions in _wanted(parsed, model_state):
@@ -85,7 +90,8 @@ def check_examples(
     """Raises a 400 naming `field` if its positions would take long to resolve for each of the
     tokenised examples.
     """
-    number, items = len(examples), len(positions) if isinstance(positions, list) else 0
+    number = len(examples)
+    items = len(positions) if isinstance(positions, list) else 0
     cost = number * (ENTRY_COST + items)
     if cost + _written_out(positions, number, sum(map(len, examples))) > RESOLVE_LIMIT:
         raise too_many_positions(field)
@@ -103,13 +109,11 @@ def _cost_of_patch(patch: PatchSpec, prompts: int, characters: int) -> int:
     places = characters if whole else prompts * named
     if patch.source.run is None or patch.source.mean or isinstance(patch.source.position, int):
         return places
-    layers = (
-        len(patch.layers)
-        if isinstance(patch.layers, list)
-        else 1
-        if isinstance(patch.layers, int)
-        else ASSUMED_LAYERS
-    )
+    layers = ASSUMED_LAYERS
+    if isinstance(patch.layers, list):
+        layers = len(patch.layers)
+    elif isinstance(patch.layers, int):
+        layers = 1
     return places + min(places * layers * ENTRY_COST, RESOLVE_INLINE + 1)
 
 
@@ -187,5 +191,6 @@ def numbers_in(positions: RequestedPositions) -> int:
 
 def _length(span: Span) -> int:
     """Return the length of a range; `sys.maxsize` if its ends alone do not determine it."""
-    start, stop = span.start or 0, span.stop
+    start = span.start or 0
+    stop = span.stop
     return stop - start if stop is not None and (start < 0) == (stop < 0) else sys.maxsize

@@ -1,5 +1,5 @@
 """Validation of a fit of a module or a lens against the model: a request becomes a `StoredFit`, or
-a 400 names the field. And a dose as a request for the prompts of a cell, and as the job of all.
+a 400 names the field.
 """
 
 from collections.abc import Sequence
@@ -10,21 +10,15 @@ import numpy as np
 from ....schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
 from ....schemas.base import MidstreamError, Translated, from_numpy, invalid
 from ....schemas.base.limits import (
-    MAX_DOSE_WORK,
     MAX_FIT_TOKENS,
     MAX_FIT_WORK,
-    MAX_JOB_EDITS,
     MAX_LENS_WORK,
-    MAX_PROMPTS,
     MAX_TARGET_TOKENS,
     MAX_TUNED_BYTES,
     MIN_FIT_EXAMPLES,
 )
-from ....schemas.jobs.doses import DoseRequest, StoredDose
 from ....schemas.jobs.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit
-from ....schemas.jobs.jobs import Job, Sampling
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.jobs.works import DoseWork
 from ....schemas.prompts.selectors import (
     HOOKS,
     RequestedPositions,
@@ -33,12 +27,12 @@ from ....schemas.prompts.selectors import (
     resolve_positions,
     select,
 )
-from ....schemas.requests.specs import SteeringSpec, StoredSteering
+from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import SteeringTemplate
 from ....schemas.requests.trainings import BY_GRADIENT
 from ...web.aside import call_aside
 from ..edits.steering import resolve_module
-from ..prompts.request_parsing import ParsedPrompt, ParsedRequest
+from ..prompts.request_parsing import ParsedPrompt
 from ..prompts.tokenizer import Codec, TooLong
 from .admission import tokenise, too_long
 from .continuations import added_tokens
@@ -90,7 +84,8 @@ async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec)
     """Return the fit to store; tokens that it leaves out are not kept. Raises a 400 naming the
     field and what is valid.
     """
-    width, shortest = model.hidden_size, body.skip_first + 2
+    width = model.hidden_size
+    shortest = body.skip_first + 2
     if (body.rank or 1) > width:
         raise invalid("rank", f"is {body.rank}", allowed=f"1 to {width}, the hidden size")
     if body.max_tokens < shortest:
@@ -100,7 +95,8 @@ async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec)
     layers = _lens_layers(body, model)
     longest = min(body.max_tokens, model.max_model_len)
     prompts = [ids[:longest] for ids in await _tokens("prompts", "", body.prompts, model, codec)]
-    needed, used = -(-width // (body.rank or width)), sum(len(ids) >= shortest for ids in prompts)
+    needed = -(-width // (body.rank or width))
+    used = sum(len(ids) >= shortest for ids in prompts)
     if used < needed:
         raise invalid(
             "prompts",
@@ -143,7 +139,8 @@ def _check_numbers(body: FitRequest) -> None:
     """Raises a 400 for lists of examples that the method does not take, or that are too short."""
     trained = body.method in BY_GRADIENT
     for name in (*FROM_ROWS, "examples"):
-        count, needed = len(getattr(body, name)), (name == "examples") == trained
+        count = len(getattr(body, name))
+        needed = (name == "examples") == trained
         if needed and count < MIN_FIT_EXAMPLES:
             raise invalid(
                 name, f"has {count} entries", allowed=f"{body.method}: {MIN_FIT_EXAMPLES} or more"
@@ -191,7 +188,8 @@ Listed = list[list[int]]
 
 async def _continued(body: FitRequest, model: ModelInfo, codec: Codec) -> tuple[Listed, Listed]:
     """Return the prompts of the examples and their targets; a text with its prompt before it."""
-    prompts, targets = [], []
+    prompts = []
+    targets = []
     for index, (prompt, target) in enumerate((each.prompt, each.target) for each in body.examples):
         if isinstance(target, str) and not isinstance(prompt, str):
             raise invalid(
@@ -240,106 +238,3 @@ def _example(
     if not select(resolved, 0, len(ids), prompt_tokens):
         raise invalid(field, f"selects no token of {at}, which has {len(ids)}")
     return FitTokens(token_ids=ids, prompt_tokens=prompt_tokens, at=resolved)
-
-
-def parse_dose(body: DoseRequest) -> ParsedRequest:
-    """Return the request for the prompts of one cell, steered at all layers."""
-    texts = {"prompts": body.prompts, "held_out": body.held_out}
-    if body.effect.target:
-        whole = [f"{prompt}{body.effect.target}" for prompt in body.prompts]
-        texts = {"prompts": body.prompts, "effect.target": whole, "held_out": body.held_out}
-    return ParsedRequest(
-        kind="dose",
-        model=body.model,
-        prompts=[
-            ParsedPrompt(f"{field}[{index}]", text)
-            for field, of_field in texts.items()
-            for index, text in enumerate(of_field)
-        ],
-        sampling=Sampling(max_tokens=body.max_tokens),
-        steering=[
-            spec
-            if spec.module or spec.layers is not None
-            else msgspec.structs.replace(spec, layers=body.layers)
-            for spec in body.steering
-        ],
-        scales=body.scales,
-        probes=[] if body.effect.probe is None else [body.effect.probe],
-        metadata=body.metadata,
-        handling=body,
-    )
-
-
-def dose_layers(body: DoseRequest, model: ModelInfo) -> Sequence[int | None]:
-    """Return the layer of each cell; None: all together. Raises a 400 naming `layers`."""
-    with Translated(SelectorError, lambda error: invalid("layers", str(error))):
-        return [None] if body.layers is None else resolve_layers(body.layers, model.num_layers)
-
-
-def expanded(job: Job, body: DoseRequest, layers: Sequence[int | None]) -> Job:
-    """Return the job of all cells, with these `layers`. `job`: of the prompts of one. Raises a 400
-    naming the field.
-    """
-    dose = StoredDose(
-        cells=[(None, 0.0), *[(layer, scale) for layer in layers for scale in sorted(body.scales)]],
-        effect=body.effect,
-        prompts=len(body.prompts),
-        requests=len(job.prompts),
-        target_tokens=_target_tokens(job, body),
-        max_loss=body.max_loss,
-        max_repetition=body.max_repetition,
-    )
-    tokens = sum(len(prompt.token_ids) for prompt in job.prompts) + len(body.prompts) * (
-        body.max_tokens
-    )
-    number, edits = len(dose.cells), sum(map(len, job.steering))
-    for what, count, most in (
-        ("prompts", len(job.prompts), MAX_PROMPTS),
-        ("tokens", tokens, MAX_DOSE_WORK),
-        ("edits", edits, MAX_JOB_EDITS),
-    ):
-        if number * count > most:
-            detail = f"make {number} cells of {count} {what}"
-            raise invalid("scales", detail, allowed=f"at most {most} {what} in all cells")
-    for index, prompt in enumerate(job.prompts[-len(body.held_out) :]):
-        if len(prompt.token_ids) < 2:
-            detail = "has one token, and the loss of a text is that of its tokens after the first"
-            raise invalid(f"held_out[{index}]", detail, allowed="texts of at least 2 tokens")
-    probes = list(job.probes)
-    if body.effect.probe is not None:  # the mean over the text, however requests aggregate it
-        probes[0] = probes[0].averaged()
-    return msgspec.structs.replace(
-        job,
-        work=DoseWork(dose=dose),
-        probes=probes,
-        prompts=job.prompts * number,
-        captures=job.captures * number,
-        steering=[_at(entries, *cell) for cell in dose.cells for entries in job.steering],
-    )
-
-
-def _target_tokens(job: Job, body: DoseRequest) -> list[int]:
-    """Return how many tokens the target adds to each prompt."""
-    counts = []
-    for index in range(len(body.prompts) if body.effect.target else 0):
-        prompt, whole = job.prompts[index].token_ids, job.prompts[len(body.prompts) + index]
-        counts.append(len(whole.token_ids) - len(prompt))
-        if counts[-1] < 1 or list(whole.token_ids[: len(prompt)]) != list(prompt):
-            raise invalid(
-                "effect.target",
-                f"changes the tokens of prompts[{index}]",
-                allowed="text that begins with a space",
-            )
-    return counts
-
-
-def _at(entries: Sequence[StoredSteering], layer: int | None, scale: float) -> list[StoredSteering]:
-    """Return a prompt's entries in a cell. The operator's are the same in every cell."""
-    mine = [entry for entry in entries if entry.owner == "request"]
-    own = [e for e in mine if scale and (layer is None or layer in e.layers)]
-    if scale and not own:
-        raise invalid("layers", f"steering has no entry at layer {layer}")
-    return [
-        msgspec.structs.replace(e.scaled(scale), layers=e.layers if layer is None else [layer])
-        for e in own
-    ] + [entry for entry in entries if entry.owner == "operator"]

@@ -34,7 +34,9 @@ async def admit_gradients(
     spec = await with_scalar_tokens(parsed.capture, codec)
     parsed = replace(parsed, capture=spec, sampling=Sampling(max_tokens=1))
     model = msgspec.structs.replace(model, global_captures=[])
-    return await admit(parsed, model, codec, job_id, named, caller, resolve_gradients)
+    return await admit(
+        parsed, model, codec, job_id=job_id, named=named, caller=caller, stored=resolve_gradients
+    )
 
 
 def _check_alone(parsed: ParsedRequest) -> None:

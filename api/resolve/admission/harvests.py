@@ -3,6 +3,8 @@
 Of a source's files, only the names are read here.
 """
 
+from typing import Literal
+
 import anyio.to_thread
 import msgspec
 
@@ -87,7 +89,8 @@ async def plan_harvest(
             allowed=f"at most {info.capture_row_limit} rows per step",
             hint="use fewer layers or hooks",
         )
-    source, root = body.source, ""
+    source = body.source
+    root = ""
     if source.path is not None:
         root, _, kind = await anyio.to_thread.run_sync(
             find, roots_of(settings, limits.harvest_sources), source
@@ -113,11 +116,7 @@ async def plan_harvest(
         row_bytes=sum(info.row_size(hook) * len(layers) for hook, layers in sites.items())
         * ITEM_BYTES[info.dtype],
         shards=body.shards,
-        stream=body.to
-        if isinstance(body.to, HarvestStream)
-        else HarvestStream()
-        if body.to == "stream"
-        else None,
+        stream=_stream(body.to),
         max_tokens=body.max_tokens,
         tenant=caller.tenant,
         key=caller.key,
@@ -129,6 +128,12 @@ async def plan_harvest(
         identity=info.identity,
         last_layer=info.num_layers - 1,
     )
+
+
+def _stream(to: Literal["store", "stream"] | HarvestStream) -> HarvestStream | None:
+    if isinstance(to, HarvestStream):
+        return to
+    return HarvestStream() if to == "stream" else None
 
 
 def plan_survey(
@@ -159,7 +164,9 @@ def plan_survey(
         )
     features = 1 if sae is None or body.against is not None else sae.form.d_sae
     examples = features * body.top * (2 * body.context + 1) * EXAMPLE_TOKEN_BYTES
-    if (size := examples + 4 * view.rows * (body.against is not None)) > MAX_SURVEY_BYTES:
+    divergences = 4 * view.rows if body.against is not None else 0
+    size = examples + divergences
+    if size > MAX_SURVEY_BYTES:
         raise invalid(
             "top",
             f"{body.top} examples of {features} features, and KL divergences, take {size} bytes",
@@ -186,7 +193,8 @@ async def check_comparable(
     if state != "succeeded":
         raise invalid("against", f"{second.id} is {state}, not succeeded")
     for harvest in (first, second):
-        last, edited = harvest.last_layer, bool(harvest.steering or harvest.edits)
+        last = harvest.last_layer
+        edited = bool(harvest.steering or harvest.edits)
         for wrong, applies in {
             f"lacks post_block of layer {last}": last not in harvest.sites.get("post_block", []),
             "has rows from before its steering: `at` must be after": edited
@@ -225,7 +233,8 @@ def _edits(
 
 
 def _sites(body: HarvestRequest, info: ModelInfo) -> dict[Hook, list[int]]:
-    bounds, made = Bounds(info, [PromptFacts(1)]), {}
+    bounds = Bounds(info, [PromptFacts(1)])
+    made = {}
     for field, rule in SITE_RULES:
         try:
             made[field] = rule(body, bounds)

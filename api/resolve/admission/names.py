@@ -68,7 +68,9 @@ class Names:
     def __init__(
         self, settings: Settings, ledger: Ledger, steering: LedgerSteering, served: Served
     ):
-        self._ledger, self._steering, self._served = ledger, steering, served
+        self._ledger = ledger
+        self._steering = steering
+        self._served = served
         self._features = FeatureFiles(settings.artifacts_of("saes"))
         self._directions = DirectionFiles(settings.artifacts_of("lenses"))
         self._reading_files = anyio.CapacityLimiter(1)
@@ -86,7 +88,8 @@ class Names:
         Raises MidstreamError: a 400 naming the field, or
         `unavailable` for a policy of all traffic that does not fit the model.
         """
-        steering, patch = parsed.steering, parsed.patch
+        steering = parsed.steering
+        patch = parsed.patch
         guards = ((POLICIES, name) for name in watching)
         modules = [(MODULES, scoped(caller.tenant, name)) for name in modules_of(parsed)]
         found = await self.look_up(info, *artifacts_of(parsed), *guards, *modules)
@@ -169,7 +172,8 @@ class Names:
         """
         if found is None:
             found = await self.look_up(info, *(each for spec in specs for each in spec.references))
-        saes, lenses = {}, {}
+        saes = {}
+        lenses = {}
         for index, spec in enumerate(specs):
             at = f"steering[{index}]"
             if spec.jacobian is not None and spec.jacobian not in lenses:

@@ -90,7 +90,8 @@ class DirectionFiles:
         return result
 
     def _read(self, directed: Directed, tokens: Sequence[int]) -> dict[tuple[int, int], np.ndarray]:
-        lens, layers = directed.lens, directed.layers
+        lens = directed.lens
+        layers = directed.layers
         keys = [(lens.digest, layer, token) for layer in layers for token in tokens]
         if not self._known.keys() >= {*keys}:
             with (

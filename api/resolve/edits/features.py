@@ -154,7 +154,8 @@ def check_specs(specs: Iterable[SteeringSpec], saes: Mapping[str, Sae]) -> dict[
 def _check(spec: SteeringSpec, sae: Sae, at: str) -> None:
     op = spec.op or "add"
     check_together(spec, at, "sae", FIELDS)
-    takes, valid = OPS.get(op, False), f"0 to {sae.form.d_sae - 1}"
+    takes = OPS.get(op, False)
+    valid = f"0 to {sae.form.d_sae - 1}"
     check_excluded(
         [
             Excluded(
@@ -222,11 +223,9 @@ def resolve_feature(
     add the entry's tensors to `blobs`. Raises a 400 naming the field.
     """
     assert spec.sae is not None
-    sae, filled = (
-        named.saes[spec.sae],
-        msgspec.structs.replace(
-            spec, positions="all" if spec.positions is None else spec.positions
-        ),
+    sae = named.saes[spec.sae]
+    filled = msgspec.structs.replace(
+        spec, positions="all" if spec.positions is None else spec.positions
     )
     rows = named.rows[spec.sae, spec.feature or 0]
     rule = (
@@ -261,7 +260,8 @@ def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:
     dtype has float32's range. With one bfloat16 part, activations would differ from those that are
     read by up to 2⁻⁹.
     """
-    result, remaining = [], encoder.astype(np.float32)
+    result = []
+    remaining = encoder.astype(np.float32)
     for _ in range(3):
         part = widened(narrowed(remaining, model.dtype), model.dtype).astype(np.float32)
         result.append(from_numpy(part))

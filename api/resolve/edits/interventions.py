@@ -84,7 +84,8 @@ def check_without(spec: SteeringSpec, at: str, key: str, fields: Sequence[str]) 
 
 def _valid_for_op(field: str, spec: SteeringSpec, bounds: Bounds) -> None:
     """Raises ValueError for a field that the op requires and lacks, or that is not valid for it."""
-    takes, given = STEERING_FIELDS[spec.op or "add"], getattr(spec, field) is not None
+    takes = STEERING_FIELDS[spec.op or "add"]
+    given = getattr(spec, field) is not None
     if given and field not in (*takes.tensors, *takes.options):
         raise ValueError(
             f"is not valid for op {spec.op!r}; valid fields: "
@@ -110,17 +111,16 @@ def _norm_match(spec: SteeringSpec, bounds: Bounds) -> None:
 
 
 def _shape(family: Intervention, field: str, spec: SteeringSpec, bounds: Bounds) -> None:
-    tensor, width = (
-        getattr(spec, field),
-        bounds.model.row_size(resolve_hook(spec.hook or "post_block")),
-    )
+    tensor = getattr(spec, field)
+    width = bounds.model.row_size(resolve_hook(spec.hook or "post_block"))
     if tensor is None:
         return
     if not TENSORS[field].ranked:
         if tensor.shape != [width]:
             raise ValueError(f"has shape {tensor.shape}: it must be [{width}]")
         return
-    first, rank = family.tensors[0], _rank(family, spec)
+    first = family.tensors[0]
+    rank = _rank(family, spec)
     if field == first and not (tensor.shape == [rank, width] and 1 <= rank <= MAX_RANK):
         raise ValueError(
             f"has shape {tensor.shape}: it must be [rank, {width}] with rank 1 to {MAX_RANK}"
@@ -288,7 +288,8 @@ def resolve_entry(
     made = apply_rules(RULES[family.name], spec, bounds, at)
     masks = []
     if heads and family.name == "replace":  # other families keep columns that are 0
-        family, masks = FAMILY["replace_masked"], [keep_mask(hook, heads, bounds, blobs)]
+        family = FAMILY["replace_masked"]
+        masks = [keep_mask(hook, heads, bounds, blobs)]
     entry = SteeringTemplate(
         layers=made["layers"],
         hook=hook,

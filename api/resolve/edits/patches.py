@@ -190,7 +190,8 @@ def _of_vector(
 def _of_module(
     patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
 ) -> list[list[StoredSteering]]:
-    name, at = patch.spec.source.module, patch.source("module")
+    name = patch.spec.source.module
+    at = patch.source("module")
     module = model_state.modules.get(name or "")
     if module is None:
         raise unknown_module(at, name, bounds.model.name, model_state)
@@ -267,7 +268,9 @@ def _of_run(
 
 
 def _run(patch: ResolvedPatch, bounds: Bounds, model_state: ModelState) -> RunView:
-    name, model, at = patch.spec.source.run, bounds.model, patch.source("run")
+    name = patch.spec.source.run
+    model = bounds.model
+    at = patch.source("run")
     run = model_state.runs.get(name or "")
     if run is None:
         listing = " or ".join(
@@ -351,7 +354,8 @@ def _rows_of(
 
     Raises a 400 at `source.position`.
     """
-    position, at = patch.spec.source.position, patch.source("position")
+    position = patch.spec.source.position
+    at = patch.source("position")
     if isinstance(position, int):
         with _field(at):
             return {(_captured(position, prompt), ()): written}
@@ -473,7 +477,8 @@ def resolve_patches(
     """
     runs_of(specs)
     per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
-    total, masks = 0, {""}
+    total = 0
+    masks = {""}
     for index, spec in enumerate(specs):
         at = f"patch[{index}]"
         if spec.source.run is not None and any(prompt.images for prompt in bounds.prompts):

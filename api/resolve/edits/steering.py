@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
-from ....schemas.artifacts.probes import POLICY
+from ....schemas.artifacts.conditions import POLICY
 from ....schemas.base import MidstreamError, Tensor, Translated, from_msgpack, invalid
 from ....schemas.base.edit_sizes import EditLimit, strictest
 from ....schemas.base.limits import (
@@ -163,7 +163,8 @@ def _check_fits(
     module: Module, number: int, entry: SteeringTemplate, bounds: Bounds, at: str
 ) -> None:
     """Raises a 400 for a module of other sizes: its model's name may now serve another model."""
-    model, last = bounds.model, entry.layers[-1]
+    model = bounds.model
+    last = entry.layers[-1]
     absent = model.absent.get(entry.hook)
     why = f", which is not served ({absent})" if absent is not None else ""
     for wrong, applies in (
@@ -205,7 +206,8 @@ def _check_scale(
     ):
         check_limit(family, number, value)
     if family.scale is not None and not reach * abs(scale) <= limit_of(bounds):
-        largest, limit = reach * abs(scale), limit_of(bounds)
+        largest = reach * abs(scale)
+        limit = limit_of(bounds)
         raise invalid(
             field,
             (
@@ -448,7 +450,8 @@ def resolve_module(
     stricter. Raises a 400 naming the field.
     """
     blobs: dict[str, bytes] = {}
-    entries, reach = [], []
+    entries = []
+    reach = []
     for index, spec in enumerate(specs):
         at = f"steering[{index}]"
         if spec.module is not None:

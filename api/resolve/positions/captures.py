@@ -341,12 +341,13 @@ def _unsplit_rows(captures: Sequence[StoredCapture], index: int, bounds: Bounds)
 def _check_step(field: str, captures: Sequence[StoredCapture], index: int, bounds: Bounds) -> None:
     """Raises a 400 unless the rows of one token, with its drafts, fit the capture buffer."""
     if not _fits_step(captures, index, bounds):
+        rows = _unsplit_rows(captures, index, bounds)
+        drafts = bounds.model.speculative_tokens
+        tokens = f"one token and {drafts} drafts" if drafts else "one token"
         raise invalid(
             field,
-            f"prompt {index} produces {_unsplit_rows(captures, index, bounds)} rows in one "
-            "engine step, for one token"
-            + (f" and {drafts} drafts" if (drafts := bounds.model.speculative_tokens) else "")
-            + ": more than the worker's buffer holds (setting tuning.capture_buffer_mib)",
+            f"prompt {index} produces {rows} rows in one engine step, for {tokens}: more than the "
+            "worker's buffer holds (setting tuning.capture_buffer_mib)",
             allowed=f"at most {bounds.model.capture_row_limit} rows per step",
             hint="use fewer layers or hooks",
         )
@@ -360,7 +361,9 @@ def _check_memory(
 
     `stored_captures`: field → one capture per prompt.
     """
-    limit, total, work = bounds.model.memory_limit_kib << 10, 0, 0
+    limit = bounds.model.memory_limit_kib << 10
+    total = 0
+    work = 0
     of_prompt = [0] * len(bounds.prompts)
     most = (
         f"at most {bounds.model.memory_limit_kib} KiB per prompt (setting tuning.memory_limit_kib)"
@@ -405,7 +408,8 @@ def _returned_bytes(capture: StoredCapture, index: int, bounds: Bounds) -> int:
     """Return the most bytes that one prompt returns in the response; per rank, if several have
     parts.
     """
-    model, prompt = bounds.model, bounds.prompts[index]
+    model = bounds.model
+    prompt = bounds.prompts[index]
     positions = capture.count_stored(prompt.tokens, bounds.max_tokens)
     if capture.reading is not None:
         return capture.reading.size(positions, capture.num_sites)

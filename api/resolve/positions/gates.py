@@ -42,7 +42,9 @@ def gated_by(request: Sequence[str | ProbeUse]) -> list[Gated]:
 
 def check_use(use: ProbeUse, probe: Probe, at: str, model: ModelInfo) -> None:
     """Raises a 400 for an action that cannot be taken, or lacks or has fields of `steer`."""
-    action, steers, staged = use.action, use.action == "steer", model.pp > 1
+    action = use.action
+    steers = use.action == "steer"
+    staged = model.pp > 1
     crossable = any(threshold is not None for threshold in probe.content.thresholds)
     late = "'stop' is not served with pipeline parallelism: scores of earlier stages come too late"
     elsewhere = (
@@ -54,7 +56,8 @@ def check_use(use: ProbeUse, probe: Probe, at: str, model: ModelInfo) -> None:
         "of the preceding tokens are known"
     )
     lacks = f"{action!r} needs a threshold, and {probe.name!r} has none"
-    foreign, null = f"is not valid for action {action!r}", "null, or the action steer"
+    foreign = f"is not valid for action {action!r}"
+    null = "null, or the action steer"
     for field, why, applies, allowed in (
         ("action", late, action == "stop" and staged, "none, flag"),
         (

@@ -35,7 +35,10 @@ def bounded_json(raw: msgspec.Raw | bytes, at: str, most: int = MAX_SCHEMA) -> A
         raise invalid(at, f"has {len(data)} bytes", allowed=f"at most {most}")
     depth = 0
     for match in _STRING_OR_BRACKET.finditer(data):
-        depth += (match[0] in b"{[") - (match[0] in b"}]")
+        if match[0] in (b"{", b"["):
+            depth += 1
+        elif match[0] in (b"}", b"]"):
+            depth -= 1
         if depth > MAX_NESTING:
             raise invalid(
                 at,

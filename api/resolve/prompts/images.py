@@ -18,7 +18,8 @@ _ALLOWED = "data:image/png;base64,… or data:image/jpeg;base64,…"
 
 def read_image(part: ImagePart, at: str) -> bytes:
     """Return the image file in a message part. Raises a 400 naming the field below `at`."""
-    url, field = part.image_url.url, f"{at}.image_url.url"
+    url = part.image_url.url
+    field = f"{at}.image_url.url"
     start = _DATA.match(url)
     if start is None:
         why = (
@@ -67,7 +68,8 @@ def placed(
     if not images:
         return []
     image_placeholder = model.image_placeholder
-    starts, place = [], 0
+    starts = []
+    place = 0
     while place + len(image_placeholder) <= len(ids):
         if list(ids[place : place + len(image_placeholder)]) == image_placeholder:
             starts.append(place)

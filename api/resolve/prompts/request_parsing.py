@@ -85,7 +85,8 @@ def described_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
 
 
 def _function(tool: Tool, at: str) -> dict[str, Any]:
-    function, schema = tool.function, None
+    function = tool.function
+    schema = None
     if not isinstance(function.parameters, UnsetType):
         schema = bounded_json(function.parameters, f"{at}.function.parameters")
         if schema is not None and not isinstance(schema, dict):

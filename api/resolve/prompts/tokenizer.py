@@ -26,14 +26,16 @@ from ....schemas.prompts.selectors import SelectorError, Span, SpanFinder, no_te
 
 #: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs
 #: more than the work.
-INLINE_CHARACTERS, INLINE_MESSAGES = 4096, 64
+INLINE_CHARACTERS = 4096
+INLINE_MESSAGES = 64
 #: A text of up to this many characters is tokenised, whatever the model's length: the tokenizer's
 #: normaliser may drop most of it.
 SHORT_CHARACTERS = 64 * 1024
 #: Used where the model has no limit.
 ANY_LENGTH = 2**31 - 1
 #: Characters, and texts or conversations, of one question; a single one may have more characters.
-GROUP_CHARACTERS, GROUP_ITEMS = 256 * 1024, 512
+GROUP_CHARACTERS = 256 * 1024
+GROUP_ITEMS = 512
 
 
 def check_vocabulary(ids: Sequence[int], at: str, model: ModelInfo) -> None:
@@ -266,7 +268,8 @@ class Codec(ChatTemplate):
 
     def as_list(self, ids: np.ndarray) -> list[int]:
         """Return the ids as int objects that all lists share: 8 bytes each instead of 36."""
-        return self._numbers[ids].tolist()
+        found: list[int] = self._numbers[ids].tolist()
+        return found
 
     def _check_characters(self, index: int, characters: int) -> None:
         if characters > self._most_characters:
@@ -362,9 +365,11 @@ class Codec(ChatTemplate):
         result: list[list[FoundSpan]] = []
         room = MAX_FOUND_POSITIONS
         for prompt in prompts:
-            find, of_prompt = self._finder(prompt), []
+            find = self._finder(prompt)
+            of_prompt = []
             for span in spans:
-                of_prompt.append(found := _found(find, span))
+                found = _found(find, span)
+                of_prompt.append(found)
                 room -= len(found)
                 if room < 0:
                     raise too_many_positions("positions")
@@ -373,7 +378,8 @@ class Codec(ChatTemplate):
 
     def _finder(self, prompt: SearchedPrompt) -> SpanFinder:
         """Return what finds spans in a prompt."""
-        ids, chat = array("i", prompt.ids), prompt.chat
+        ids = array("i", prompt.ids)
+        chat = prompt.chat
         if prompt.text is None:
             where = self.map_ids(ids)
         else:

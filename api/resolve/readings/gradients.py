@@ -54,7 +54,8 @@ def _scalar(spec: CaptureSpec, bounds: Bounds, at: str) -> tuple[ScalarSpec, Pro
 
     Raises a 400 naming the field below `at`, also for a scalar with fields of another kind.
     """
-    model, scalar = bounds.model, spec.scalar
+    model = bounds.model
+    scalar = spec.scalar
     if scalar is None:
         raise invalid(at, "is required with of = 'gradient'", allowed=", ".join(SCALAR_FIELDS))
     needed, optional = SCALAR_FIELDS[scalar.kind]

@@ -13,17 +13,14 @@ from ....broker.ledger.named.registry import Lookup
 from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
 from ....schemas.access.keys import Caller
+from ....schemas.artifacts.conditions import POLICY, Condition, Mode, decay_fault
 from ....schemas.artifacts.probes import (
-    POLICY,
     PROBES,
-    Condition,
-    Mode,
     Probe,
     ProbeContent,
     ProbeRequest,
     ProbeUse,
     StoredProbe,
-    decay_fault,
 )
 from ....schemas.base import (
     MidstreamError,
@@ -157,7 +154,8 @@ def _numbers(field: str, tensor: Tensor) -> np.ndarray:
 
 def _of_labels(probe_request: ProbeRequest, number: int) -> tuple[list[str], list[float | None]]:
     """Return a label and a threshold for each row of the weight."""
-    labels, thresholds = probe_request.labels, probe_request.thresholds
+    labels = probe_request.labels
+    thresholds = probe_request.thresholds
     labels = [str(index) for index in range(number)] if labels is None else labels
     thresholds = thresholds if isinstance(thresholds, list) else [thresholds] * number
     for at, values, allowed in (
@@ -332,7 +330,8 @@ def changed(policy: Policy, change: PolicyChange) -> PolicyVersion:
         for name in ("mode", "all_traffic", "edits")
         if (value := getattr(change, name)) is not None
     }
-    former, at = kept[number], now()
+    former = kept[number]
+    at = now()
     present, new = map(msgspec.to_builtins, (former.content.condition, change.condition or {}))
     with Translated(msgspec.ValidationError, lambda error: invalid("condition", str(error))):
         condition = msgspec.convert(present | new, Condition)
@@ -387,7 +386,8 @@ def policies_of(
 
     Raises a 400 naming the field, and `unavailable` as `all_fitting`.
     """
-    result, named = Applied(), parsed.policies
+    result = Applied()
+    named = parsed.policies
     for index, name in enumerate(named):
         at = f"policies[{index}]"
         if name in named[:index]:
@@ -446,8 +446,10 @@ def _actions_of(
     """Return the modules that a version applies, and its captures with their fields. `at`: field of
     a request; by default those of its registration.
     """
-    gated, captures = list[Gated](), list[tuple[str, CaptureSpec]]()
-    modules, scores = iter(version.modules), POLICY + policy
+    gated = list[Gated]()
+    captures = list[tuple[str, CaptureSpec]]()
+    modules = iter(version.modules)
+    scores = POLICY + policy
     for number, action in enumerate(version.content.actions):
         field = at or f"actions[{number}]"
         if isinstance(action, Steer):

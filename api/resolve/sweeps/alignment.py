@@ -18,10 +18,12 @@ from ....schemas.prompts.selectors import SelectorError, as_ranges
 MOST_MATCHES = 1 << 16
 #: Characters of a token sequence that a note or reason shows, and ranges of positions that it
 #: lists.
-SHOWN_CHARACTERS, SHOWN_RANGES = 60, 8
+SHOWN_CHARACTERS = 60
+SHOWN_RANGES = 8
 #: Notes about differing blocks of one pair; the others are counted.
 SHOWN_BLOCKS = 16
-CLEAN, CORRUPT = "clean", "corrupt"
+CLEAN = "clean"
+CORRUPT = "corrupt"
 
 
 class PromptTokens(NamedTuple):

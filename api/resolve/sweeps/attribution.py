@@ -15,7 +15,8 @@ from ....schemas.requests.attributions import EstimateMethod, StoredAttribution,
 INTEGRATED_STEPS = 8
 #: `adaptive` computes at most this share of a pair's grid, and at least `LEAST_TOPS` × its top
 #: cells.
-BUDGET_SHARE, LEAST_TOPS = 0.1, 5
+BUDGET_SHARE = 0.1
+LEAST_TOPS = 5
 #: Fields that choose cells; not valid where there is no grid.
 CELLS = ("hooks", "layers", "heads", "neurons", "window", "alpha", "mask")
 
@@ -28,7 +29,9 @@ def on_its_site(body: AttributionRequest, sae: StoredSae) -> AttributionRequest:
 
 def check_method(body: AttributionRequest) -> None:
     """Check fields that exclude or require each other. Raises a 400."""
-    method, steps, edges = body.method, steps_of(body), body.method == "edges"
+    method = body.method
+    steps = steps_of(body)
+    edges = body.method == "edges"
     check_excluded(
         [
             *_defaults(body, "estimates: they are of cells without a path", ("path",)),

@@ -86,7 +86,8 @@ def _part_of(column: Column, part: ColumnPart, where: str = "") -> Column:
 
 
 def _check_fields(request: SweepRequest) -> None:
-    axis, inside = request.axis, request.axis in (*HEAD_AXES, "neuron")
+    axis = request.axis
+    inside = request.axis in (*HEAD_AXES, "neuron")
     wrong = f"is not valid with axis {axis!r}"
     check_excluded(
         [

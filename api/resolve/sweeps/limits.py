@@ -98,7 +98,8 @@ def room_of_cell(sweep: StoredSweep, num_layers: int = 0) -> Room:
     item = sweep.window.layers * (
         2 if sweep.mask or any(column.masked for column in sweep.pairs[0].columns) else 1
     )
-    widest, window = 0, sweep.window.positions
+    widest = 0
+    window = sweep.window.positions
     for pair in sweep.pairs:
         # number of places before each column, and in all
         before = [0, *accumulate(len(column.places) for column in pair.columns)]
@@ -118,7 +119,8 @@ def _room_of_pass(sweep: StoredSweep, num_layers: int) -> Room:
     """Return the room of a path's pass: for each position, the sender's vector and mask and a
     vector for each frozen site, or a vector and mask for each receiver.
     """
-    path, rows = sweep.path, max(len(pair.base) for pair in sweep.pairs)
+    path = sweep.path
+    rows = max(len(pair.base) for pair in sweep.pairs)
     assert path is not None
     top = max((end.layer for end in path.receivers), default=num_layers - 1)
     senders = (
@@ -152,7 +154,8 @@ def _check_capture(sweep: StoredSweep, model: ModelInfo, settings: Settings) -> 
         of_base = of_base | {"pre_attn"}
     layers = len(sweep.layers)
     if sweep.path is not None:
-        of_base, layers = of_base | {*BRANCH_HOOK.values()}, model.num_layers
+        of_base = of_base | {*BRANCH_HOOK.values()}
+        layers = model.num_layers
     sites = layers * max(len(of_base), 0 if sweep.ablation else len(hooks))
     rows = sites * min(1 + model.speculative_tokens, max(pair.longest for pair in sweep.pairs))
     if not model.step_holds(rows):

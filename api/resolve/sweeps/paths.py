@@ -83,7 +83,8 @@ def _reaches_one(layer: int, hook: Hook, path: StoredPath) -> bool:
 
 def _check_fields(request: SweepRequest, path: SweepPath) -> None:
     unset = {"ablation": None, "mask": None, "alpha": 1.0, "window": PatchWindow()}
-    sent, neurons = path.sender is not None, request.neurons
+    sent = path.sender is not None
+    neurons = request.neurons
     check_excluded(
         [
             *(

@@ -147,7 +147,8 @@ def _check_model(model: ModelInfo) -> None:
 
 def _check_fields(request: SweepRequest) -> None:
     """Check fields that exclude or require each other."""
-    ablation, metric = request.ablation, request.metric
+    ablation = request.ablation
+    metric = request.metric
     one_prompt = (
         "is not valid with ablation, which has one prompt: omit it, or omit ablation "
         f"({ablation!r})"
@@ -322,7 +323,8 @@ async def _continue_pairs(
     ]
     made = {result.field: result for result in await continue_prompts(needed, model, codec)}
     for pair in pairs:
-        answer, foil = made.get(f"{pair.at}.answer"), made.get(f"{pair.at}.foil")
+        answer = made.get(f"{pair.at}.answer")
+        foil = made.get(f"{pair.at}.foil")
         if answer is None or foil is None:
             continue
         if answer.ids == foil.ids:
@@ -383,7 +385,8 @@ def _store_pair(
     if request.axis not in ("position", "head_position"):
         notes += _left_out(pair, [column for column in columns if not column.places])
     columns = columns_on(request, columns, parts)
-    answer, foil = answers.get(f"{pair.at}.answer"), answers.get(f"{pair.at}.foil")
+    answer = answers.get(f"{pair.at}.answer")
+    foil = answers.get(f"{pair.at}.foil")
     notes += [result.note for result in (answer, foil) if result is not None and result.note]
     if request.metric == "kl" and answer is not None and len(answer.ids) > 1:
         notes.append(

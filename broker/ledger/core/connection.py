@@ -145,7 +145,8 @@ class LedgerConnection:
 
     @reachable
     async def get_blob(self, name: str) -> bytes | None:
-        return await self.redis.get(f"ms:blob:{name}")
+        blob: bytes | None = await self.redis.get(f"ms:blob:{name}")
+        return blob
 
     async def get_tensor(self, name: str) -> Tensor:
         """Return a steering vector by its content hash.

@@ -16,8 +16,9 @@ from typing import Any, Protocol
 import msgspec
 
 from ....schemas.access.keys import unscoped
+from ....schemas.artifacts.conditions import StoredPolicy
 from ....schemas.artifacts.loras import use_of
-from ....schemas.artifacts.probes import ProbeScore, StoredPolicy
+from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.artifacts.registered import ArtifactKind, Registered
 from ....schemas.base import (
     STATUS_OF_KIND,

@@ -6,7 +6,8 @@ from datetime import date, timedelta
 import msgspec
 
 from ....schemas.access.handling import Callback
-from ....schemas.artifacts.probes import POLICY, Probe, StoredPolicy, StoredProbe
+from ....schemas.artifacts.conditions import POLICY, StoredPolicy
+from ....schemas.artifacts.probes import Probe, StoredProbe
 from ....schemas.base import MidstreamError, from_json, now
 from ....schemas.base.limits import POLICY_DAYS
 from ....schemas.jobs.jobs import Job

@@ -21,15 +21,13 @@ import msgspec
 from ....schemas.access.keys import (
     DEFAULT_TENANT,
     KEY_PREFIX,
-    MAX_SESSIONS,
-    SESSION_S,
     CreatedKey,
     KeyRequest,
     KeyView,
     Scope,
-    Session,
     StoredKey,
 )
+from ....schemas.access.sessions import MAX_SESSIONS, SESSION_S, Session
 from ....schemas.base import MidstreamError, Translated, __version__, from_msgpack, now, to_msgpack
 from ....schemas.settings.settings import PREFIX, Settings, SettingsError
 from ..jobs.ledger import ALPHABET, Ledger, reachable

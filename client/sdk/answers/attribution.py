@@ -136,14 +136,13 @@ class Attribution(Plotted):
     @property
     def features(self) -> list[Score]:
         """The features of a sparse autoencoder and its error, strongest first."""
-        return _strongest(
-            Score(
-                number, place_name(names, feature.column, feature.feature), feature.score, feature
-            )
-            for number, item in self._pairs
-            for names in [grid_of(self.result, number).names]
-            for feature in item.features
-        )
+        found = []
+        for number, item in self._pairs:
+            names = grid_of(self.result, number).names
+            for feature in item.features:
+                name = place_name(names, feature.column, feature.feature)
+                found.append(Score(number, name, feature.score, feature))
+        return _strongest(found)
 
     @property
     def spearman(self) -> float | None:
@@ -185,12 +184,15 @@ class Attribution(Plotted):
             for number, item in self._pairs
             for cell in item.checked
         }
-        lines, estimates = [], records(estimated(self.result))
+        lines = []
+        estimates = records(estimated(self.result))
         for line, estimate in zip(records(self.result), estimates, strict=True):
             if self.pair in (None, line["pair"]):
                 cell = checked.get((line["pair"], line["hook"], line["layer"], line["column"]))
-                line["exact"], line["exact_effect"] = line.pop("value"), line.pop("effect")
-                line["estimate"], line["estimate_effect"] = estimate["value"], estimate["effect"]
+                line["exact"] = line.pop("value")
+                line["exact_effect"] = line.pop("effect")
+                line["estimate"] = estimate["value"]
+                line["estimate_effect"] = estimate["effect"]
                 line["why"] = cell.why if cell else []
                 line["off"] = cell.off if cell and cell.exact is not None else None
                 lines.append(line)

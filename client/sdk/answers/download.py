@@ -138,7 +138,8 @@ class Saved:
             )
         self.path = folder / file.name
         self._partial = self.path.with_name(f".{file.name}.part")
-        self._job, self._file = job_id, file
+        self._job = job_id
+        self._file = file
         self._size = self._crc = 0
 
     def __enter__(self) -> "Saved":
@@ -147,11 +148,13 @@ class Saved:
 
     def write(self, chunk: bytes) -> None:
         self._handle.write(chunk)
-        self._size, self._crc = self._size + len(chunk), zlib_ng.crc32(chunk, self._crc)
+        self._size += len(chunk)
+        self._crc = zlib_ng.crc32(chunk, self._crc)
 
     def __exit__(self, kind: object, *_: object) -> None:
         self._handle.close()
-        file, result = self._file, (self._size, self._crc)
+        file = self._file
+        result = (self._size, self._crc)
         if kind is not None or result != (file.bytes, file.crc32):
             self._partial.unlink()
         if kind is not None:

@@ -111,11 +111,16 @@ class Grid(Plotted):
         for hook in self.hooks:
             for row, column in np.argwhere(~np.isnan(self.effects[hook])).tolist():
                 yield Effect(
-                    hook, self.layers[row], column, self.labels[column], self.positions[column],
-                    float(self.values[hook][row, column]), float(self.effects[hook][row, column]),
-                    self.heads[column] if self.heads else -1,
-                    tuple(self.neurons[hook][row][column]) if hook in self.neurons else (),
-                )  # fmt: skip
+                    hook=hook,
+                    layer=self.layers[row],
+                    column=column,
+                    label=self.labels[column],
+                    positions=self.positions[column],
+                    value=float(self.values[hook][row, column]),
+                    effect=float(self.effects[hook][row, column]),
+                    head=self.heads[column] if self.heads else -1,
+                    neurons=tuple(self.neurons[hook][row][column]) if hook in self.neurons else (),
+                )
 
     def by_head(self, hook: Hook | None = None) -> np.ndarray:
         """Return the values by head: `[layers, heads]` on axis `head`, `[layers, heads, positions]`
@@ -128,7 +133,8 @@ class Grid(Plotted):
                 f"a grid of axis {self.axis!r} has no heads",
                 allowed="a sweep of axis head or head_position",
             )
-        values, heads = self.values[hook or self.hooks[0]], len(dict.fromkeys(self.heads))
+        values = self.values[hook or self.hooks[0]]
+        heads = len(dict.fromkeys(self.heads))
         return values if self.axis == "head" else values.reshape(len(self.layers), heads, -1)
 
     def to_pandas(self) -> "pandas.DataFrame":
@@ -188,6 +194,7 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         hook: np.array([_array(value, hook, result) for value in chosen]) for hook in result.hooks
     }
     bases = np.array([_base(result.metric, value.base) for value in chosen])
+    known = bases[~np.isnan(bases)]
     labels = _labels(chosen)
     floors = [value.noise_floor for value in chosen if value.noise_floor is not None]
     return Grid(
@@ -201,7 +208,7 @@ def grid_of(result: SweepResult, pair: int | None = None) -> Grid:
         effects=ByHook(
             (hook, _mean(value - bases[:, None, None])) for hook, value in values.items()
         ),
-        base=float(np.mean(known)) if (known := bases[~np.isnan(bases)]).size else float("nan"),
+        base=float(np.mean(known)) if known.size else float("nan"),
         noise_floor=max(floors, default=None),
         noise_probes=sum(value.noise_probes for value in chosen),
         axis=result.axis,
@@ -222,7 +229,8 @@ def records(result: SweepResult) -> list[dict[str, Any]]:
     }
     results = []
     for number, pair in enumerate(result.pairs):
-        base, positions = _base(result.metric, pair.base), _positions(pair)
+        base = _base(result.metric, pair.base)
+        positions = _positions(pair)
         for hook in result.hooks:
             for row_number, (layer, row) in enumerate(
                 zip(result.layers, pair.grids[hook], strict=True)

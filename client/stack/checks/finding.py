@@ -1,64 +1,13 @@
-"""Checks of a service and findings: what was found, how bad it is, and what to do about it.
+"""Checks and findings: what was found, how bad it is, and what to do about it."""
 
-The measurements of `midstream doctor --deep` use `Rig` (both servers, and requests); what they must
-show stands in `PROMISES`.
-"""
-
-import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Literal, NamedTuple
 
-import httpx2
 import msgspec
-import numpy as np
 
-from ....schemas.base import MidstreamError, Translated, __version__
-from ....schemas.jobs.certificates import Certificate
-from ....schemas.jobs.jobs import JobView
-from ....schemas.settings.settings import Settings
-from ...sdk import wire
-from ...sdk.client import Client
-from ..processes import wait_for
-from ..supervisor import Announce, Supervisor
-
-
-@dataclass
-class Service:
-    """The settings and addresses of a service's parts."""
-
-    settings: Settings
-    redis_url: str  # empty: not configured
-    url: str
-    redis_answers: bool = False  # as its check has found, also to writes
-
-    def get(self, path: str, *, keyed: bool = True) -> httpx2.Response:
-        """Call the API, with the settings' key if `keyed`. Raises MidstreamError if there is no
-        answer.
-        """
-        headers = wire.headers(self.settings.api_key) if keyed else {}
-        with Translated(
-            httpx2.HTTPError,
-            lambda error: MidstreamError("unavailable", f"no answer from {self.url}: {error}"),
-        ):
-            return httpx2.get(f"{self.url}{path}", headers=headers, timeout=TIMEOUT_S)
-
-    @cached_property
-    def missing(self) -> list[str]:
-        """What the API lacks to run a job. Raises MidstreamError if there is no answer."""
-        ready = self.get("/readyz")
-        if ready.status_code == 200:
-            return []
-        return ready.json().get("missing") or [f"/readyz answers {ready.status_code}"]
-
-    @property
-    def without_redis(self) -> bool:
-        """Whether the API lacks Redis, which does not answer here either, or takes no writes."""
-        return not self.redis_answers and any(what.startswith("redis") for what in self.missing)
-
+from ....schemas.base import __version__
 
 #: `info`: a fact that no check judges.
 Level = Literal["info", "ok", "warn", "fail"]
@@ -67,7 +16,8 @@ Depth = Literal["plan", "quick", "deep", "demo", "end"]
 
 #: Differences of two clocks in seconds: above the first, leases and deadlines are noticeably wrong;
 #: above the second, they are useless.
-SKEW_WARN_S, SKEW_FAIL_S = 0.5, 5.0
+SKEW_WARN_S = 0.5
+SKEW_FAIL_S = 5.0
 TIMEOUT_S = 5.0
 
 
@@ -113,7 +63,11 @@ def graded(
     """Judge a value, or what is wrong: from `fail` on it fails, from `warn` on it is worth a
     warning, and else needs no advice.
     """
-    level: Level = "fail" if value >= fail else "warn" if value >= warn else "ok"
+    level: Level = "ok"
+    if value >= fail:
+        level = "fail"
+    elif value >= warn:
+        level = "warn"
     return CheckFinding(level, about, found, "" if level == "ok" else advice)
 
 
@@ -144,137 +98,3 @@ def version_finding(about: str, version: str, more: str = "") -> CheckFinding:
     return CheckFinding(
         "warn", about, text, "run one version everywhere: see the notes on upgrades"
     )
-
-
-#: Prompts of a call, and their tokens.
-BATCH, LENGTH = 32, 48
-#: Tokens that a request generates whose rows or receipts are looked at.
-OWN_TOKENS = 4
-HTTP_S = 600.0
-#: Every layer at one hook.
-LAYERS = {"layers": "all", "hook": "post_block"}
-EVERY_ROW = {**LAYERS, "positions": "all_prompt"}
-#: Standard deviation of a steering vector's elements: small where only time is measured, large
-#: where an edit that reaches a neighbour must be seen.
-GENTLE, STRONG = 0.01, 4.0
-
-
-@dataclass
-class Rig:
-    """Both servers, and requests to Midstream."""
-
-    settings: Settings  # of both servers
-    stack: Supervisor
-    client: Client
-    stock: str  # address of stock vLLM's server
-    seconds: float  # for the timed pairs
-    killed: Sequence[str]  # the processes to kill
-    say: Announce
-    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
-
-    @cached_property
-    def card(self) -> dict[str, Any]:
-        """The model as the service describes it."""
-        return self.client.model(self.settings.served_model)
-
-    @property
-    def certificate(self) -> Certificate | None:
-        return msgspec.convert(self.card.get("certificate"), Certificate | None, strict=False)
-
-    def prompts(self, count: int, length: int = LENGTH) -> list[list[int]]:
-        """Return random prompts, without the special tokens at the ends of the vocabulary."""
-        size = self.card["vocab_size"]
-        return self.rng.integers(size // 8, size // 2, size=(count, length)).tolist()
-
-    def steering(self, size: float) -> list[dict[str, Any]]:
-        """Return steering of every token in every layer by a random vector."""
-        vector = size * self.rng.standard_normal(self.card["hidden_size"])
-        return [{**LAYERS, "positions": "all", "vector": vector.astype(np.float32)}]
-
-    def submit(self, prompts: list[list[int]], tokens: int, **fields: Any) -> JobView:
-        sampling = {"max_tokens": tokens, "ignore_eos": True}
-        return self.client.submit(
-            model=self.card["id"], prompts=prompts, sampling=sampling, **fields
-        )
-
-    def await_start(self, job: str) -> None:
-        wait_for(lambda: self.client.jobs.get(job).state != "queued", HTTP_S)
-
-    def rows(self, prompts: list[list[int]], **fields: Any) -> tuple[np.ndarray, int]:
-        """Capture prompts; return the rows of the first, and the engine step in which its request
-        ended.
-        """
-        job = self.submit(prompts, OWN_TOKENS, capture=EVERY_ROW, **fields).id
-        self.client.wait(job, HTTP_S)
-        with self.client.capture(job) as reader:
-            return reader.stack(), self.step(job)
-
-    def step(self, job: str) -> int:
-        """Return the engine step in which a job's first request ended."""
-        determinism = self.client.result(job).determinism
-        if determinism is None:
-            raise MidstreamError("internal", f"job {job} has no receipts")
-        return determinism.stages[0].ranks[0].step
-
-
-#: Percentiles of the bootstrapped median that bound a figure's interval, and the number of draws.
-INTERVAL, DRAWS = (2.5, 97.5), 2000
-
-
-class Promise(NamedTuple):
-    """One promise: it holds if the measured figure is at most `limit`."""
-
-    text: str
-    limit: float
-    unit: str = ""
-
-
-#: In the order of the page. Costs are whole calls over HTTP, relative to those of stock vLLM's own
-#: server; docs/capacity.md has the reasons for the limits.
-PROMISES = {
-    "certificate": Promise("laws of the hook points that fail on the loaded model", 0),
-    "idle": Promise("cost of a call that captures and edits nothing", 1.05, "×"),
-    "capture": Promise("cost of capturing a hook in every layer, at every prompt token", 1.10, "×"),
-    "steer": Promise("cost of steering every token in every layer", 1.10, "×"),
-    "patch": Promise("cost of patching a prompt token in every layer", 1.10, "×"),
-    "neighbour": Promise("rows beside a steered request that differ from those without it", 0),
-    "noise": Promise("difference of a row alone and in a batch, relative to its norm", 1e-3),
-    "receipts": Promise("files and receipts missing or wrong when a held response arrives", 0),
-    "durability": Promise("accepted jobs lost when a process is killed", 0),
-    "processes": Promise("processes left behind at the end", 0),
-}
-
-
-def judge(
-    name: str, figures: Sequence[float], detail: str, limit: float | None = None
-) -> CheckFinding:
-    """Judge a promise by its figures: one, or one for each pair. It fails if their median and the
-    median's whole interval are above the limit, or if a figure is missing or not a number; if only
-    the median is above it, the measurement cannot decide.
-
-    `limit` replaces the promise's.
-    """
-    text, most, unit = PROMISES[name]
-    most = most if limit is None else limit
-    measured = [float(figure) for figure in figures]
-    bound = f"at most {_number(most)}{unit}: {text}\n{detail}"
-    if not measured or not all(map(math.isfinite, measured)):
-        return CheckFinding("fail", name, f"not measured, {bound}", "", measured, most)
-    figure, (low, high) = float(np.median(measured)), interval(measured)
-    spread = f" [{_number(low)}, {_number(high)}]" if len(measured) > 1 else ""
-    level: Level = "ok" if figure <= most else "warn" if low <= most else "fail"
-    advice = "not decided: measure longer (--seconds)" if level == "warn" else ""
-    return CheckFinding(
-        level, name, f"{_number(figure)}{unit}{spread}, {bound}", advice, measured, most
-    )
-
-
-def interval(figures: Sequence[float]) -> tuple[float, float]:
-    """Return the interval of the median, by bootstrap."""
-    draws = np.random.default_rng(0).integers(len(figures), size=(DRAWS, len(figures)))
-    low, high = np.percentile(np.median(np.array(figures)[draws], axis=1), INTERVAL)
-    return float(low), float(high)
-
-
-def _number(value: float) -> str:
-    return f"{value:.0f}" if value == int(value) and value != 1 else f"{value:.3g}"

@@ -6,11 +6,13 @@ from contextlib import suppress
 from typing import Any
 
 from ....schemas.settings.settings import Settings
-from .finding import TIMEOUT_S, CheckFinding, Level, Service, clock_finding, graded, timed
+from .finding import TIMEOUT_S, CheckFinding, Level, clock_finding, graded, timed
+from .service import Service
 
 #: Milliseconds of a round trip to Redis: above the first, held responses and receipts are slow;
 #: above the second, everything is slow.
-PING_WARN_MS, PING_FAIL_MS = 5.0, 50.0
+PING_WARN_MS = 5.0
+PING_FAIL_MS = 50.0
 #: Share of Redis' memory limit in use that causes a warning.
 MEMORY_WARN = 0.7
 PINGS = 20
@@ -54,11 +56,9 @@ def redis_server(service: Service) -> Iterator[CheckFinding]:
 
 
 def _memory(info: dict[str, Any], settings: Settings) -> Iterator[CheckFinding]:
-    policy, used, limit = (
-        str(info["maxmemory_policy"]),
-        int(info["used_memory"]),
-        int(info["maxmemory"]),
-    )
+    policy = str(info["maxmemory_policy"])
+    used = int(info["used_memory"])
+    limit = int(info["maxmemory"])
     evicts = policy != "noeviction"
     loss = ": accepted jobs are lost when memory is full" if evicts else ""
     advice = "`CONFIG SET maxmemory-policy noeviction`, and the same in Redis' configuration"
@@ -66,7 +66,8 @@ def _memory(info: dict[str, Any], settings: Settings) -> Iterator[CheckFinding]:
     if removed := int(info["evicted_keys"]):
         text = f"keys evicted since Redis started: {removed}; jobs are lost"
         yield CheckFinding("fail", "redis eviction", text, "resubmit the missing jobs")
-    share, most = used / limit if limit else 0.0, settings.tuning.redis_fill_limit
+    share = used / limit if limit else 0.0
+    most = settings.tuning.redis_fill_limit
     text = (
         f"{used / 2**20:.0f} of {limit / 2**20:.0f} MiB used ({share:.0%}); submissions are "
         f"answered with 503 from {most:.0%}"
@@ -99,7 +100,8 @@ def _durability(info: dict[str, Any], appendfsync: str | None) -> Iterator[Check
     if {info.get(f"aof_last_{kind}_status", "ok") for kind in ("write", "bgrewrite")} != {"ok"}:
         advice = "check Redis' log and its free disk space"
         yield CheckFinding("fail", "redis AOF", "the last write or rewrite failed", advice)
-    on, loaded = f"on, appendfsync {appendfsync}: may lose", info.get("loading_loaded_perc", 0)
+    on = f"on, appendfsync {appendfsync}: may lose"
+    loaded = info.get("loading_loaded_perc", 0)
     cases: tuple[tuple[bool, Level, str, str], ...] = (
         # while loading, Redis reports the AOF as off
         (

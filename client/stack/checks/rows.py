@@ -5,14 +5,19 @@ from collections.abc import Iterator
 import numpy as np
 
 from ....schemas.base import MidstreamError, content_hash, from_numpy
-from .finding import BATCH, HTTP_S, LENGTH, OWN_TOKENS, STRONG, CheckFinding, Rig, judge
+from .finding import CheckFinding
+from .promises import judge
+from .rig import BATCH, HTTP_S, LENGTH, OWN_TOKENS, STRONG, Rig
 
 #: Pairs of runs beside another request until all are composed alike; tokens of the other request.
-LEAST_TRIES, TRIES, OTHERS_TOKENS = 3, 10, 64
+LEAST_TRIES = 3
+TRIES = 10
+OTHERS_TOKENS = 64
 #: The law of the certificate whose tolerance bounds the noise floor: in units of the dtype's
 #: precision, and at least a thousandth, as docs/architectures.md says.
 BATCH_LAW = "post_block: rows in a mixed batch = those alone"
-EPS, LEAST_NOISE = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}, 1e-3
+EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23}
+LEAST_NOISE = 1e-3
 
 
 def certificate(rig: Rig) -> Iterator[CheckFinding]:
@@ -21,9 +26,12 @@ def certificate(rig: Rig) -> Iterator[CheckFinding]:
         raise MidstreamError("internal", "the model was not certified (setting certify)")
     unproven = sorted({*found.absent, *found.unproven})
     missing = f"; not proven: {', '.join(unproven)}" if unproven else ""
+    wrong = len(found.failed)
+    if not found.proven:
+        wrong += 1
     yield judge(
         "certificate",
-        [len(found.failed) + (not found.proven)],
+        [wrong],
         f"{len(found.laws)} laws checked in {found.seconds:.0f} s; proven: "
         f"{', '.join(found.proven)}{missing}",
     )
@@ -36,10 +44,13 @@ def neighbour(rig: Rig) -> Iterator[CheckFinding]:
     A batch of another shape may change bits, too; therefore runs go on until each one beside the
     steered request equals one without it, or `TRIES` is reached.
     """
-    (prompt,), others = rig.prompts(1, LENGTH // 2), rig.prompts(1)
+    (prompt,) = rig.prompts(1, LENGTH // 2)
+    others = rig.prompts(1)
     strong = rig.steering(STRONG)
     rows, _ = rig.rows([prompt])
-    without, beside, shared = {content_hash(from_numpy(rows))}, set[str](), 0
+    without = {content_hash(from_numpy(rows))}
+    beside = set[str]()
+    shared = 0
     room = min(OTHERS_TOKENS, rig.card["max_model_len"] - LENGTH)
     last = {"layers": -1, "positions": "last_prompt"}
     for number in range(TRIES):
@@ -51,8 +62,11 @@ def neighbour(rig: Rig) -> Iterator[CheckFinding]:
             others_end = rig.step(other.id)
             if not others_end - room <= ended - OWN_TOKENS < ended <= others_end:
                 continue  # not all of its steps were shared
-            shared += bool(steering)
-            (beside if steering else without).add(content_hash(from_numpy(rows)))
+            if steering:
+                shared += 1
+                beside.add(content_hash(from_numpy(rows)))
+            else:
+                without.add(content_hash(from_numpy(rows)))
         if number + 1 >= LEAST_TRIES and shared >= LEAST_TRIES and beside <= without:
             break
     if not shared:

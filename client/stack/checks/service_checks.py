@@ -14,7 +14,8 @@ from ....schemas.service.status import ServiceStatus
 from ....schemas.settings.settings import Settings, is_loopback
 from ...sdk import wire
 from ...sdk.client import Client
-from .finding import SKEW_WARN_S, CheckFinding, Service, clock_finding, graded, version_finding
+from .finding import SKEW_WARN_S, CheckFinding, clock_finding, graded, version_finding
+from .service import Service
 
 #: Allowed difference from the API's clock: HTTP's `Date` has whole seconds, and servers may repeat
 #: a value for another second.
@@ -57,8 +58,9 @@ def api(service: Service) -> Iterator[CheckFinding]:
     if service.without_redis:  # every other answer would be a time-out
         return
     listed = service.get("/v1/models")
-    for entry in listed.json()["data"] if listed.status_code == 200 else []:
-        yield from _model(service.get(f"/v1/models/{entry['id']}").json())
+    if listed.status_code == 200:
+        for entry in listed.json()["data"]:
+            yield from _model(service.get(f"/v1/models/{entry['id']}").json())
     yield _keys(service)
 
 
@@ -97,7 +99,8 @@ async def _from_redis(redis_url: str) -> ServiceStatus:
 
 def judged(status: ServiceStatus, settings: Settings) -> Iterator[CheckFinding]:
     """Judge a status."""
-    relay, callbacks = status.relay, status.callbacks
+    relay = status.relay
+    callbacks = status.callbacks
     if not status.workers:
         yield CheckFinding(
             "fail",
@@ -154,7 +157,8 @@ def judged(status: ServiceStatus, settings: Settings) -> Iterator[CheckFinding]:
 
 
 def _worker(worker: WorkerInfo, at: float, settings: Settings) -> Iterator[CheckFinding]:
-    about, stats = f"worker {worker.worker}", worker.stats
+    about = f"worker {worker.worker}"
+    stats = worker.stats
     more = f"serves {worker.model} (TP {worker.tp}, PP {worker.pp}) on {worker.host}"
     yield (
         version_finding(about, worker.version, more)
@@ -190,11 +194,9 @@ def _worker(worker: WorkerInfo, at: float, settings: Settings) -> Iterator[Check
 
 def _model(card: dict[str, Any]) -> Iterator[CheckFinding]:
     """Yield the proven hook points of a model, and those that are not served."""
-    about, certificate, absent = (
-        f"model {card.get('id')}",
-        card.get("certificate"),
-        card.get("absent") or {},
-    )
+    about = f"model {card.get('id')}"
+    certificate = card.get("certificate")
+    absent = card.get("absent") or {}
     if why := card.get("dtype_reason"):
         yield CheckFinding("ok", about, f"computes in {card['dtype']}: {why}")
     for entry in card.get("extensions") or []:

@@ -19,7 +19,8 @@ from . import (
     rows,
     service_checks,
 )
-from .finding import Check, CheckFinding, Depth, judge
+from .finding import Check, CheckFinding, Depth
+from .promises import judge
 
 #: Seconds that stopped processes may take to end: an engine frees gigabytes.
 END_S = 10.0

@@ -46,9 +46,10 @@ def own_row(
     hook: str, layer: int, position: int, token_ids: Sequence[int], weights: int = 0
 ) -> np.ndarray:
     """`[HIDDEN_SIZE]` float32: what stands there without an edit."""
-    return residual_rows(
+    own: np.ndarray = residual_rows(
         layer, np.array([position]), np.array([token_ids[position]]), hook, weights
     )[0]
+    return own
 
 
 def replaced(
@@ -130,9 +131,11 @@ class FakeGrades:
     def _row(self, row: RunRow) -> np.ndarray:
         rows, positions = self._rows(row.key, row.hook, row.layer)
         if row.position is not None:
-            return rows[positions.index(row.position)]
+            of_one: np.ndarray = rows[positions.index(row.position)]
+            return of_one
         chosen = rows[[positions.index(place) for place in row.mean]] if row.mean else rows
-        return chosen.astype(np.float64).mean(0).astype(np.float32)
+        mean: np.ndarray = chosen.astype(np.float64).mean(0).astype(np.float32)
+        return mean
 
     def _check_entry(
         self, run: str, layer: int, token_ids: Sequence[int], edits: Sequence[Edit]

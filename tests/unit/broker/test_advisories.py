@@ -8,7 +8,7 @@ import pytest
 from midstream.broker.redis_service import opening
 from midstream.broker.redis_service.advisories import advisory
 from midstream.client.stack.checks import redis_checks
-from midstream.client.stack.checks.finding import Service
+from midstream.client.stack.checks.service import Service
 from midstream.schemas.settings.settings import Settings
 
 

@@ -16,9 +16,10 @@ import pytest
 from capture_kit import finished, values
 from safetensors.numpy import load, load_file
 
-from midstream.storage import file_store, store
+from midstream.storage import blobs, file_store
+from midstream.storage.blobs import SEGMENT_ALIGNMENT, FileBytes, read_entries
 from midstream.storage.file_store import FileSegment
-from midstream.storage.store import SEGMENT_ALIGNMENT, FileBytes, open_store, read_entries
+from midstream.storage.store import open_store
 from midstream.workers.runner.files.layouts import blob_of
 
 
@@ -32,7 +33,7 @@ def pending(key: str, rows: int = 3) -> tuple[str, FileBytes]:
 
 
 def publish(root: Path, files: Sequence[tuple[str, FileBytes]]) -> None:
-    store.publish(open_store(root), files)
+    blobs.publish(open_store(root), files)
 
 
 def opened(root: Path, key: str = "tag/segments/w.0.seg") -> FileSegment:
@@ -136,7 +137,7 @@ def test_a_segments_blobs_are_synced_before_the_lines_that_name_them(
         path for _, path in steps
     }
     steps.clear()
-    store.append(segment, [blob(request) for request in range(30)])
+    blobs.append(segment, [blob(request) for request in range(30)])
     segment.close()
     assert [(kind, Path(path).suffix) for kind, path in steps] == [
         ("pwritev", ".seg"), ("fdatasync", ".seg"), ("pwritev", ".jsonl"), ("fdatasync", ".jsonl"),
@@ -173,7 +174,7 @@ def test_short_writes_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_blobs_of_a_segment_begin_at_pages_and_are_whole_files(tmp_path: Path) -> None:
     segment = opened(tmp_path)
-    offsets = store.append(segment, [blob(0), blob(1, rows=900)]) + store.append(segment, [blob(2)])
+    offsets = blobs.append(segment, [blob(0), blob(1, rows=900)]) + blobs.append(segment, [blob(2)])
     segment.close()
     assert [offset % SEGMENT_ALIGNMENT for offset in offsets] == [0, 0, 0]
     raw = (tmp_path / "tag/segments/w.0.seg").read_bytes()
@@ -192,8 +193,8 @@ def test_blobs_of_a_segment_begin_at_pages_and_are_whole_files(tmp_path: Path) -
 @pytest.mark.parametrize("cut", [1, 40, 300])
 def test_a_torn_last_line_is_no_blob(tmp_path: Path, cut: int) -> None:
     segment = opened(tmp_path)
-    store.append(segment, [blob(0)])
-    store.append(segment, [blob(1)])
+    blobs.append(segment, [blob(0)])
+    blobs.append(segment, [blob(1)])
     segment.close()
     index = tmp_path / "tag/segments/w.0.jsonl"
     index.write_bytes(index.read_bytes()[:-cut])
@@ -203,7 +204,7 @@ def test_a_torn_last_line_is_no_blob(tmp_path: Path, cut: int) -> None:
 def test_a_segment_that_is_there_is_never_appended_to(tmp_path: Path) -> None:
     """What a crash left in it stays as it is."""
     segment = opened(tmp_path)
-    store.append(segment, [blob(0)])
+    blobs.append(segment, [blob(0)])
     segment.close()
     before = contents(tmp_path)
     with pytest.raises(FileExistsError):
@@ -216,7 +217,7 @@ def test_a_group_that_cannot_be_appended_leaves_no_byte(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failing: str
 ) -> None:
     segment = opened(tmp_path)
-    store.append(segment, [blob(0)])
+    blobs.append(segment, [blob(0)])
     before = contents(tmp_path)
     pwritev = os.pwritev
 
@@ -228,11 +229,11 @@ def test_a_group_that_cannot_be_appended_leaves_no_byte(
 
     monkeypatch.setattr(os, "pwritev", full)
     with pytest.raises(OSError, match="No space left"):
-        store.append(segment, [blob(1), blob(2)])
+        blobs.append(segment, [blob(1), blob(2)])
     assert contents(tmp_path) == before
     monkeypatch.undo()
     assert segment.usable
-    store.append(segment, [blob(3)])
+    blobs.append(segment, [blob(3)])
     assert requests(tmp_path) == [0, 3]
 
 
@@ -247,7 +248,7 @@ def test_after_a_failed_sync_a_segment_is_not_used_again(
 
     monkeypatch.setattr(os, "fdatasync", failing)
     with pytest.raises(OSError, match="Input/output error"):
-        store.append(segment, [blob(0)])
+        blobs.append(segment, [blob(0)])
     assert not segment.usable
     assert requests(tmp_path) == []
 

@@ -176,7 +176,8 @@ def _decoded(data: bytes, number: int) -> Image.Image:
         check_size(*image.size)  # a file may have several headers, of which the last counts
         image.load()  # raises for a truncated file
         # as vLLM's server: cameras write which side is up
-        return convert_image_mode(normalize_image(image), "RGB")
+        decoded: Image.Image = convert_image_mode(normalize_image(image), "RGB")
+        return decoded
 
 
 class Images(NamedTuple):

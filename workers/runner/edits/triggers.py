@@ -155,4 +155,5 @@ class SharedSearches:
         items = items[place]
         wanted = self._sequences[self._member[items], number]
         same = (tokens[at[items, None] - back] == wanted) & (back <= positions[items, None])
-        return items[(same | (wanted == _NONE)).all(axis=1)]
+        found: np.ndarray = items[(same | (wanted == _NONE)).all(axis=1)]
+        return found

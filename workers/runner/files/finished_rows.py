@@ -14,7 +14,7 @@ from ....schemas.model.banks import RowShape
 from ....schemas.model.layer_kinds import of_layers
 from ....schemas.model.routing import RoutingKind
 from ....schemas.requests.specs import RankSpec, StoredCapture
-from ....storage.store import FileBytes
+from ....storage.blobs import FileBytes
 
 
 @dataclass(frozen=True)

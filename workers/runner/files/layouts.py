@@ -27,20 +27,16 @@ from ....schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS
 from ....schemas.jobs.harvest_order import row_order
 from ....schemas.jobs.receipts import CapturedFile
 from ....schemas.requests.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, HarvestPlace
+from ....storage.blobs import SEGMENT_ALIGNMENT, FileBytes, append, make_blob, publish
 from ....storage.harvests import RAW, encoded_rows, shard_buffers, site_name
 from ....storage.store import (
-    SEGMENT_ALIGNMENT,
     TRANSIENT,
     ArtifactStore,
-    FileBytes,
     NotInPlaceError,
     Rewriting,
     Segment,
-    append,
     committed,
-    make_blob,
     open_store,
-    publish,
 )
 from .finished_rows import FinishedCapture, Outcome
 

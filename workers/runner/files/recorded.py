@@ -333,4 +333,5 @@ class MemoryRows:
 def ports_in(block: RowBlock, ports: Sequence[RecordedPort]) -> list[int]:
     """Return the numbers of ports in a block."""
     order = np.fromiter((port for _, _, port in ports), dtype=np.int64, count=len(ports))
-    return np.searchsorted(block.ports, order).tolist()
+    places: list[int] = np.searchsorted(block.ports, order).tolist()
+    return places

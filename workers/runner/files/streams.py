@@ -19,8 +19,9 @@ import numpy as np
 
 from ....schemas.base import ITEM_BYTES, Wire
 from ....schemas.requests.specs import RankSpec
+from ....storage.blobs import FileBytes
 from ....storage.formats.capture_blobs import DTYPE_NAMES, encode_header
-from ....storage.store import ArtifactStore, Draft, Drafts, FileBytes
+from ....storage.store import ArtifactStore, Draft, Drafts
 from .finished_rows import FinishedCapture, Origin
 from .layouts import file_name
 from .recorded import (

@@ -200,4 +200,5 @@ def _products(memory: torch.Tensor, numbers: np.ndarray, stack: WeightStack) -> 
                     stack.weight[port],
                     out=products[port, first : first + part],
                 )
-    return products.transpose(0, 1).reshape(count, -1).numpy()[:, stack.flat]
+    chosen: np.ndarray = products.transpose(0, 1).reshape(count, -1).numpy()[:, stack.flat]
+    return chosen

@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ....schemas.artifacts.probes import Condition, Decision, Schedule, StoredProbe
+from ....schemas.artifacts.conditions import Condition, Decision, Schedule
+from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.limits import MAX_DECISIONS
 
 #: Bound of the error of an aggregate of `quiet`, relative to the largest score: a sum of n numbers

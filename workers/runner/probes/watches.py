@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....schemas.artifacts.probes import Decision, ProbeScore, StoredProbe
+from ....schemas.artifacts.conditions import Decision
+from ....schemas.artifacts.probes import ProbeScore, StoredProbe
 from ....schemas.base.limits import MAX_GATE_RUNS
 from ....schemas.requests.specs import RankSpec
 from ..base.position_table import PositionTable
@@ -229,15 +230,18 @@ class Watch:
         """
         number = self.number(probe)
         if self.probes[number].policy is not None:
-            return self._triggers(self.decide())[:, number].tolist()
+            decided: list[bool] = self._triggers(self.decide())[:, number].tolist()
+            return decided
         columns = self.kind.columns[number]
         scores = self.rows["scores"][: self.reached, columns.start : columns.stop]
-        return np.logical_or.reduce(scores >= at_least, axis=1).tolist()
+        above: list[bool] = np.logical_or.reduce(scores >= at_least, axis=1).tolist()
+        return above
 
     def _triggers(self, stop: int) -> np.ndarray:
         """Return whether each probe turns on at each position below `stop`."""
         on = self.rows["on"][:stop]
-        return on & ~np.vstack([self._begins, on])[:-1]
+        triggers: np.ndarray = on & ~np.vstack([self._begins, on])[:-1]
+        return triggers
 
     def check(self, positions: int) -> None:
         """Raise ProbeError if one of the first `positions` tokens has no score, or one that is not

@@ -142,9 +142,11 @@ def own_stream(device: torch.device) -> AbstractContextManager[Any]:
         return nullcontext()
     if not hasattr(_OF_THREAD, "stream"):
         _OF_THREAD.stream = torch.cuda.Stream(device)
-    return torch.cuda.stream(_OF_THREAD.stream)
+    context: AbstractContextManager[Any] = torch.cuda.stream(_OF_THREAD.stream)
+    return context
 
 
 def array(values: torch.Tensor, dtype: torch.dtype) -> bytes:
     """Return the bytes of values as a part holds them: little-endian, in C order."""
-    return values.to(dtype).cpu().contiguous().numpy().tobytes()
+    data: bytes = values.to(dtype).cpu().contiguous().numpy().tobytes()
+    return data

@@ -143,7 +143,8 @@ class SizeTable:
         blocks = np.stack([slots, positions // SPAN])
         starts = np.flatnonzero(np.append(True, np.diff(blocks).any(axis=0)))
         ahead = [self._enter(slot, number) for slot, number in blocks[:, starts].T.tolist()]
-        return positions + np.repeat(ahead, np.diff(starts, append=len(slots)))
+        rows: np.ndarray = positions + np.repeat(ahead, np.diff(starts, append=len(slots)))
+        return rows
 
     def _enter(self, slot: int, number: int) -> int:
         """Have a request be in this block; return how far rows are from positions there."""

@@ -59,7 +59,8 @@ def _spec(request: Any) -> RankSpec | None:
     if not hasattr(request, _SPEC):
         packed = packed_spec(request.sampling_params)
         setattr(request, _SPEC, None if packed is None else unpack(packed).spec)
-    return getattr(request, _SPEC)
+    spec: RankSpec | None = getattr(request, _SPEC)
+    return spec
 
 
 def finishes(scheduler_output: Any) -> dict[str, Finish]:

@@ -351,7 +351,8 @@ class MidstreamWorker(PlatformWorker):
 
     def midstream_found(self) -> dict[str, Any]:
         """Return the rank's `Found` as plain containers."""
-        return msgspec.to_builtins(self._found)
+        found: dict[str, Any] = msgspec.to_builtins(self._found)
+        return found
 
     def midstream_fingerprint(self) -> str:
         return self._connected().fingerprint()

@@ -27,7 +27,7 @@ from midstream.api.resolve.positions.windows import with_trigger_tokens
 from midstream.api.resolve.prompts.request_parsing import parse_chat, parse_completion, parse_job
 from midstream.api.resolve.readings.probes import resolve_probe
 from midstream.api.resolve.sweeps.plan import plan_sweep
-from midstream.api.routes import registered, steering, sweeps, tokens
+from midstream.api.routes import fits, registered, steering, sweeps, tokens
 from midstream.api.routes.jobs import Submission
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.named.registry import Lookup
@@ -204,12 +204,12 @@ ATTRIBUTIONS = Route(
     lambda body: sweeps.submit_sweep(body, SENT),
     SWEEP,
 )
-DOSES = Route("POST /v1/doses", DoseRequest, lambda body: sweeps.post_dose.fn(body, SENT), DOSE)
-FITS = Route("POST /v1/modules/fit", FitRequest, lambda body: sweeps.post_fit.fn(body, SENT), FIT)
+DOSES = Route("POST /v1/doses", DoseRequest, lambda body: fits.post_dose.fn(body, SENT), DOSE)
+FITS = Route("POST /v1/modules/fit", FitRequest, lambda body: fits.post_fit.fn(body, SENT), FIT)
 LENSES = Route(
     "POST /v1/jacobians/fit",
     LensFitRequest,
-    lambda body: sweeps.post_lens_fit.fn(body, SENT),
+    lambda body: fits.post_lens_fit.fn(body, SENT),
     {"model": "m", "name": "n"},
 )
 HARVESTS = Route("POST /v1/harvests", HarvestRequest, harvest, {"model": "m", "layers": [0]})

@@ -10,7 +10,8 @@ from refusal_kit import refuses
 from midstream.api.resolve.readings.probes import _tag_of, changed, digest_of, replaceable
 from midstream.api.routes.registered import _with
 from midstream.broker.ledger.named.probes import unfit, with_policies
-from midstream.schemas.artifacts.probes import Condition, ProbeContent, StoredProbe
+from midstream.schemas.artifacts.conditions import Condition
+from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.policies import (

@@ -13,7 +13,8 @@ from cli_kit import Cli
 
 from midstream.client.cli import main
 from midstream.client.stack import beside_stock, supervisor
-from midstream.client.stack.checks.finding import PROMISES, CheckFinding, judge
+from midstream.client.stack.checks.finding import CheckFinding
+from midstream.client.stack.checks.promises import PROMISES, judge
 from midstream.schemas.settings.settings import Settings
 
 

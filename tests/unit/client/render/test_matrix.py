@@ -34,12 +34,8 @@ from midstream.client.sdk.answers.attribution import Attribution
 from midstream.client.sdk.answers.grid import grid_of
 from midstream.client.sdk.mapping.map import Mapped
 from midstream.client.sdk.readings import Features, lens_of
-from midstream.schemas.artifacts.probes import (
-    Condition,
-    Decision,
-    ProbeResult,
-    StoredPolicy,
-)
+from midstream.schemas.artifacts.conditions import Condition, Decision, StoredPolicy
+from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.base.records import Result
 from midstream.schemas.jobs.doses import DoseCell, DoseEffect, DoseResult, StoredDose
 from midstream.schemas.jobs.harvests import SurveyEntry

@@ -14,14 +14,10 @@ from midstream import MidstreamError, __version__
 from midstream.client import extras
 from midstream.client.render import readings, records, status as show_status
 from midstream.client.stack.checks import engine_checks, service_checks
-from midstream.client.stack.checks.finding import CheckFinding, Service
-from midstream.schemas.artifacts.probes import (
-    Condition,
-    Decision,
-    ProbeResult,
-    Schedule,
-    StoredPolicy,
-)
+from midstream.client.stack.checks.finding import CheckFinding
+from midstream.client.stack.checks.service import Service
+from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
+from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.jobs.models import WorkerInfo, WorkerStats
 from midstream.schemas.requests.policies import (
     Policy,

@@ -35,7 +35,7 @@ from midstream.schemas.base import MidstreamError, to_numpy
 from midstream.schemas.jobs.captures import FORMAT, Manifest
 from midstream.schemas.model.attention import AttentionKind
 from midstream.schemas.prompts.images import ImageSpan
-from midstream.storage.store import make_blob
+from midstream.storage.blobs import make_blob
 
 LAYERS, HEADS, KEY_HEADS, HEAD = 2, 4, 2, 8
 #: Two equal halves behind a first token: what follows a token is known in the second.

@@ -13,14 +13,9 @@ from rich.console import Console
 from midstream.client.render.findings import Report
 from midstream.client.stack import beside_stock
 from midstream.client.stack.checks import costs, facts, rows
-from midstream.client.stack.checks.finding import (
-    PROMISES,
-    Check,
-    CheckFinding,
-    Rig,
-    findings_of,
-    judge,
-)
+from midstream.client.stack.checks.finding import Check, CheckFinding, findings_of
+from midstream.client.stack.checks.promises import PROMISES, judge
+from midstream.client.stack.checks.rig import Rig
 from midstream.client.stack.checks.table import of
 from midstream.schemas.base import MidstreamError
 from midstream.schemas.settings.settings import Settings

@@ -8,7 +8,7 @@ import pytest
 
 from midstream.client.stack.checks import disk_checks
 from midstream.client.stack.checks.disk_checks import _memory
-from midstream.client.stack.checks.finding import Service
+from midstream.client.stack.checks.service import Service
 from midstream.schemas.settings.settings import Settings
 
 MOUNTS = """\

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 from refusal_kit import refuses
 
-from midstream.api.resolve.admission.fits import expanded
+from midstream.api.resolve.admission.doses import expanded
 from midstream.broker.ledger.results.dose_result import with_receipts
 from midstream.client.render.doses import drawn
 from midstream.schemas.artifacts.probes import ProbeScore

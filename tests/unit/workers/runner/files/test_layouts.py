@@ -17,7 +17,8 @@ from midstream.broker.artifacts import retention
 from midstream.client import CaptureReader
 from midstream.schemas.jobs.captures import index_of
 from midstream.storage import file_store
-from midstream.storage.store import ArtifactStore, open_store, read_entries
+from midstream.storage.blobs import read_entries
+from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.files.finished_rows import Outcome
 
 SITES = {"pre_attn": [0, 3], "mlp_out": [1], "post_block": [0, 1, 2]}

@@ -19,9 +19,10 @@ from plane_kit import WEIGHT, Adapters, Rig, for_everyone, probed
 from rank_kit import HIDDEN, Request, capture, steering, stream_of
 
 from midstream.api.resolve.admission.admission import under_limit
-from midstream.api.resolve.admission.fits import expanded
+from midstream.api.resolve.admission.doses import expanded
+from midstream.schemas.artifacts.conditions import Condition, Schedule, StoredPolicy
 from midstream.schemas.artifacts.loras import LoraUse
-from midstream.schemas.artifacts.probes import Condition, Schedule, StoredPolicy, StoredProbe
+from midstream.schemas.artifacts.probes import StoredProbe
 from midstream.schemas.base import EditLimit, content_hash, from_numpy
 from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt

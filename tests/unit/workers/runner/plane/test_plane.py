@@ -22,7 +22,8 @@ from plane_kit import VECTOR, WEIGHT, Adapters, Rig, capturing, probed, run, spe
 from rank_kit import HIDDEN, Request, steering, stream_of
 
 from midstream import __version__
-from midstream.schemas.artifacts.probes import Condition, ProbeAction, Schedule, StoredPolicy
+from midstream.schemas.artifacts.conditions import Condition, Schedule, StoredPolicy
+from midstream.schemas.artifacts.probes import ProbeAction
 from midstream.schemas.base import content_hash, from_numpy, to_msgpack
 from midstream.schemas.prompts.selectors import PositionSelector, PositionWindow, select
 from midstream.schemas.readings.lens import StoredLens

@@ -20,15 +20,8 @@ from refusal_kit import refuses
 
 import midstream
 from midstream.client.probes import classes_of, fit
-from midstream.schemas.artifacts.probes import (
-    Condition,
-    Decision,
-    ProbeAction,
-    ProbeContent,
-    Schedule,
-    StoredPolicy,
-    StoredProbe,
-)
+from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
+from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
 from midstream.schemas.base.limits import MAX_DECISIONS
 from midstream.workers.runner.probes import deciders, watches as watches_module
 from midstream.workers.runner.probes.kinds import ProbeGroup
