@@ -188,9 +188,10 @@ async def serve(reply: Any) -> None:
     for line in iter(lambda: sys.stdin.readline(), ""):
         command = from_json(line, Command)
         if command.call:
+            on_ranks = command.call.startswith("midstream_")
             result = (
                 engine._call(command.call, tuple(command.arguments))
-                if command.call.startswith("midstream_")
+                if on_ranks
                 else getattr(engine, command.call)(*command.arguments)
             )
             reply(Answer(result=await result))

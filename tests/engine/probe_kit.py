@@ -43,9 +43,8 @@ class Weights:
             "labels": labels,
             **content,
         }
-        made = ProbeContent(
-            layer=layer, tensors=[host.vector(self.weight), host.vector(self.bias)], **fields
-        )
+        tensors = [host.vector(self.weight), host.vector(self.bias)]
+        made = ProbeContent(layer=layer, tensors=tensors, **fields)
         return StoredProbe(
             name=name,
             digest=made.digest,

@@ -185,13 +185,12 @@ def _compressed(
     form: str, weights: dict[str, Any], inputs: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The config of a checkpoint in the compressed-tensors format."""
-    groups = {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"symmetric": True, "dynamic": False} | weights,
-            "input_activations": inputs,
-        }
+    group = {
+        "targets": ["Linear"],
+        "weights": {"symmetric": True, "dynamic": False} | weights,
+        "input_activations": inputs,
     }
+    groups = {"group_0": group}
     return {
         "quant_method": "compressed-tensors",
         "format": form,
@@ -411,11 +410,12 @@ def _calibrate(plain: Path) -> Tensors:
     """Quantised layer → the largest number that it reads on some random tokens."""
     reference, largest = Reference(plain), {}
     model = reference._model
-    for name in [
+    linear = [
         name
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and ".layers." in name
-    ]:
+    ]
+    for name in linear:
         model.get_submodule(name).register_forward_pre_hook(
             lambda _module, inputs, name=name: largest.__setitem__(name, inputs[0].abs().max())
         )

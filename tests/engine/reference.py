@@ -382,9 +382,8 @@ class Reference:
 
 def load(path: Path, dtype: torch.dtype) -> Any:
     """transformers' model of the class that the checkpoint names."""
-    kind = getattr(
-        transformers, AutoConfig.from_pretrained(path).architectures[0], AutoModelForCausalLM
-    )
+    config = AutoConfig.from_pretrained(path)
+    kind = getattr(transformers, config.architectures[0], AutoModelForCausalLM)
     return kind.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
 
 

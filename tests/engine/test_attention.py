@@ -90,9 +90,10 @@ def largest_error(reader: CaptureReader, tokens: Sequence[int], path: Path) -> f
 
     The last token was never fed back.
     """
+    expected = transformers_patterns(path, tokens[:-1])
     return max(
         float(np.abs(reader.attention(layer) - pattern).max())
-        for layer, pattern in enumerate(transformers_patterns(path, tokens[:-1]))
+        for layer, pattern in enumerate(expected)
     )
 
 

@@ -21,6 +21,14 @@ SHORT = {("falcon-h1", FP32), ("gpt-oss", FP32)}
 #: What exceeds its bound with AMX: by 3.2 times. The others' rows, and its own at other hooks, do
 #: not.
 WITH_AMX = {("gpt-oss", BF16): {"patched attn_out"}} if "amx_tile" in flags() else {}
+CASES = [
+    pytest.param(
+        name, way, id=f"{name} {way.name}", marks=[] if (name, way) in SHORT else pytest.mark.matrix
+    )
+    for name in FAMILIES
+    for way in (FP32, BF16)
+    if way == BF16 or name not in BF16_ONLY
+]
 #: Of layers that keep a state; in steps of 32 tokens their prompts of 40 take two.
 RECURRENT = [("falcon-h1", FP32), ("nemotron-h", FP32), ("granite4", FP32), ("qwen3-next", BF16)]
 #: Sizes of latent attention that vLLM's kernel for it does not take on a CPU: its plain attention
@@ -63,6 +71,9 @@ def patched(host: Host, hooks: tuple[str, ...], draw: int) -> dict[str, Outcome]
     return outcomes
 
 
+RUNS = {"edited": capture, "patched": patched}
+
+
 def exceeded(
     name: str,
     way: Way,
@@ -88,7 +99,7 @@ def exceeded(
         draws = DRAWS if name in ROUTED and way == BF16 else 1
         runs = {
             kind: [run(host, host.info["hooks"], draw) for draw in range(draws)]
-            for kind, run in {"edited": capture, "patched": patched}.items()
+            for kind, run in RUNS.items()
         }
     # a median may hide a patch; fp32 shows it
     shows = way != BF16 or name not in ROUTED - BF16_ONLY
@@ -106,20 +117,7 @@ def exceeded(
 
 
 # field case 2, field case 3
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(
-            name,
-            way,
-            id=f"{name} {way.name}",
-            marks=[] if (name, way) in SHORT else pytest.mark.matrix,
-        )
-        for name in FAMILIES
-        for way in (FP32, BF16)
-        if way == BF16 or name not in BF16_ONLY
-    ],
-)
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_every_hook_of_a_family_gives_transformers_rows_and_tokens(
     name: str, way: Way, nurseries, tmp_path: Path
 ) -> None:

@@ -133,9 +133,8 @@ def test_gradient_rows_are_those_of_autograd_by_hand(
     for layer in range(service.model.config.num_hidden_layers):
         expected = service.by_hand(layer, name)
         scale = max(1.0, float(np.abs(expected).max()))
-        np.testing.assert_allclose(
-            reader.array(layer, "post_block"), expected, rtol=0, atol=1e-5 * scale
-        )
+        got = reader.array(layer, "post_block")
+        np.testing.assert_allclose(got, expected, rtol=0, atol=1e-5 * scale)
     result = from_json(service.http.get(f"/v1/jobs/{job}/result").content, JobResult)
     assert [output.token_ids for output in result.outputs] == [[]]
     assert "sites compared with the vLLM worker's" in service.stack.log(WORKER)
@@ -144,9 +143,8 @@ def test_gradient_rows_are_those_of_autograd_by_hand(
 def test_an_attribution_is_estimated_here_and_verified_by_the_vllm_worker(
     service: Service,
 ) -> None:
-    result = service.attributed(
-        WORKER, hooks=["post_block"], verify={"top": 4, "random": 4, "doubtful": 2}
-    )
+    verify = {"top": 4, "random": 4, "doubtful": 2}
+    result = service.attributed(WORKER, hooks=["post_block"], verify=verify)
     (estimated,) = result.estimated
     (grids,) = result.pairs
     # the corrupt prompt is patched with rows of the clean one, to first order
@@ -193,9 +191,8 @@ def test_features_are_verified_by_patches_of_row_plus_delta_times_decoder(
         delta = clean[at] - corrupt[at] - change[at] @ decoder
         if feature >= 0:
             delta = change[at, feature] * decoder[feature]
-        assert cell.exact == pytest.approx(
-            service.patched(SAE_LAYER, at, (corrupt[at] + delta).astype(np.float32)), abs=1e-3
-        )
+        wanted = service.patched(SAE_LAYER, at, (corrupt[at] + delta).astype(np.float32))
+        assert cell.exact == pytest.approx(wanted, abs=1e-3)
         assert cell.estimate == pytest.approx(estimated.base + delta @ gradient[at], abs=1e-3)
     effects = [abs((cell.exact or 0.0) - (estimated.base or 0.0)) for cell in checked.values()]
     assert max(effects) > 0.02, "far more than the tolerance"

@@ -51,9 +51,8 @@ def test_an_op_edits_beside_others_and_not_at_strength_zero(
     before, after = (host.capture(both, side).array(1) for side in (0, 1))
     added = before + VECTOR
     norms = np.linalg.norm(added, axis=-1, keepdims=True)
-    np.testing.assert_allclose(
-        after, np.where(norms > limit, added * limit / norms, added), rtol=1e-5, atol=1e-5
-    )
+    capped = np.where(norms > limit, added * limit / norms, added)
+    np.testing.assert_allclose(after, capped, rtol=1e-5, atol=1e-5)
     for layer in ALL:
         zero, bare = (host.capture(job, 1).array(layer) for job in (nothing, plain))
         np.testing.assert_array_equal(zero, bare)

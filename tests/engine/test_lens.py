@@ -49,7 +49,8 @@ def test_lens_equals_transformers_in_chunks_and_beside_others(v1: Host, truth: T
     for job in (long, short):
         (reading,) = lenses(v1, job)
         tokens = job.prompts[0].token_ids + outputs[job.id][0].token_ids
-        assert (reading.positions, reading.token_ids) == (list(range(len(tokens) - 1)), tokens[:-1])
+        assert reading.positions == list(range(len(tokens) - 1))
+        assert reading.token_ids == tokens[:-1]
         check(reading, truth.logprobs(tokens[:-1]))
         first = len(job.prompts[0].token_ids) - 1
         assert [row[0] for row in reading.top_tokens[-1][first:]] == outputs[job.id][0].token_ids
@@ -99,9 +100,8 @@ def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: T
     model = msgspec.convert(v1.info, ModelInfo)
     root = v1.settings.artifacts_of("lenses")
     found = lens_of(JacobianLensRequest(path="jacobian"), "mine", model, root)
-    (directed,) = check_directed(
-        [SteeringSpec(jacobian="mine", token=7, swap=123, layers=[2])], {"mine": found}, model
-    )
+    spec = SteeringSpec(jacobian="mine", token=7, swap=123, layers=[2])
+    (directed,) = check_directed([spec], {"mine": found}, model)
     plain = DirectionFiles(folder).plain_specs(directed, [7, 123])
     job = v1.job(
         prompt_of(12, seed=8),

@@ -310,10 +310,8 @@ def test_an_adapter_is_in_the_ranks_account(llama_loras: Adapted) -> None:
         for name in ("one", "")
     ]
     host.run(*jobs)
-    assert (
-        host.call("midstream_status")[0]["actions"],
-        [receipt.status for receipt in host.receipts(jobs[0])],
-    ) == (before + 2, ["ok", "ok"])
+    assert host.call("midstream_status")[0]["actions"] == before + 2
+    assert [receipt.status for receipt in host.receipts(jobs[0])] == ["ok", "ok"]
 
 
 @pytest.mark.long
@@ -413,9 +411,8 @@ def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(
             rows = {
                 (hook, layer): reader.array(layer, hook) for hook in engine.hooks for layer in ALL
             }
-            errors = Truth(tmp_path / (f"{name}-merged" if name else "llama"), "bfloat16").errors(
-                rows, reader.token_ids()
-            )
+            truth = Truth(tmp_path / (f"{name}-merged" if name else "llama"), "bfloat16")
+            errors = truth.errors(rows, reader.token_ids())
             assert {hook: error for hook, error in errors.items() if error > BF16_EXCESS} == {}, (
                 name
             )

@@ -67,9 +67,8 @@ def random_window(rng: np.random.Generator) -> Span | None:
     if kind == 0:
         return Span(last=int(rng.integers(1, 40)))
     if kind == 1:
-        return Span(
-            head_and_tail=HeadAndTail(head=int(rng.integers(1, 30)), tail=int(rng.integers(0, 30)))
-        )
+        ends = HeadAndTail(head=int(rng.integers(1, 30)), tail=int(rng.integers(0, 30)))
+        return Span(head_and_tail=ends)
     if kind == 2:
         tokens = [[int(token)] for token in rng.integers(0, 100, 16)]
         return Span(around=Around(token_ids=tokens, before=int(rng.integers(0, 4)), after=2))

@@ -208,7 +208,7 @@ def test_stages_with_three_steps_under_way_capture_and_steer_like_the_reference(
     ]
     overlapped.run(*cancelled, cancel_after={job.id: 2 for job in cancelled})
     mixed_batch(overlapped, reference, longest=40, max_tokens=3)
-    assert [
-        (rank["requests"], rank["rows_used"], rank["entries_used"])
-        for rank in overlapped.call("midstream_status")
-    ] == [(0, 0, 0)] * 2
+    status = overlapped.call("midstream_status")
+    assert [(rank["requests"], rank["rows_used"], rank["entries_used"]) for rank in status] == [
+        (0, 0, 0)
+    ] * 2

@@ -34,6 +34,7 @@ with safe_open(HEADS, "np") as _file:
     GRIDS: dict[str, np.ndarray] = {name: _file.get_tensor(name) for name in _file.keys()}  # noqa: SIM118 - not a dict
 PAIR = {name: ABOUT[name] for name in ("clean", "corrupt", "answer", "foil")}
 HOOK = {"mlp": "mlp_out"}
+HELD = ("attn+mlp", "attn")
 
 
 class Golden:
@@ -119,11 +120,12 @@ def test_every_cell_of_a_sweep_is_the_logit_difference_that_transformer_lens_giv
         assert alone == sorted(
             np.flatnonzero(np.isnan(golden.grids[f"{number}.resid_pre"][0])).tolist()
         )
-    assert result.summary.cells == sum(
+    cells = sum(
         int(np.isfinite(golden.grids[f"{number}.{hook}"]).sum())
         for number in numbers
         for hook in HOOKS
     )
+    assert result.summary.cells == cells
     assert result.summary.cells + result.summary.skipped == result.summary.total
 
 
@@ -221,10 +223,8 @@ def test_the_neurons_that_differ_most_are_those_of_transformers(service: Service
     )
     same(got, GRIDS["neurons"])
     for row in result.pairs[0].neurons["mlp_act"]:
-        assert ([len(chosen) for chosen in row], row[1][:1]) == (
-            [min(count, 16) for count in ABOUT["neurons"]],
-            row[0],
-        )
+        assert [len(chosen) for chosen in row] == [min(count, 16) for count in ABOUT["neurons"]]
+        assert row[1][:1] == row[0]
 
 
 def test_direct_paths_from_a_head_are_those_of_transformer_lens(service: Service) -> None:
@@ -241,7 +241,7 @@ def test_direct_paths_from_a_head_are_those_of_transformer_lens(service: Service
     assert result.path.frozen == ["attn", "mlp"]
 
 
-@pytest.mark.parametrize("held", ["attn+mlp", "attn"])
+@pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("name", ABOUT["receivers"])
 def test_paths_to_receivers_are_those_with_the_same_branches_held(
     service: Service, name: str, held: str

@@ -32,6 +32,8 @@ from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.storage.store import open_store
 
+CHAT = [{"role": "user", "content": "Name a colour."}]
+
 
 @pytest.fixture(scope="module")
 def service(demo_stack: Stack) -> Stack:
@@ -94,7 +96,7 @@ def test_every_endpoint_is_steered_on_the_real_engine(service: Stack, vector: np
         ["The sky is", "My favourite food is"],
     )
     for path, asked in (
-        ("chat/completions", [{"messages": [{"role": "user", "content": "Name a colour."}]}]),
+        ("chat/completions", [{"messages": CHAT}]),
         ("completions", [{"prompt": prompt} for prompt in prompts]),
     ):
         top: dict[str, Any] = (

@@ -216,12 +216,11 @@ class Plan:
             return body | GRIDS[self.kind] | {"pairs": pairs}
         if self.way == "fit":
             return body | FIT | {"name": f"gate-{self.number}", "seed": self.number % FIT_SEEDS}
+        vector = np.full(HIDDEN_SIZE, self.number % 7 + 1, dtype=np.float32).tobytes()
         tensor = {
             "dtype": "float32",
             "shape": [HIDDEN_SIZE],
-            "data": base64.b64encode(
-                np.full(HIDDEN_SIZE, self.number % 7 + 1, dtype=np.float32).tobytes()
-            ).decode(),
+            "data": base64.b64encode(vector).decode(),
         }
         steering = [{"layers": [1], "vector": tensor}]
         if self.way == "dose":

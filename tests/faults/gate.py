@@ -259,9 +259,8 @@ def run(
 def register(cluster: Cluster, url: str, everyone: bool = False) -> None:
     """`POLICIES`, with webhooks to `url`; with `everyone`, `EVERYONE`."""
     with Client(next(iter(cluster.urls.values()))) as client:
-        client.probes.put(
-            "token", weight=[1.0] * HIDDEN_SIZE, layer=0, model=MODEL, labels=["token"]
-        )
+        weight = [1.0] * HIDDEN_SIZE
+        client.probes.put("token", weight=weight, layer=0, model=MODEL, labels=["token"])
         for name, fields in POLICIES.items():
             content = fields | {"actions": [*fields["actions"], {"action": "webhook", "url": url}]}
             client.policies.put(name, model=MODEL, probe="token", **content)

@@ -399,9 +399,8 @@ def _generated(tokenizer: Tokenizer, job: Job, number: int) -> list[int]:
     steering = job.steering[number] if job.steering else []
     prompt = job.prompts[number].token_ids
     dice = Dice(tokenizer, prompt, job.sampling.seed, steering, _weights(job.identity))
-    return [
-        dice.roll() for _ in range(job.sampling.max_tokens if job.work.continues(number) else 1)
-    ]
+    continued = job.work.continues(number)
+    return [dice.roll() for _ in range(job.sampling.max_tokens if continued else 1)]
 
 
 def _dose(tokenizer: Tokenizer, job: Job, result: JobResult, _: Observed) -> Iterator[str]:
@@ -445,9 +444,8 @@ def _decided(
     for scores in result.probes:
         policy, request = scores.policy, scores.request
         prompt = job.prompts[request].token_ids
-        own = decisions_of(
-            [*prompt, *_generated(tokenizer, job, request)[:-1]], policy.condition, len(prompt)
-        )
+        fed = [*prompt, *_generated(tokenizer, job, request)[:-1]]
+        own = decisions_of(fed, policy.condition, len(prompt))
         wanted = [] if policy.inherited else own
         asked = {**POLICIES, "everyone": EVERYONE}[policy.name]
         acts, on = asked.get("mode") == "active", bool(wanted or policy.inherited)

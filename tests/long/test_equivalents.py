@@ -32,9 +32,8 @@ END = "<|im_end|>"
 
 def recorded(python: Path, path: Path, *script: str) -> dict[str, np.ndarray]:
     """What a script writes that runs in the environment of TransformerLens and nnsight."""
-    done = subprocess.run(
-        [str(python), *script, str(path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [str(python), *script, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return load_file(path)
 
@@ -93,13 +92,12 @@ READ = {
 
 def test_rows_are_those_of_nnsight(model: HookedModel, theirs: dict[str, np.ndarray]) -> None:
     _, cache = model.run_with_cache(P)
-    reader = model.client.capture(
-        model.client.run(
-            prompts=[P],
-            capture={"hooks": dict.fromkeys(READ.values(), 12), "positions": "all_prompt"},
-            progress=False,
-        )
+    job = model.client.run(
+        prompts=[P],
+        capture={"hooks": dict.fromkeys(READ.values(), 12), "positions": "all_prompt"},
+        progress=False,
     )
+    reader = model.client.capture(job)
     for name, hook in READ.items():
         rows = reader.array(12, hook)
         close(rows, theirs[name][0])

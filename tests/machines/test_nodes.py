@@ -80,12 +80,11 @@ def captured(fleet: Fleet, **more: Any) -> tuple[list[str], int, list[np.ndarray
 
 def steering() -> list[dict[str, Any]]:
     """A vector at a layer of either machine."""
+    vector = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32)
     tensor = {
         "dtype": "float32",
         "shape": [HIDDEN],
-        "data": base64.b64encode(
-            np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32).tobytes()
-        ).decode(),
+        "data": base64.b64encode(vector.tobytes()).decode(),
     }
     return [{"layers": [3, 20], "vector": tensor, "scale": 2.0}]
 
