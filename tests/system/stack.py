@@ -235,9 +235,8 @@ class Stack(Processes):
         has.
         """
         files = [path for path in (self.directory / "redis").rglob("appendonly*") if path.is_file()]
-        pause = int(
-            seconds * 1e6 / max(1, sum(path.read_bytes().count(b"\r\n*") for path in files))
-        )
+        commands = sum(path.read_bytes().count(b"\r\n*") for path in files)
+        pause = int(seconds * 1e6 / max(1, commands))
         delay = (
             pause - SLEEP_US if pause > SLEEP_US else -(SLEEP_US // max(1, pause))
         )  # below zero: one command in so many

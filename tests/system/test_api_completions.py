@@ -29,8 +29,10 @@ from midstream.schemas.jobs.receipts import Consumed
 from midstream.schemas.requests.specs import CaptureSpec
 from midstream.workers.runner.files.layouts import blob_of
 
+HOOKS = ["pre_attn", "attn_out", "mlp_out", "post_block"]
 CAPTURE = {"layers": [0, 3], "positions": "all_prompt"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+WIDE = {"enum": ["x" * 70_000]}
 DEEP: dict[str, Any] = {}
 for _ in range(64):
     DEEP = {"items": DEEP}
@@ -53,18 +55,17 @@ def client(api: Api) -> Iterator[openai.OpenAI]:
 def test_a_completion_has_openais_shape(
     client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
-    claim, answer = hand.answered(
-        pool.submit(
-            client.completions.create,
-            model=MODEL,
-            prompt="hello there",
-            logprobs=2,
-            max_tokens=3,
-            seed=5,
-            stop="b",
-            user="me",
-        )
+    asked = pool.submit(
+        client.completions.create,
+        model=MODEL,
+        prompt="hello there",
+        logprobs=2,
+        max_tokens=3,
+        seed=5,
+        stop="b",
+        user="me",
     )
+    claim, answer = hand.answered(asked)
     assert (answer.object, answer.model, answer.id) == ("text_completion", MODEL, claim.job.id)
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hello world", "stop")
     assert answer.usage is not None
@@ -119,15 +120,14 @@ def test_a_chat_has_openais_shape_and_the_models_template(
             "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}],
         },
     ]
-    claim, answer = hand.answered(
-        pool.submit(
-            client.chat.completions.create,
-            model=MODEL,
-            messages=messages,
-            logprobs=True,
-            top_logprobs=1,
-        )
+    asked = pool.submit(
+        client.chat.completions.create,
+        model=MODEL,
+        messages=messages,
+        logprobs=True,
+        top_logprobs=1,
     )
+    claim, answer = hand.answered(asked)
     assert claim.job.prompts[0].text == "<bos>system : a user : hello\nthere assistant :"
     assert claim.job.prompts[0].token_ids[:2] == [1, 6], "one BOS: the template's"
     assert claim.job.sampling.max_tokens == 32 - len(claim.job.prompts[0].token_ids), (
@@ -155,7 +155,7 @@ def test_the_models_are_listed_with_what_a_user_needs(client: openai.OpenAI, han
         facts["hidden_size"],
         facts["hooks"],
         facts["workers"],
-    ) == (MODEL, 4, 8, ["pre_attn", "attn_out", "mlp_out", "post_block"], 1)
+    ) == (MODEL, 4, 8, HOOKS, 1)
 
 
 def test_an_openai_field_that_is_not_served_is_refused_by_name(api: Api, hand: Hand) -> None:
@@ -209,7 +209,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
         {
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {"name": "a", "schema": {"enum": ["x" * 70_000]}},
+                "json_schema": {"name": "a", "schema": WIDE},
             }
         },
         "response_format.json_schema.schema",
@@ -330,9 +330,8 @@ def test_a_held_answer_costs_one_round_trip_once_the_job_has_ended(
     """State, result and whether Redis has logged them come together; stored outputs, with receipts
     missing, wake nobody.
     """
-    asked = pool.submit(
-        api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", **wish}
-    )
+    body = {"model": MODEL, "prompt": "hello", **wish}
+    asked = pool.submit(api.http.post, "/v1/completions", json=body)
     claim = hand.claim_next()
     with (
         redis.Redis.from_url(redis_url) as client,
@@ -369,9 +368,8 @@ def test_without_capture_wait_the_response_links_to_the_capture(
     api: Api, client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
     body: dict[str, Any] = {"model": MODEL, "prompt": "hello"}
-    claim, answer = hand.answered(
-        pool.submit(api.http.post, "/v1/completions", json=body | {"capture": CAPTURE})
-    )
+    asked = pool.submit(api.http.post, "/v1/completions", json=body | {"capture": CAPTURE})
+    claim, answer = hand.answered(asked)
     stream = client.completions.create(**body, stream=True, extra_body={"capture": CAPTURE})
     hand.store(hand.claim_next())
     for facts in (answer.json(), list(stream)[-1].model_dump()):
@@ -433,9 +431,8 @@ def test_a_chats_span_is_found_in_the_templated_text(
             {"layers": [1], "vector": VECTOR, "positions": {"text": "b", "occurrence": -1}}
         ],
     }
-    claim, answer = hand.answered(
-        pool.submit(api.http.post, "/v1/chat/completions", json=body), receipts=True
-    )
+    asked = pool.submit(api.http.post, "/v1/chat/completions", json=body)
+    claim, answer = hand.answered(asked, receipts=True)
     words = [WORDS[token] for token in claim.job.prompts[0].token_ids]
     assert words == ["<bos>", "user", ":", "c", "b", "d", "assistant", ":"]
     assert (claim.job.captures[0][0].positions, claim.job.steering[0][0].positions) == (
@@ -449,9 +446,8 @@ def test_global_captures_neither_delay_nor_appear_in_responses(
     api: Api, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
     hand.serve(global_captures=[CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[-1], tag="ops")])
-    claim, answer = hand.answered(
-        pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
-    )
+    asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
+    claim, answer = hand.answered(asked)
     assert [
         (capture.tag, capture.sites, capture.positions) for capture in claim.job.captures[0]
     ] == [("ops", {"pre_attn": [0, 1]}, [1])]
@@ -472,10 +468,8 @@ def test_a_steered_response_waits_for_receipts_of_all_ranks(
     assert not asked.done()
     hand.receipt(claim, applied=4)
     answer = asked.result().json()
-    assert (
-        answer["determinism"]["stages"][0]["ranks"][0]["applied"],
-        answer["capture_results"]["status"],
-    ) == (4, "not_requested")
+    assert answer["determinism"]["stages"][0]["ranks"][0]["applied"] == 4
+    assert answer["capture_results"]["status"] == "not_requested"
 
 
 # field case 39
@@ -587,10 +581,8 @@ def test_a_chat_stream_opens_with_the_role_and_counts_when_asked(
     assert [
         choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason
     ] == ["stop"]
-    assert ([chunk.usage is None for chunk in chunks], chunks[-1].choices) == (
-        [True] * (len(chunks) - 1) + [False],
-        [],
-    )
+    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 2
 
@@ -685,11 +677,8 @@ def test_a_job_completes_after_its_client_disconnects(api: Api, hand: Hand, stre
     hand.store(claim)
     hand.receipts(claim)
     result = api.http.get(f"/v1/jobs/{claim.job.id}/result").json()
-    assert (result["state"], result["capture_results"]["status"], result["outputs"][0]["text"]) == (
-        "succeeded",
-        "ok",
-        "hello world",
-    )
+    assert (result["state"], result["capture_results"]["status"]) == ("succeeded", "ok")
+    assert result["outputs"][0]["text"] == "hello world"
     again = api.http.post(url, json=body | {"stream": stream}, headers=key)
     assert "hello world" in again.text, "the key returns the job whose answer was lost"
     assert hand.count_jobs() == 1

@@ -119,11 +119,8 @@ def test_a_response_held_past_the_limit_becomes_202_with_a_job(hasty: Api) -> No
     with Hand(hasty.settings):
         answer = hasty.http.post("/v1/completions", json=body)
         streamed = hasty.http.post("/v1/completions", json={**body, "stream": True})
-    assert (answer.status_code, answer.json()["state"], answer.headers["location"]) == (
-        202,
-        "queued",
-        f"/v1/jobs/{answer.json()['id']}",
-    )
+    assert (answer.status_code, answer.json()["state"]) == (202, "queued")
+    assert answer.headers["location"] == f"/v1/jobs/{answer.json()['id']}"
     assert '"error"' in streamed.text
     assert "[DONE]" not in streamed.text
 
@@ -188,9 +185,8 @@ def test_a_body_over_the_limit_is_413_whether_or_not_its_length_is_announced(
 ) -> None:
     body = b'{"model":"' + b"x" * int(mib * (1 << 20)) + b'"}'
     content = iter([body[: 1 << 19], body[1 << 19 :]]) if chunked else body
-    answer = hasty.http.post(
-        "/v1/jobs", content=content, headers={"Content-Type": "application/json"}
-    )
+    headers = {"Content-Type": "application/json"}
+    answer = hasty.http.post("/v1/jobs", content=content, headers=headers)
     assert (answer.status_code, answer.headers["content-type"]) == (413, "application/problem+json")
     assert str(1 << 20) in answer.json()["allowed"]
 

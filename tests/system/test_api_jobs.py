@@ -31,9 +31,11 @@ TOLD_S = 4.0
 def test_a_submitted_job_is_committed_queued_and_located(api: Api, hand: Hand) -> None:
     answer = api.http.post("/v1/jobs", json={**BODY, "metadata": {"who": "me"}})
     view = answer.json()
-    assert (answer.status_code, answer.headers["location"]) == (202, f"/v1/jobs/{view['id']}")
+    assert answer.status_code == 202
+    assert answer.headers["location"] == f"/v1/jobs/{view['id']}"
     assert int(answer.headers["retry-after"]) >= 1
-    assert (answer.headers["etag"], view["state"]) == (f'"{view["version"]}"', "queued")
+    assert answer.headers["etag"] == f'"{view["version"]}"'
+    assert view["state"] == "queued"
     assert view["metadata"] == {"who": "me"}
     with redis.Redis.from_url(api.settings.redis_url) as client:
         _, message = client.brpop(lists_of(queue_of(MODEL)), timeout=30)
@@ -62,11 +64,9 @@ def test_steering_and_capture_are_stored_resolved_per_prompt(api: Api, hand: Han
         [[0, 2]],
         [[0, 4]],
     ]
-    assert (
-        job.captures[0][0].sites,
-        [entries[0].positions for entries in job.steering],
-        job.steering[0][0].layers,
-    ) == ({"post_block": [1, 2]}, [[1], [3]], [3])
+    assert job.captures[0][0].sites == {"post_block": [1, 2]}
+    assert [entries[0].positions for entries in job.steering] == [[1], [3]]
+    assert job.steering[0][0].layers == [3]
     assert hand.do(hand.ledger.get_tensor(job.steering[0][0].tensors[0])).shape == [8]
 
 
@@ -87,7 +87,8 @@ def test_an_idempotency_key_is_one_job_also_of_concurrent_submissions(
         return answer.status_code, answer.json()["id"]
 
     first = submit(0)
-    assert ({first, *pool.map(submit, range(16))}, hand.count_jobs()) == ({first}, 1)
+    assert {first, *pool.map(submit, range(16))} == {first}
+    assert hand.count_jobs() == 1
     refused(
         api.http.post(
             "/v1/jobs", json={**BODY, "prompts": ["a"]}, headers={"Idempotency-Key": "k2"}
@@ -106,11 +107,9 @@ def test_prefer_wait_answers_200_with_the_result_when_the_job_ends_in_time(
     assert not held.done()
     hand.store(claim)
     answer = held.result()
-    assert (
-        answer.status_code,
-        answer.headers["preference-applied"],
-        answer.json()["outputs"][0]["text"],
-    ) == (200, "wait=20", "hello world")
+    assert answer.status_code == 200
+    assert answer.headers["preference-applied"] == "wait=20"
+    assert answer.json()["outputs"][0]["text"] == "hello world"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +141,8 @@ def test_prefer_wait_on_a_job_that_fails_answers_its_problem_and_not_success(
     held = pool.submit(api.http.post, "/v1/jobs", json=BODY, headers={"Prefer": "wait=20"})
     claim = hand.claim_next()
     hand.fail(claim, MidstreamError("engine_failed", "out of memory").problem())
-    problem = refused(held.result(), 500, kind="engine_failed")
+    answer = held.result()
+    problem = refused(answer, 500, kind="engine_failed")
     assert problem["instance"] == f"/v1/jobs/{claim.job.id}"
 
 
@@ -210,10 +210,8 @@ def test_the_result_is_409_until_the_job_is_over_and_410_past_its_retention(
     with redis.Redis.from_url(api.settings.redis_url) as client:
         # as if that time had passed
         client.hincrbyfloat(f"ms:job:{job_id}", "finished", -1 - api.settings.result_ttl_s)
-    assert (api.http.get(f"/v1/jobs/{job_id}/result").status_code, api.view(job_id)["state"]) == (
-        410,
-        "expired",
-    )
+    assert api.http.get(f"/v1/jobs/{job_id}/result").status_code == 410
+    assert api.view(job_id)["state"] == "expired"
 
 
 # field case 39
@@ -374,12 +372,14 @@ def test_two_apis_return_the_same_job(
         job_id = api.submit()
         poll = pool.submit(replica.view, job_id, wait=20)
         hand.finish(job_id)
-        assert (poll.result()["state"], replica.view(job_id)) == ("succeeded", api.view(job_id))
+        assert poll.result()["state"] == "succeeded"
+        assert replica.view(job_id) == api.view(job_id)
 
 
 def test_a_model_shows_what_is_absent_and_its_certificate(api: Api, hand: Hand) -> None:
     card = api.http.get(f"/v1/models/{MODEL}").json()
-    assert (card["id"], card["certificate"], card["absent"]) == (MODEL, None, {})
+    assert (card["id"], card["certificate"]) == (MODEL, None)
+    assert card["absent"] == {}
     assert api.http.get("/v1/models/nobody").status_code == 404
 
 

@@ -110,10 +110,8 @@ def test_a_named_capture_is_a_source_run_listing_its_sites(http: httpx2.Client, 
         (0, TOKENS, HIDDEN),
         (1, 19, HIDDEN),
     ]
-    assert (view.prompts[0].sites, view.prompts[0].positions) == (
-        {"pre_attn": [0, 1, 2, 3], "post_block": [0, 1, 2]},
-        list(range(TOKENS)),
-    )
+    assert view.prompts[0].sites == {"pre_attn": [0, 1, 2, 3], "post_block": [0, 1, 2]}
+    assert view.prompts[0].positions == list(range(TOKENS))
     by_job = from_json(http.get(f"/v1/runs/{clean}").content, RunView)
     assert (by_job.job, by_job.prompts) == (clean, view.prompts)
 
@@ -254,11 +252,9 @@ def test_runs_are_listed_newest_first_and_a_name_means_the_last_that_took_it(
         == "patch[0].layers"
     )
     complete(http, patch(first, layers=0, hook="post_block"))
-    assert (
-        http.delete("/v1/runs/again").status_code,
-        http.get(f"/v1/captures/{second}").status_code,
-        http.get(f"/v1/captures/{first}").status_code,
-    ) == (204, 410, 200)
+    assert http.delete("/v1/runs/again").status_code == 204
+    assert http.get(f"/v1/captures/{second}").status_code == 410
+    assert http.get(f"/v1/captures/{first}").status_code == 200
 
 
 def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(

@@ -59,12 +59,8 @@ def test_a_job_returns_the_scores_of_its_probes(client: Client, calm: str) -> No
         positions,
         {"calm": positions - 1, "angry": positions},
     )
-    assert (first.crossed, first.flagged, first.stopped, first.tokens) == (
-        {"angry": 4},
-        True,
-        False,
-        [[position, position + 1] for position in range(positions)],
-    )
+    assert (first.crossed, first.flagged, first.stopped) == ({"angry": 4}, True, False)
+    assert first.tokens == [[position, position + 1] for position in range(positions)]
     assert result.determinism is not None
     assert result.determinism.consistent
     assert client.run(prompts=["hello"], max_tokens=2, model="fake-model").probes == []
@@ -402,12 +398,8 @@ def test_a_latch_turns_the_next_requests_of_a_conversation_on(client: Client, ca
     first = run(client, "latch", "shadow", conversation="c1")
     assert decided(first)["latch"].policy.inherited == ""
     later = decided(run(client, "latch", "shadow", conversation="c1"))
-    assert (
-        later["latch"].policy.inherited,
-        later["latch"].triggers,
-        later["latch"].flagged,
-        later["latch"].decisions,
-    ) == (first.id, 0, True, [])
+    assert (later["latch"].policy.inherited, later["latch"].triggers) == (first.id, 0)
+    assert (later["latch"].flagged, later["latch"].decisions) == (True, [])
     assert later["shadow"].policy.inherited == ""
     for other in ({"conversation": "c2"}, {}):
         assert decided(run(client, "latch", **other))["latch"].policy.inherited == ""

@@ -100,10 +100,8 @@ def test_a_login_gives_a_cookie_that_scripts_and_other_sites_do_not_get(
     assert {"httponly", "samesite=strict", "path=/"} <= attributes
     assert "secure" not in attributes, "this is plain HTTP"
     assert int(re.findall(r"max-age=(\d+)", cookie.lower())[0]) in (SESSION_S - 1, SESSION_S)
-    assert (browser.answer.headers["cache-control"], browser.http.get("/v1/jobs").status_code) == (
-        "no-store",
-        200,
-    )
+    assert browser.answer.headers["cache-control"] == "no-store"
+    assert browser.http.get("/v1/jobs").status_code == 200
 
 
 def test_behind_https_the_cookie_is_secure(redis_url: str, tmp_path: Path) -> None:
@@ -233,7 +231,8 @@ def test_wrong_keys_are_limited_and_right_ones_never(
 
         for _ in range(WRONG_PER_MINUTE // 2):
             assert (tried(right), tried(wrong)) == ({200}, {401})
-        assert (tried(wrong), tried(wrong, "198.51.100.2")) == ({429}, {others})
+        assert tried(wrong) == {429}
+        assert tried(wrong, "198.51.100.2") == {others}
         assert tried(right) == {200}, "a right one is never refused"
         assert behind.http.get("/v1/tenant").status_code == 401, "no key is no wrong key"
 
@@ -361,9 +360,8 @@ def test_a_session_that_is_over_opens_nothing(api: Api, hand: Hand, change: Any)
     assert refused(browser.http.get("/v1/jobs"), 401)["field"] == COOKIE
     for value in (browser.id, "", "x", "../" * 30):  # this session's, and those of nobody
         for path, status in (("/v1/jobs", 401), ("/session", 200)):
-            answer = httpx2.get(
-                f"{api.url}{path}", headers={"Cookie": f"{COOKIE}={value}"}, timeout=LONG_S
-            )
+            cookie = {"Cookie": f"{COOKIE}={value}"}
+            answer = httpx2.get(f"{api.url}{path}", headers=cookie, timeout=LONG_S)
             assert (answer.status_code, answer.json().get("signed_in", False)) == (status, False)
     hand.do(redis.delete(browser.kept))
 

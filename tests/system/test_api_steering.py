@@ -176,9 +176,10 @@ def said(answer: httpx2.Response) -> list[str]:
     """The texts of an answer or a stream, of completions or of a chat."""
     assert answer.status_code == 200, answer.text
     if answer.headers["content-type"].startswith("application/json"):
+        choices = answer.json()["choices"]
         return [
             choice["text"] if "text" in choice else choice["message"]["content"]
-            for choice in answer.json()["choices"]
+            for choice in choices
         ]
     lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]"
@@ -290,7 +291,8 @@ def test_requests_after_the_response_run_under_the_new_global_steering(http: htt
     assert answer["determinism"]["consistent"]
     assert answer["determinism"]["global_version"] == made.version
     assert put_global(http, JOY).version == made.version, "the same again is no change"
-    assert from_json(http.get("/v1/steering/global").content, GlobalView) == made
+    shown = from_json(http.get("/v1/steering/global").content, GlobalView)
+    assert shown == made
     cleared = from_json(http.delete("/v1/steering/global").content, GlobalView)
     assert (cleared.digest, cleared.entries, cleared.version) == ("", [], made.version + 1)
     assert text(http) == plain
@@ -358,7 +360,8 @@ def test_a_refusing_rank_blocks_the_change(stack: Stack, http: httpx2.Client) ->
     stack.replace("worker-2", fault="check_global:rank=1,after=1")
     answer = http.put("/v1/steering/global", json={"steering": [CALM]})
     refused(answer, 409, None, "worker w1-2", "rank 1")
-    assert from_json(http.get("/v1/steering/global").content, GlobalView).version == made.version
+    shown = from_json(http.get("/v1/steering/global").content, GlobalView)
+    assert shown.version == made.version
     assert [worker.state for worker in dynamic(http).workers] == ["serving"] * 2
     stack.replace("worker-2")
     assert put_global(http, CALM).version == made.version + 1

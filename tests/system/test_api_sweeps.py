@@ -84,7 +84,8 @@ def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -
 
 
 def test_a_sweep_job_carries_its_mask_tensor(api: Api, hand: Hand) -> None:
-    sweep = hand.job(swept(api, mask=[0, -1])).work_as(SweepWork).sweep
+    job = hand.job(swept(api, mask=[0, -1]))
+    sweep = job.work_as(SweepWork).sweep
     mask = to_numpy(hand.do(hand.ledger.get_tensor(sweep.mask)))
     assert mask.tolist() == [1, *[0] * (HIDDEN - 2), 1]
 
@@ -178,10 +179,8 @@ def test_a_plan_aligns_both_prompts_and_accepts_nothing(api: Api, hand: Hand) ->
         CELLS,
         4,
     )
-    assert (plan.pairs[0].clean_tokens, plan.pairs[0].corrupt_tokens) == (
-        ["<bos>", "hello", "user", "world", "a"],
-        ["<bos>", "hello", "there", "a"],
-    )
+    assert plan.pairs[0].clean_tokens == ["<bos>", "hello", "user", "world", "a"]
+    assert plan.pairs[0].corrupt_tokens == ["<bos>", "hello", "there", "a"]
     assert [(column.positions, column.sources) for column in plan.pairs[0].columns] == [
         ([0], [0]),
         ([1], [1]),
@@ -256,10 +255,8 @@ def test_a_running_sweep_shows_its_request_and_its_cells_so_far(api: Api, hand: 
 
 
 def test_only_a_sweep_is_seen_as_one(api: Api, hand: Hand) -> None:
-    assert (
-        api.http.get(f"/v1/sweeps/{api.submit()}").status_code,
-        api.http.get("/v1/sweeps/job_none").status_code,
-    ) == (404, 404)
+    assert api.http.get(f"/v1/sweeps/{api.submit()}").status_code == 404
+    assert api.http.get("/v1/sweeps/job_none").status_code == 404
 
 
 def seen(api: Api, job_id: str) -> SweepView:

@@ -105,7 +105,8 @@ def test_webhook_deliveries_are_listed_and_resent_on_request(api: Api, hand: Han
         assert (again.id, again.state) == (delivery.id, "pending")
         with pytest.raises(MidstreamError, match="unknown delivery"):
             client.webhooks.get("msg_nothing")
-        assert client.secrets.create(keep_former_s=0).secrets == client.secrets.list().secrets
+        rotated = client.secrets.create(keep_former_s=0)
+        assert rotated.secrets == client.secrets.list().secrets
         assert client.disabled.list() == []
         with refuses(kind="not_found"):
             client.disabled.delete(HOOK)
@@ -151,7 +152,8 @@ def test_webhooks_of_another_tenant_are_not_found(api: Api, hand: Hand) -> None:
 
     assert secret(ours) == secret(ours) != secret(theirs)
     own = api.http.post("/v1/webhooks/secrets", json={"own": True}, headers=theirs).json()
-    assert (own["of"], secret(theirs)) == ("key", own["secrets"][0]["secret"])
+    assert own["of"] == "key"
+    assert secret(theirs) == own["secrets"][0]["secret"]
     reader = key_for(hand, "ours", ["read"])
     assert api.http.get("/v1/webhooks/secrets", headers=reader).status_code == 403, (
         "who may sign is not who may look"

@@ -169,7 +169,8 @@ def test_without_verify_the_gradient_worker_ends_the_job(stack: Stack) -> None:
     view = succeeded(stack, job_id)
     assert (view.queue, view.attempt, view.cells_expected) == (GRADIENTS, 1, 0)
     result = result_of(stack, job_id)
-    assert ([found.checked for found in result.estimated], result.summary.cells) == ([[], []], 0)
+    assert [found.checked for found in result.estimated] == [[], []]
+    assert result.summary.cells == 0
 
 
 def test_adaptive_finds_the_top_cells_and_says_what_it_left(stack: Stack) -> None:
@@ -320,10 +321,8 @@ def test_the_api_takes_an_attribution_and_shows_it(stack: Stack) -> None:
         assert (result["method"], result["seed"], result["steps"]) == ("attribution", 3, 1)
         assert "attribution" not in http.get("/v1/jobs").json()["jobs"][0]
         shown = http.get(f"/v1/attributions/{done.json()['id']}").json()
-        assert (shown["result"]["estimated"], shown["request"]["verify"]["top"]) == (
-            result["estimated"],
-            2,
-        )
+        assert shown["result"]["estimated"] == result["estimated"]
+        assert shown["request"]["verify"]["top"] == 2
         assert http.get(f"/v1/sweeps/{done.json()['id']}").status_code == 404
 
 
@@ -353,9 +352,8 @@ def dictionary(root: Path) -> None:
     }
     save_file(tensors, folder / "sae_weights.safetensors")
     form = {"architecture": "standard", "d_in": HIDDEN_SIZE, "d_sae": FEATURES}
-    (folder / "cfg.json").write_text(
-        json.dumps(form | {"metadata": {"hook_name": "blocks.1.hook_resid_post"}})
-    )
+    hook = {"hook_name": "blocks.1.hook_resid_post"}
+    (folder / "cfg.json").write_text(json.dumps(form | {"metadata": hook}))
 
 
 @pytest.mark.parametrize("metric", ["logit_diff", "recovered"])

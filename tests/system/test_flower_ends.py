@@ -53,9 +53,8 @@ class Seen:
 @pytest.fixture
 def seen(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     seen = Seen(redis_url)
-    monkeypatch.setattr(
-        flower, "time", SimpleNamespace(monotonic=lambda: seen.clock.now, time=time.time)
-    )
+    clock = SimpleNamespace(monotonic=lambda: seen.clock.now, time=time.time)
+    monkeypatch.setattr(flower, "time", clock)
     yield seen
     seen.ledger.close()
 

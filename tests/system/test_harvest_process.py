@@ -83,10 +83,8 @@ async def test_documents_come_from_another_process(tmp_path: Path, process: Sour
     documents = texts(200)
     made = reader(process, tmp_path, lines(tmp_path, "a.jsonl", documents))
     plan, found = await everything(made)
-    assert ([document.number for document in found], found[7].token_ids.tolist()) == (
-        list(range(200)),
-        make_tokenizer().encode(documents[7]).ids,
-    )
+    assert [document.number for document in found] == list(range(200))
+    assert found[7].token_ids.tolist() == make_tokenizer().encode(documents[7]).ids
     assert await made.special() == (
         make_tokenizer().token_to_id("<bos>"),
         make_tokenizer().token_to_id("<eos>"),

@@ -114,12 +114,8 @@ def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None
     )
     done = client.harvests.wait(view, timeout=WAIT_S)
     check_rows(checked(done.uri), documents, [("mlp_out", 0), ("post_block", 1), ("post_block", 3)])
-    assert (done.documents, done.share, done.state, done.rows) == (
-        20,
-        1.0,
-        "succeeded",
-        sum(map(len, documents)),
-    )
+    assert (done.documents, done.share, done.state) == (20, 1.0, "succeeded")
+    assert done.rows == sum(map(len, documents))
     assert client.harvests.list(limit=1).harvests[0].id == view.id
 
 
@@ -331,7 +327,9 @@ def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> Non
                 kinds.append(line[7:])
             elif line.startswith("data: "):
                 last = json.loads(line[6:])
-    assert (kinds[-1], set(kinds[:-1]), last) == ("done", {"progress"}, {"state": "succeeded"})
+    assert kinds[-1] == "done"
+    assert set(kinds[:-1]) == {"progress"}
+    assert last == {"state": "succeeded"}
 
 
 def test_a_harvest_is_paused_resumed_cancelled_and_deleted(stack: Stack, client: Client) -> None:
@@ -407,12 +405,8 @@ def test_a_consumer_that_is_killed_gets_every_row_once(
     assert consumer(stack, view, tmp_path / "rows").communicate(timeout=WAIT_S)[1] == ""
     check_stored(tmp_path / "rows", made)
     done = client.harvests.wait(view, timeout=WAIT_S)
-    assert (done.acknowledged, done.bytes, done.rows, done.shards) == (
-        {"trainer": len(made.units)},
-        0,
-        len(made),
-        len(made.shards),
-    )
+    assert done.acknowledged == {"trainer": len(made.units)}
+    assert (done.bytes, done.rows, done.shards) == (0, len(made), len(made.shards))
     assert not list(Path(done.uri).rglob("*.safetensors"))
 
 
@@ -467,10 +461,8 @@ def check_samples(folder: Path, made: Harvest, exported: Path) -> None:
         ):
             assert sorted(found.keys()) == ["hidden_states", "loss_mask", "token_ids"]
             for name in found.keys():  # noqa: SIM118
-                assert (found.get_tensor(name).tobytes(), found.get_tensor(name).shape) == (
-                    wanted.get_tensor(name).tobytes(),
-                    wanted.get_tensor(name).shape,
-                )
+                assert found.get_tensor(name).tobytes() == wanted.get_tensor(name).tobytes()
+                assert found.get_tensor(name).shape == wanted.get_tensor(name).shape
 
 
 def bridged(stack: Stack, view: HarvestView, target: str, **options: Any) -> subprocess.Popen[str]:

@@ -105,12 +105,8 @@ async def test_an_expired_lease_is_another_attempt_and_the_last_ends_as_worker_l
         assert not await reaper.sweep(began + 14.9)
         assert (await reaper.sweep(now() + 16)).requeued == [job.id]
         view = await ledger.view(job.id)
-        assert (view.state, view.attempt, view.worker, view.retry_reason) == (
-            State.QUEUED,
-            1,
-            None,
-            f"worker {WORKER} did not renew its lease",
-        )
+        assert (view.state, view.attempt, view.worker) == (State.QUEUED, 1, None)
+        assert view.retry_reason == f"worker {WORKER} did not renew its lease"
         assert await claimed_again(ledger, job) == 2
         assert (await reaper.sweep(now() + 60)).failed == [job.id]
         error = await error_of(ledger, job)

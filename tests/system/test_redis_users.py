@@ -21,6 +21,7 @@ from midstream.client.stack.checks.redis_checks import default_user
 from midstream.schemas.settings.settings import SettingsError, load_settings
 
 ALL = ("relay", "callbacks", "worker", "api", "flower")
+CAPTURE = {"layers": "all", "positions": "all"}
 FLOWERS_AUTH = "somebody:a password"
 
 
@@ -71,7 +72,7 @@ def test_jobs_run_end_to_end_with_redis_users_and_tls(http: httpx2.Client) -> No
         "model": "fake-model",
         "prompt": "hello",
         "max_tokens": 4,
-        "capture": {"layers": "all", "positions": "all"},
+        "capture": CAPTURE,
         "capture_wait": True,
     }
     assert http.post("/v1/completions", json=body).json()["capture_results"]["status"] == "ok"

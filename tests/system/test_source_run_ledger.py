@@ -127,7 +127,8 @@ async def test_a_run_name_refers_to_the_last_accepted_job_with_that_name(
     # The same submission once more, its answer was lost: no new job, and the name is not
     # turned back.
     assert await ledger.submit(run_job(), {}, ("key", "body")) == (first.id, False)
-    assert ((await named(runs)).job, await runs.names(MODEL)) == (second.id, ["clean"])
+    assert (await named(runs)).job == second.id
+    assert await runs.names(MODEL) == ["clean"]
     assert (await runs.names("another"), await runs.lookup("another", "clean")) == (
         [],
         None,
@@ -206,12 +207,9 @@ async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledge
     )
     key = run_key(job.id, 1, TAG)
     by_receipts = await runs.files(key)
-    assert (
-        by_receipts.sites,
-        by_receipts.positions,
-        by_receipts.hidden_size,
-        by_receipts.bytes,
-    ) == (SITES, [0, 1, 2], HIDDEN, 6 * 3 * HIDDEN * 2)
+    assert by_receipts.sites == SITES
+    assert (by_receipts.positions, by_receipts.hidden_size) == ([0, 1, 2], HIDDEN)
+    assert by_receipts.bytes == 6 * 3 * HIDDEN * 2
     prompts = (await runs.view(MODEL, "clean")).prompts
     assert [(each.request, each.tokens, each.token_ids, each.dtype) for each in prompts] == [
         (0, 3, [100, 101, 102], "bfloat16"),
@@ -219,15 +217,11 @@ async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledge
     ]
     assert await runs.prompts(await named(runs), [1]) == prompts[1:]
     await ledger.redis.delete(f"ms:ticket:{job.id}")
-    assert (told(await runs.files(key)), (await runs.view(MODEL, "clean")).prompts) == (
-        told(by_receipts),
-        prompts,
-    )
+    assert told(await runs.files(key)) == told(by_receipts)
+    assert (await runs.view(MODEL, "clean")).prompts == prompts
     await ledger.redis.delete(f"ms:job:{job.id}")
-    assert (told(await runs.files(key)), (await runs.view(MODEL, job.id)).state) == (
-        told(by_receipts),
-        "ready",
-    )
+    assert told(await runs.files(key)) == told(by_receipts)
+    assert (await runs.view(MODEL, job.id)).state == "ready"
     await ledger.redis.flushall()
     assert told(await runs.files(key)) == told(by_receipts)
     kind, detail = await refusal(runs.files(run_key(job.id, 7, TAG)))
@@ -413,7 +407,8 @@ async def test_a_job_is_told_which_of_its_runs_is_not_there_and_holds_nothing(
     await runs.delete(MODEL, "gone")
     holds = SourceRunLeases(ledger, Held(), WORKER)  # type: ignore[arg-type]
     keys, entered = [run_key(job.id, 0, TAG) for job in jobs], False
-    with refuses(detail=f"run 'gone': source run {keys[1]}: its captures were deleted"):
+    detail = f"run 'gone': source run {keys[1]}: its captures were deleted"
+    with refuses(detail=detail):
         async with holds.holding("job_user", keys, {"here": jobs[0].id, "gone": jobs[1].id}):
             entered = True
     assert not entered

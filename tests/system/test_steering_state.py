@@ -126,9 +126,8 @@ async def later(seconds: float, call: Awaitable[Any]) -> Any:
 
 async def change(steering: LedgerSteering, *tensors: str) -> GlobalSteering:
     entries = [entry(tensor) for tensor in tensors]
-    return await steering.set_global(
-        MODEL, await steering.open_check(MODEL, entries, blobs(*tensors)), entries
-    )
+    check = await steering.open_check(MODEL, entries, blobs(*tensors))
+    return await steering.set_global(MODEL, check, entries)
 
 
 async def claimed(ledger: Ledger, job: Job, ranks: int = 1) -> Job:

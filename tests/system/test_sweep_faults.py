@@ -62,9 +62,8 @@ async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig:
     asked = sweep(pair(), longer, noise=0)
 
     async with rig.worker() as runs:
-        await rig.watch(
-            max(len(pair().base), len(pair().source)) + 2.0, "flag", "stop", Steer(module="m"), HOOK
-        )
+        threshold = max(len(pair().base), len(pair().source)) + 2.0
+        await rig.watch(threshold, "flag", "stop", Steer(module="m"), HOOK)
         info, policies = await watched_model(rig.ledger, "fake-model")
         job = msgspec.structs.replace(sweep_job(asked), global_captures=info.global_captures)
         job = with_policies(job, policies)
@@ -83,9 +82,8 @@ async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig:
         for skipped in result.sweep.skipped
     )
     units = Units(asked)
-    assert {scores.request for scores in result.probes if scores.flagged} == {
-        units.request(units.source(1), 0)
-    }
+    flagged = {scores.request for scores in result.probes if scores.flagged}
+    assert flagged == {units.request(units.source(1), 0)}
     sent = (await WebhookOutbox(rig.ledger).deliveries(None, job.id)).deliveries
     assert [(each.event, each.url) for each in sent] == [("job.decided", HOOK.url)]
     prompts = {

@@ -232,7 +232,8 @@ class _Writing:
         #: Characters held back while they may turn out to begin a stop string.
         self._held_back = max((len(stop) for stop in ask.sampling.stop), default=1) - 1
         self._stop_at, self._probe = _crossing(ask)
-        self._reason = self._probe if self._probe.startswith("policy:") else f"probe:{self._probe}"
+        is_policy = self._probe.startswith("policy:")
+        self._reason = self._probe if is_policy else f"probe:{self._probe}"
         if self._stop_at < len(ask.token_ids):
             self.finish_reason = self._reason
 

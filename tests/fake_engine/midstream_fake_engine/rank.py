@@ -38,9 +38,10 @@ class FakeFaults:
 
     def switch(self, text: str) -> None:
         """Have these faults from now on."""
+        parts = [part.partition(":") for part in text.split(";") if part]
         self._known = {
             name: dict(pair.split("=", 1) for pair in rest.split(",") if pair)
-            for name, _, rest in [part.partition(":") for part in text.split(";") if part]
+            for name, _, rest in parts
         }
 
     def get(self, name: str) -> dict[str, str] | None:

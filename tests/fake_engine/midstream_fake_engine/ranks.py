@@ -114,9 +114,8 @@ class FakeRanks:
 
         Raises MidstreamError("intervention_failed") when it cannot be steered.
         """
-        check_apply_results(
-            "steering a request", [rank.begin(spec) for rank in self.ranks], self.world
-        )
+        results = [rank.begin(spec) for rank in self.ranks]
+        check_apply_results("steering a request", results, self.world)
 
     def end(self, spec: RankSpec) -> None:
         """The request has left every rank."""
