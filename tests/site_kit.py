@@ -206,7 +206,8 @@ def _check_token(case: Case, found: Outcome, token: int, where: str) -> None:
             ):
                 stream = found.sum[token]  # it came out as it was, and is left alone
             elif expected.rewritten:
-                assert same_bits(found.hidden[token], torch.full_like(found.hidden[token], -0.0)), (
+                minus_zero = torch.full_like(found.hidden[token], -0.0)
+                assert same_bits(found.hidden[token], minus_zero), (
                     f"{where}: rewritten, but hidden is not −0"
                 )
             else:

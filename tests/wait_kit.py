@@ -51,9 +51,9 @@ def warn_if_late(took: float, within: float, why: str) -> None:
         warnings.warn(f"took {took:.1f} s of {within:g}: {why}", Late, stacklevel=2)
 
 
-async def settled(turns: int = 20) -> None:
+async def settled() -> None:
     """Let everybody do what can be done now."""
-    for _ in range(turns):
+    for _ in range(20):
         await asyncio.sleep(0)
 
 

@@ -206,9 +206,8 @@ class Rank:
         """
         view = view_of(*((str(request.number), first, count) for request, first, count in windows))
         if not (again and self.tokens and self.tokens.move_to(view)):
-            self.tokens = StepTokens(
-                view, np.array([request.tracked.slot for request, _, _ in windows], dtype=np.int64)
-            )
+            slots = [request.tracked.slot for request, _, _ in windows]
+            self.tokens = StepTokens(view, np.array(slots, dtype=np.int64))
         self.planner.plan_steering(self.tokens, self.slots)
         mine, stops = self.tokens.of_requests, self.tokens.stops
         self.slots.reached[mine] = np.maximum(self.slots.reached[mine], stops)

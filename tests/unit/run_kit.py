@@ -48,7 +48,6 @@ def run(
     site: tuple[str, int],
 ) -> RunFiles:
     """A run with the rows of two ranks, in no order."""
-    files = [
-        blob(folder, f"{key}.{half[0]}", rows, half, site) for half in [[2, rows.shape[1]], [0, 2]]
-    ]
+    halves = [[2, rows.shape[1]], [0, 2]]
+    files = [blob(folder, f"{key}.{half[0]}", rows, half, site) for half in halves]
     return RunFiles(key=key, sites={}, positions=positions, hidden_size=0, bytes=1, files=files)

@@ -124,9 +124,8 @@ def test_a_cell_is_off_beyond_noise_floor_and_tolerance(apart: float) -> None:
         (1, 1, True),
     ]
     assert [cell.difference for cell in found.checked] == pytest.approx([-0.59, -0.61])
-    assert [cell.estimate_effect - cell.exact_effect for cell in found.checked] == pytest.approx(
-        [-0.59, -0.61]
-    )
+    effects = [cell.estimate_effect - cell.exact_effect for cell in found.checked]
+    assert effects == pytest.approx([-0.59, -0.61])
 
 
 def test_recall_is_of_known_cells_and_needs_others_than_the_top() -> None:
@@ -160,9 +159,8 @@ def run_adaptive(
 
 def test_adaptive_stops_soon_where_estimates_are_right() -> None:
     truth = {3: 4.0, 9: 2.0, 20: 1.0}
-    looked, left, rounds = run_adaptive(
-        sweep(Verify(top=2), method="adaptive", budget=16), estimate(truth), truth
-    )
+    asked = sweep(Verify(top=2), method="adaptive", budget=16)
+    looked, left, rounds = run_adaptive(asked, estimate(truth), truth)
     assert {3, 9} <= looked
     assert len(looked) <= 8
     assert (left.settled, left.last, left.sampled, rounds) == (True, 2.0, 4, 2)

@@ -212,7 +212,8 @@ class Load:
             for _ in range(STEPS):
                 self._step([], 1)
             self.counted, after = False, _others()
-            assert not any(tracked.failure for tracked in self.plane._requests.tracked.values())
+            requests = self.plane._requests
+            assert not any(tracked.failure for tracked in requests.tracked.values())
             assert self._kind == "idle" or self.plane._banks.first.planner.repeats
         return round(self.calls / STEPS), round(self.queued / STEPS), after - before
 
@@ -235,7 +236,8 @@ def test_a_step_costs_calls_that_do_not_grow_with_the_requests(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for requests in (64, MOST):
-        calls, queued, others = Load(kind, requests, tmp_path / str(requests), monkeypatch).count()
+        load = Load(kind, requests, tmp_path / str(requests), monkeypatch)
+        calls, queued, others = load.count()
         print(f"{kind}, {requests} requests: calls {calls}, queued {queued}, others {others:.4f} s")
         assert calls <= CALLS[kind]
         assert queued <= QUEUED[kind]

@@ -18,7 +18,8 @@ REFUSED = invalid("axis", "'heads' is unknown", allowed="head, token", hint="did
     ],
 )
 def test_the_line_has_the_advice_before_the_valid_values(error: MidstreamError, line: str) -> None:
-    assert (str(error), openai_error(error.problem()).message) == (line, line)
+    assert str(error) == line
+    assert openai_error(error.problem()).message == line
 
 
 def test_an_error_survives_the_wire() -> None:

@@ -62,16 +62,15 @@ def test_tensors_named_by_site_become_one_entry_each_in_the_order_of_a_forward()
 
 
 def test_the_metadata_of_a_simple_file_holds_for_all_of_its_sites() -> None:
-    spec, other = specs_of(
-        file(
-            {"post_block.1": JOY, "post_block.2": JOY},
-            op="clamp",
-            low="-1.5",
-            strength="0.5",
-            positions='[0, {"text": "joy"}]',
-            format="pt",
-        )
+    raw = file(
+        {"post_block.1": JOY, "post_block.2": JOY},
+        op="clamp",
+        low="-1.5",
+        strength="0.5",
+        positions='[0, {"text": "joy"}]',
+        format="pt",
     )
+    spec, other = specs_of(raw)
     assert (spec.op, spec.low, spec.high, spec.strength) == ("clamp", -1.5, None, 0.5)
     assert msgspec.to_builtins(spec.positions)[0] == 0
     assert other == msgspec.structs.replace(spec, layers=2)

@@ -79,13 +79,12 @@ def test_an_object_of_any_size_reads_as_it_was_written(bucket: S3Store, sizes: l
     parts = [BIG[:size] for size in sizes]
     put(bucket, "tag/job/x", *parts)
     whole = b"".join(parts)
-    assert (bucket.stat("tag/job/x"), content(bucket, "tag/job/x")) == (len(whole), whole)
+    assert bucket.stat("tag/job/x") == len(whole)
+    assert content(bucket, "tag/job/x") == whole
     with bucket.open("tag/job/x") as handle:
-        assert (
-            handle.read(3, 10),
-            handle.read(len(whole) - 2 if len(whole) > 2 else 0, 100),
-            handle.read(len(whole), 1),
-        ) == (whole[3:13], whole[-2:], b"")
+        assert handle.read(3, 10) == whole[3:13]
+        assert handle.read(len(whole) - 2 if len(whole) > 2 else 0, 100) == whole[-2:]
+        assert handle.read(len(whole), 1) == b""
 
 
 def test_nothing_is_visible_before_commit_and_nothing_is_left_of_an_abort(bucket: S3Store) -> None:
@@ -113,7 +112,8 @@ def test_a_download_that_ends_early_is_asked_for_again(
 ) -> None:
     put(bucket, "x", BIG)
     fault = s3.fault(kind, "GET", times=2)
-    assert (content(bucket, "x"), fault.seen) == (BIG, 2)
+    assert content(bucket, "x") == BIG
+    assert fault.seen == 2
 
 
 #: Fault of every write → error, and what is said.
@@ -359,9 +359,8 @@ def test_temporary_credentials_in_a_file_are_read_again(
     def write() -> str:
         """Returns the new key."""
         made = temporary(s3, 3600)
-        (tmp_path / "credentials").write_text(
-            "\n".join(["[default]", *[f"{name} = {value}" for name, value in made.items()], ""])
-        )
+        lines = [f"{name} = {value}" for name, value in made.items()]
+        (tmp_path / "credentials").write_text("\n".join(["[default]", *lines, ""]))
         return made["aws_access_key_id"]
 
     def expire(key: str) -> None:
@@ -485,9 +484,11 @@ def test_a_deletion_reads_the_segments_of_its_job_alone(s3: FaultProxy, bucket: 
         "w.1-0.0.seg"
     }
     assert bucket.segments("job_x") != []  # until the deletion is over, for what comes late
-    assert (retention.delete(bucket, ["job_x"]), bucket.segments("job_x")) == (["job_x"], [])
+    assert retention.delete(bucket, ["job_x"]) == ["job_x"]
+    assert bucket.segments("job_x") == []
     s3.seen.clear()
-    assert (CaptureReader(bucket, "job_1").requests(), s3.count(r"GET .*\.jsonl")) == ([0], 1)
+    assert CaptureReader(bucket, "job_1").requests() == [0]
+    assert s3.count(r"GET .*\.jsonl") == 1
 
 
 def test_a_segment_is_referred_to_before_its_index_is_there(

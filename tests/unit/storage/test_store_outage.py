@@ -146,17 +146,11 @@ def test_requests_are_counted_with_outcomes_retries_bytes_and_times(
     with pytest.raises(PermissionError):
         bucket.children()
     found = tally.read()
-    assert (found["put"].outcomes, found["put"].retries, found["put"].bytes) == (
-        {"away": 1, "ok": 1},
-        1,
-        5,
-    )
-    assert (
-        found["get"].outcomes,
-        found["get"].bytes,
-        found["list"].outcomes,
-        sum(found["put"].buckets),
-    ) == ({"missing": 1, "ok": 1}, 5, {"refused": 1}, 2)
+    assert found["put"].outcomes == {"away": 1, "ok": 1}
+    assert (found["put"].retries, found["put"].bytes) == (1, 5)
+    assert (found["get"].outcomes, found["get"].bytes) == ({"missing": 1, "ok": 1}, 5)
+    assert found["list"].outcomes == {"refused": 1}
+    assert sum(found["put"].buckets) == 2
     assert found["put"].seconds > 0
 
 

@@ -126,7 +126,8 @@ def test_features_are_of_the_autoencoders_site_and_cost_exact_cells() -> None:
     few = attributed(plan().sweep, body(sae="s", verify={"top": 2, "random": 1}), SAE)
     assert few.attributed is not None
     assert few.attributed.verify is not None
-    assert (few.attributed.verify.doubtful, few.num_exact) == (0, 3)
+    assert few.attributed.verify.doubtful == 0
+    assert few.num_exact == 3
     wide = attributed(plan().sweep, body(sae="s", verify={"top": 500, "random": 500}), SAE)
     assert wide.num_exact == 1000 > wide.num_cells
     check_exact(wide, 1000)

@@ -117,7 +117,8 @@ def test_what_was_decided_stays_when_scores_are_computed_again() -> None:
     ("score", "words"), [(np.nan, "not finite at position 3"), (None, "not scored at position 3")]
 )
 def test_a_gate_without_a_score_fails_the_request(score: float | None, words: str) -> None:
-    watch = Watch("r", [probe(aggregation="max")], prompt_tokens=PROMPT)
+    one = probe(aggregation="max")
+    watch = Watch("r", [one], prompt_tokens=PROMPT)
     put(watch, 0, *([0.0, 0.0, 0.0] + ([score] if score is not None else [])))
     assert closed(watch, PROMPT + 1, decides=False) == ([True], [])
     shut, (why,) = closed(watch, PROMPT + 1)
@@ -188,16 +189,15 @@ def test_gated_entries_share_no_row_with_others_and_no_cached_block_with_any() -
     assert len({steering_digest([entry(gate)]) for gate in ("", "p", "q")}) == 3
 
     def digest(job: str, steering: StoredSteering) -> str:
-        spec = rank_spec(
-            EngineRequest(
-                job=job,
-                request=0,
-                attempt=1,
-                token_ids=[1] * PROMPT,
-                sampling=Sampling(),
-                steering=[steering],
-            )
+        asked = EngineRequest(
+            job=job,
+            request=0,
+            attempt=1,
+            token_ids=[1] * PROMPT,
+            sampling=Sampling(),
+            steering=[steering],
         )
+        spec = rank_spec(asked)
         assert spec is not None
         return spec.digest
 

@@ -92,7 +92,8 @@ def test_tags_of_policies_are_distinct() -> None:
     names = ["a.b", "a-b", "a..b", "a.-b", long, f"{long}n", f"{long}m", "x" * 128]
     names += [_tag_of(name)[len("policy-") :] for name in ("a.b", f"{long}n")]
     tags = msgspec.convert([_tag_of(name) for name in names], list[Tag])
-    assert (len({*tags}), tags[1], tags[4]) == (len(names), "policy-a-b", f"policy-{long}")
+    assert len({*tags}) == len(names)
+    assert (tags[1], tags[4]) == ("policy-a-b", f"policy-{long}")
 
 
 def test_changes_make_versions() -> None:

@@ -291,9 +291,8 @@ def test_an_unfitting_global_capture_is_not_a_user_error() -> None:
     ],
 )
 def test_a_global_capture_goes_as_far_as_each_prompt(positions: Any, stored: Any) -> None:
-    found = resolve_captures(
-        None, bounds(6, 3, 1, global_captures=[CaptureSpec(positions=positions, tag="global")])
-    )
+    specs = [CaptureSpec(positions=positions, tag="global")]
+    found = resolve_captures(None, bounds(6, 3, 1, global_captures=specs))
     assert [[capture.positions for capture in captures] for captures in found] == stored
 
 

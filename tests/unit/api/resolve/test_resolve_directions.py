@@ -127,9 +127,8 @@ def test_all_layers_are_those_of_the_lens_also_in_a_module(root: Path) -> None:
     other = SteeringSpec(layers=3, vector=[1.0] * WIDTH)
     content = resolve_module([spec, other], MODEL, named(root, spec, other))
     assert [entry.layers for entry in content.entries] == [[0], [1], [2], [3]]
-    assert content.reach == pytest.approx(
-        [*[3 * float(directions(layer, 4).abs().max()) for layer in LAYERS], 1.0]
-    )
+    largest = [3 * float(directions(layer, 4).abs().max()) for layer in LAYERS]
+    assert content.reach == pytest.approx([*largest, 1.0])
     state = ModelState(features=named(root, spec, other))
     low = msgspec.structs.replace(MODEL, dtype="float16")
     with refuses("times steering[0]'s scaled vector", field="scales[1]"):

@@ -266,8 +266,6 @@ def test_modules_and_global_steering_take_features() -> None:
         resolve_module(specs, MODEL, features),
         resolve_global(specs, MODEL, ModelState(features=features)),
     ):
-        assert ([entry.family for entry in content.entries], content.entries[0].numbers[:2]) == (
-            ["feature", "add"],
-            [1.0, 3.0],
-        )
+        assert [entry.family for entry in content.entries] == ["feature", "add"]
+        assert content.entries[0].numbers[:2] == [1.0, 3.0]
         assert len(content.blobs) == 4  # the middle part of an encoder is its last: zeros

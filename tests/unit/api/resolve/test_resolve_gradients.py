@@ -67,12 +67,12 @@ def job_of(
     **more: Any,
 ) -> Job:
     async def admitted() -> Job:
+        body = {"model": "m", "prompts": [[1, 2, 3, 4], [5, 6]], **more}
         request = msgspec.convert(
-            {"model": "m", "prompts": [[1, 2, 3, 4], [5, 6]], **more}
-            | {"capture": {"of": "gradient", "scalar": LOGIT} | capture},
-            JobRequest,
+            body | {"capture": {"of": "gradient", "scalar": LOGIT} | capture}, JobRequest
         )
-        named = Referents(found=Lookup("m", FOUND, gradients=facts))
+        found = Lookup("m", FOUND, gradients=facts)
+        named = Referents(found=found)
         parsed = parse_job(request)
         accept = admit_gradients if parsed.kind == "gradient" else admit
         return (await accept(parsed, model, CODEC, "job_x", named)).job
@@ -110,7 +110,8 @@ def test_only_a_capture_of_gradients_waits_in_the_gradient_queue() -> None:
 def test_the_loss_is_that_of_tokens_after_the_first(
     scalar: dict[str, Any], stored: list[list[int]]
 ) -> None:
-    assert [found and found.positions for found in scalars(job_of({"scalar": scalar}))] == stored
+    job = job_of({"scalar": scalar})
+    assert [found and found.positions for found in scalars(job)] == stored
 
 
 def test_tokens_of_a_scalar_may_be_texts() -> None:

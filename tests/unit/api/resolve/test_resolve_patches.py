@@ -25,6 +25,7 @@ from midstream.schemas.requests.specs import (
     StoredSteering,
 )
 
+SERVED = [hook for hook in HOOKS if hook != "mlp_in"]
 VECTOR = from_numpy(np.arange(1, HIDDEN + 1, dtype=np.float32))
 OTHER = from_numpy(np.ones(HIDDEN, np.float32))
 RANK2 = from_numpy(np.ones((2, HIDDEN), np.float32))
@@ -80,7 +81,7 @@ def resolved(
     **changes: Any,
 ) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
     bounds = Bounds(
-        model(hooks=[hook for hook in HOOKS if hook != "mlp_in"], **changes),
+        model(hooks=SERVED, **changes),
         [PromptFacts(length, _find) for length in lengths],
         max_tokens,
     )
@@ -152,9 +153,8 @@ def test_source_positions_meet_those_that_are_patched(
     positions: Any, position: Any, expected: Any
 ) -> None:
     # field case 34
-    assert rows(patch({"run": "clean", "position": position}, positions)) == [
-        (where, f"pre_attn:0:{what}") for where, what in expected
-    ]
+    found = rows(patch({"run": "clean", "position": position}, positions))
+    assert found == [(where, f"pre_attn:0:{what}") for where, what in expected]
 
 
 def test_places_and_rows_are_those_of_each_prompt() -> None:

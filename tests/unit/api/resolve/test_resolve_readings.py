@@ -255,9 +255,8 @@ def served_by(**served: str) -> Bounds:
 
 
 def resolved_on(limits: Bounds, **fields: Any) -> list[list[StoredCapture]]:
-    parsed = parse_job(
-        from_json(to_json({"model": "m", "prompts": ["a", "b"], **fields}), jobs.JobRequest)
-    )
+    body = {"model": "m", "prompts": ["a", "b"], **fields}
+    parsed = parse_job(from_json(to_json(body), jobs.JobRequest))
     return resolve_captures(None, limits, resolve_readings(parsed, limits))
 
 

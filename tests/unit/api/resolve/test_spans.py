@@ -277,7 +277,8 @@ def test_token_ids_have_spans_when_their_text_gives_the_same_ids() -> None:
     codec = codec_of(merged_byte_level())
     (ids,) = asyncio.run(codec.encode(["<s>the 東京 Tower"], special_tokens=False))
     found = codec.map_ids(ids)
-    assert (found.text, codec.map_ids(torn(codec, ids))) == ("<s>the 東京 Tower", None)
+    assert found.text == "<s>the 東京 Tower"
+    assert codec.map_ids(torn(codec, ids)) is None
     (ids,) = asyncio.run(codec.encode(["the 東京 Tower"], special_tokens=False))
     wish = ParsedRequest(
         "generate",

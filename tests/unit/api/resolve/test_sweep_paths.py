@@ -11,7 +11,6 @@ from test_sweep_plan import ablated, model, pair, plan, refusal
 
 from midstream.schemas.base import MidstreamError, misfit
 from midstream.schemas.jobs.jobs import Job, Sampling
-from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.sweeps import StoredSweep
 from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.model.banks import RowShape
@@ -35,7 +34,7 @@ def path_of(**path: Any) -> StoredSweep:
     ).sweep
 
 
-def asks(sweep: StoredSweep, info: ModelInfo = INFO) -> SweepRequests:
+def asks(sweep: StoredSweep) -> SweepRequests:
     return SweepRequests(
         Job(
             id="job_1",
@@ -47,7 +46,7 @@ def asks(sweep: StoredSweep, info: ModelInfo = INFO) -> SweepRequests:
             work=SweepWork(sweep=sweep),
         ),
         1,
-        info,
+        INFO,
         True,
     )
 
@@ -113,16 +112,16 @@ def test_a_path_to_the_logits_is_one_pass_with_the_branches_held() -> None:
         ("mlp_out", 3, "base"),
     }
     assert ask.entry is not None
-    assert (ask.entry.layer, made.units.width) == (2, 1)
+    assert ask.entry.layer == 2
+    assert made.units.width == 1
 
 
 def test_a_path_to_receivers_has_a_first_pass_whose_rows_they_have_in_the_second() -> None:
-    made = asks(
-        path_of(
-            receivers=[{"layer": 1, "hook": "mlp_out"}, {"layer": 3, "hook": "attn_out"}],
-            frozen=["attn"],
-        )
+    sweep = path_of(
+        receivers=[{"layer": 1, "hook": "mlp_out"}, {"layer": 3, "hook": "attn_out"}],
+        frozen=["attn"],
     )
+    made = asks(sweep)
     cell = next(unit for unit in made.units.cells(0) if unit.layer == 1)
     first, (second,) = made.first(cell), made.patched(cell)
     assert (first.request, second.request) == (cell.number * 2 + 1, cell.number * 2)
@@ -166,7 +165,16 @@ def test_heads_of_both_ends_are_their_dimensions_of_the_rows() -> None:
 
     def requests(**fields: Any) -> tuple[SweepRequests, StoredSweep]:
         sweep = plan(info=info, noise=1, **fields).sweep
-        return asks(sweep, info), sweep
+        job = Job(
+            id="job_1",
+            kind="sweep",
+            model="m",
+            prompts=[],
+            sampling=Sampling(),
+            created=0.0,
+            work=SweepWork(sweep=sweep),
+        )
+        return SweepRequests(job, 1, info, True), sweep
 
     def written(ask: EngineRequest, kind: str) -> dict[tuple[str, int], set[str]]:
         """(hook, layer) → dimensions, of rows of a run."""

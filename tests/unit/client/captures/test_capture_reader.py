@@ -41,11 +41,8 @@ def test_rows_come_back_as_float32_exactly(tmp_path: Path, dtype: str) -> None:
         [3, 7],
         dtype,
     )
-    assert (reader.positions(), reader.token_ids(), reader.array(7).dtype) == (
-        [0, 2, 5],
-        [100, 102, 105],
-        np.float32,
-    )
+    assert (reader.positions(), reader.token_ids()) == ([0, 2, 5], [100, 102, 105])
+    assert reader.array(7).dtype == np.float32
     np.testing.assert_array_equal(reader.array(7), values("post_block", 7, [0, 2, 5]))
     np.testing.assert_array_equal(reader.row(3, 5), values("post_block", 3, [5])[0])
     reader.array(7)[:] = 0  # it belongs to the caller
@@ -58,10 +55,8 @@ def test_sites_are_read_and_named_as_transformer_lens_names_them(store: Artifact
     name = "blocks.7.hook_resid_post"
     for site in ((name,), (7, "resid_post"), (7, "hook_resid_post"), (7,)):
         np.testing.assert_array_equal(reader.array(*site), reader.array(7, "post_block"))
-    assert (reader.site(name), list(reader.arrays())) == (
-        ("post_block", 7),
-        ["mlp_in.3", "post_block.3", "post_block.7"],
-    )
+    assert reader.site(name) == ("post_block", 7)
+    assert list(reader.arrays()) == ["mlp_in.3", "post_block.3", "post_block.7"]
     arrays = reader.arrays(names="transformer_lens")
     assert list(arrays) == ["mlp_in.3", "blocks.3.hook_resid_post", name]
     np.testing.assert_array_equal(arrays[name], reader.array(7, "post_block"))
@@ -288,9 +283,8 @@ def test_files_that_are_no_captures_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_rows_in_memory_are_read_like_files() -> None:
     blobs = [b"".join(blob_of(capture, capture.sites).buffers) for capture in (stage(1), stage(0))]
-    np.testing.assert_array_equal(
-        CaptureReader.from_bytes(blobs).array(2), values("post_block", 2, [0, 1, 2])
-    )
+    reader = CaptureReader.from_bytes(blobs)
+    np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
     with refuses("post_block"):
         CaptureReader.from_bytes(blobs[0]).layers()
     with refuses("no blobs given"):

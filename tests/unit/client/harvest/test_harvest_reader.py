@@ -233,7 +233,8 @@ def test_replicas_share_the_rows_epochs_differ_and_activations_never_end(uri: st
     )
     assert first == again != other
     stream = reading.activations(uri, 5, batch_size=50)
-    assert {tuple(batch.shape) for batch in [next(stream) for _ in range(20)]} == {(50, WIDTH)}
+    batches = [next(stream) for _ in range(20)]
+    assert {tuple(batch.shape) for batch in batches} == {(50, WIDTH)}
 
 
 @pytest.mark.parametrize("taken", [0, 1, 9, 25, 52])
@@ -266,9 +267,8 @@ def test_a_plain_loader_with_workers_goes_on_from_a_number_of_batches(uri: str) 
 def test_several_sites_and_keys_come_as_a_dict(tmp_path: Path) -> None:
     import torch
 
-    batch = next(
-        iter(reading.RowDataset(write(tmp_path / "h", "bfloat16"), keys=True, dtype=torch.bfloat16))
-    )
+    dataset = reading.RowDataset(write(tmp_path / "h", "bfloat16"), keys=True, dtype=torch.bfloat16)
+    batch = next(iter(dataset))
     assert set(batch) == {"post_block.2", "post_block.5", "document", "position", "token_id"}
     assert batch["post_block.2"].dtype == torch.bfloat16
     assert torch.equal(batch["token_id"], batch["document"] + batch["position"])
@@ -280,7 +280,8 @@ def test_documents_are_written_as_vllms_connector_does(tmp_path: Path, dtype: st
     assert len(paths) == UNITS * DOCUMENTS
     with safe_open(paths[7], framework="pt") as file:
         states, mask = file.get_tensor("hidden_states"), file.get_tensor("loss_mask")
-        assert (tuple(states.shape), str(states.dtype)) == ((TOKENS, 2, WIDTH), f"torch.{dtype}")
+        assert tuple(states.shape) == (TOKENS, 2, WIDTH)
+        assert str(states.dtype) == f"torch.{dtype}"
         assert states[:, 1, 0].float().tolist() == pytest.approx(
             value(7, np.arange(TOKENS), 5).tolist(), rel=2**-8
         )

@@ -184,22 +184,16 @@ def test_generation_samples_as_it_was_told_to(
     options: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     model, client = served()
-    assert (model.generate("ab", **options), client.asked[-1]["sampling"]) == ("abz", sampling)
+    assert model.generate("ab", **options) == "abz"
+    assert client.asked[-1]["sampling"] == sampling
 
 
 def test_what_is_generated_has_the_form_of_the_prompt() -> None:
     model, _ = served()
-    assert (
-        model.generate(["a", "abc"]),
-        model.generate([7, 8]).tolist(),
-        model.generate([[7, 8], [9, 7]]),
-        model.generate("a", return_type="tokens").tolist(),
-    ) == (
-        ["az", "abczz"],
-        [[7, 8, ord("z")]],
-        [[7, 8, ord("z")], [9, 7, ord("z"), ord("z")]],
-        [[BOS, ord("a"), ord("z")]],
-    )
+    assert model.generate(["a", "abc"]) == ["az", "abczz"]
+    assert model.generate([7, 8]).tolist() == [[7, 8, ord("z")]]
+    assert model.generate([[7, 8], [9, 7]]) == [[7, 8, ord("z")], [9, 7, ord("z"), ord("z")]]
+    assert model.generate("a", return_type="tokens").tolist() == [[BOS, ord("a"), ord("z")]]
     assert model.generate([ord("a")], return_type="str") == ["az"]
     with refuses("return_type"):
         model.generate("a", return_type="text")
@@ -323,9 +317,10 @@ def test_the_accumulated_stream_goes_up_to_a_layer(
     stack, found = cache().accumulated_resid(return_labels=True, **options)
     assert (found, stack.shape) == (labels, (len(labels), 2, TOKENS, WIDTH))
     hooks = {"pre": "pre_attn", "mid": "post_attn"}
+    parts = [label.split("_") for label in labels]
     wanted = [
         value("post_block", DEPTH - 1) if at == "final" else value(hooks[kind], int(at))
-        for at, kind in [label.split("_") for label in labels]
+        for at, kind in parts
     ]
     assert stack[:, 0, 0, 0].tolist() == wanted
     assert (stack[:, 1, 2] - stack[:, 0, 0] == 1002).all()  # of the other prompt, two tokens later
@@ -389,9 +384,8 @@ def test_positions_of_a_stack_are_chosen(chosen: Any, tokens: Any) -> None:
 
 @pytest.mark.parametrize(("layer", "count"), [(-1, 3), (None, 3), (2, 2), (3, 3)])
 def test_one_activation_of_the_layers_below_is_stacked(layer: Any, count: int) -> None:
-    assert cache().stack_activation("mlp_out", layer)[:, 1, 3, 0].tolist() == [
-        value("mlp_out", each, 1, 3) for each in range(count)
-    ]
+    found = cache().stack_activation("mlp_out", layer)
+    assert found[:, 1, 3, 0].tolist() == [value("mlp_out", each, 1, 3) for each in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -426,10 +420,8 @@ def test_a_cache_holds_what_was_captured_with_or_without_a_batch_axis() -> None:
     assert "blocks.1.no_such" not in found
     assert len(cache()) == DEPTH * sum(WIDE_CARD.has(name) for name in BLOCK)
     alone = cache(prompts=1).remove_batch_dim()
-    assert (alone["resid_post", 0].shape, alone.accumulated_resid(pos_slice=-1).shape) == (
-        (TOKENS, WIDTH),
-        (DEPTH + 1, WIDTH),
-    )
+    assert alone["resid_post", 0].shape == (TOKENS, WIDTH)
+    assert alone.accumulated_resid(pos_slice=-1).shape == (DEPTH + 1, WIDTH)
 
 
 def test_rows_are_patched_from_one_of_the_cached_prompts() -> None:

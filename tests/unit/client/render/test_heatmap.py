@@ -64,9 +64,8 @@ def test_each_hook_has_a_panel_of_tokens_by_layers_with_the_values_in_place() ->
 def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(
     metric: Metric, peak: float, limits: tuple[float, float], middle: str
 ) -> None:
-    axes = figures.plot(
-        result(pair(grids={"pre_attn": grid(peak), "mlp_out": grid(peak)}), metric=metric)
-    ).axes
+    sweep = result(pair(grids={"pre_attn": grid(peak), "mlp_out": grid(peak)}), metric=metric)
+    axes = figures.plot(sweep).axes
     meshes = [panel.collections[0] for panel in axes[:2]]
     assert ([mesh.get_clim() for mesh in meshes], {mesh.get_cmap().name for mesh in meshes}) == (
         [limits, limits],
@@ -79,9 +78,8 @@ def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(
 
 def test_a_small_negative_effect_differs_from_none_in_every_rendering() -> None:
     values: list[list[float | None]] = [[-0.1, 0.0, 0.1, -0.9, 0.9, -0.01] for _ in LAYERS]
-    both = pair(
-        grids={"pre_attn": values, "mlp_out": values}, positions=[[number] for number in range(6)]
-    )
+    places = [[number] for number in range(6)]
+    both = pair(grids={"pre_attn": values, "mlp_out": values}, positions=places)
     sweep = result(both, skipped=[])
     mesh = figures.plot(sweep).axes[0].collections[0]
     low, none, high = (mesh.cmap(mesh.norm(value)) for value in (-0.1, 0.0, 0.1))

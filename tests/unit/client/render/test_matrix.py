@@ -443,10 +443,8 @@ def test_a_result_of_arrays_is_printed_in_one_line(kind: str, shown: str) -> Non
 def test_captured_rows_are_drawn_as_norms_of_layers_by_tokens(tmp_path: Path) -> None:
     rows = reader(tmp_path)
     axes = rows.plot().get_axes()[0]
-    assert (
-        [label.get_text() for label in axes.get_yticklabels()],
-        axes.collections[0].get_array().size,
-    ) == ([*map(str, rows.layers())], 2 * len(rows.layers()))
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*map(str, rows.layers())]
+    assert axes.collections[0].get_array().size == 2 * len(rows.layers())
 
 
 def test_every_kind_is_drawn_by_plot_and_other_names_say_so() -> None:

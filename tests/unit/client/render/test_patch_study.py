@@ -96,7 +96,8 @@ def test_sweep_arguments_send_only_what_was_given() -> None:
         [1, 2],
         3,
     )
-    assert (asked.metric, study.result) == ("recovered", result())
+    assert asked.metric == "recovered"
+    assert study.result == result()
 
 
 def test_several_pairs_share_their_spans_and_ablations_need_no_corrupt_prompt() -> None:
@@ -106,11 +107,9 @@ def test_several_pairs_share_their_spans_and_ablations_need_no_corrupt_prompt() 
     asked = asked_by(
         study, "sweep", spans=[{"name": "first", "clean": [0]}], ablation="zeros", metric="logprob"
     )
-    assert ([each.spans for each in asked.pairs], asked.pairs[1].corrupt, asked.ablation) == (
-        [[PairSpan(name="first", clean=[0])]] * 2,
-        None,
-        "zeros",
-    )
+    assert [each.spans for each in asked.pairs] == [[PairSpan(name="first", clean=[0])]] * 2
+    assert asked.pairs[1].corrupt is None
+    assert asked.ablation == "zeros"
 
 
 @pytest.mark.parametrize(
@@ -178,10 +177,8 @@ def test_records_have_every_cell_and_the_reason_of_those_without_a_value() -> No
     failed = by_place["mlp_out", *FAILED]
     assert (failed["value"], failed["effect"], failed["reason"]) == (None, None, "the run is gone")
     assert all((each["value"] is None) == bool(each["reason"]) for each in records)
-    assert (list(frame.columns), frame["value"].isna().sum()) == (
-        list(records[0]),
-        sum(each["value"] is None for each in records),
-    )
+    assert list(frame.columns) == list(records[0])
+    assert frame["value"].isna().sum() == sum(each["value"] is None for each in records)
 
 
 def test_zoom_asks_for_each_token_of_the_named_columns_by_itself() -> None:

@@ -92,7 +92,8 @@ def blob(
             tensors.append((f"{hook}.{layer}", "float32", values.shape, [values]))
     for name, values in (("positions", list(chosen)), ("token_ids", facts["token_ids"])):
         tensors.append((name, "int64", [len(values)], [np.array(values, dtype=np.int64)]))
-    return b"".join(bytes(each) for each in make_blob(Manifest(**(facts | more)), tensors).buffers)
+    made = make_blob(Manifest(**(facts | more)), tensors)
+    return b"".join(bytes(each) for each in made.buffers)
 
 
 def reader(*args: Any, **more: Any) -> CaptureReader:

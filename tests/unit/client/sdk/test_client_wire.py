@@ -129,7 +129,8 @@ def test_patches_go_with_jobs_completions_and_chats() -> None:
         client.completion("m", "x", patch=patch)
         client.chat("m", [{"role": "user", "content": "x"}], patch=patch)
     of_completion, of_chat = (json.loads(body)["patch"] for body in seen.bodies)
-    assert (msgspec.convert(of_completion, list[PatchSpec]), of_chat) == ([spec], of_completion)
+    assert msgspec.convert(of_completion, list[PatchSpec]) == [spec]
+    assert of_chat == of_completion
 
 
 def test_ids_are_escaped_in_request_paths() -> None:
@@ -233,7 +234,9 @@ def test_a_submission_is_repeated_with_the_same_key_while_the_api_restarts(
     busy = reply(MidstreamError("unavailable", "restarting").problem(), 503)
     with server(busy, reply(job_view(id="job_x"), 202)) as (url, seen):
         assert Client(url).submit(model="m", prompts=["a"]).id == "job_x"
-    assert (len(seen), seen[0], len(seen[0].split())) == (2, seen[1], 3)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert len(seen[0].split()) == 3
 
 
 def test_a_stream_that_the_server_ends_with_a_problem_raises_it() -> None:
@@ -410,7 +413,8 @@ def test_a_file_is_taken_from_the_store_by_its_link(tmp_path: Path) -> None:
     with server((200, {}, CONTENT)) as (url, seen):
         path = download.from_link(tmp_path, "job_x", linked(f"{url}/bucket/p?X-Amz-Signature=1"))
     assert path is not None
-    assert (path.read_bytes(), seen) == (CONTENT, ["GET /bucket/p?X-Amz-Signature=1"])
+    assert path.read_bytes() == CONTENT
+    assert seen == ["GET /bucket/p?X-Amz-Signature=1"]
     assert seen.authorizations == [None], "the key is the API's"
 
 

@@ -179,20 +179,16 @@ def test_captures_become_data_frames_and_labelled_arrays(tmp_path: Path) -> None
     pytest.importorskip("xarray")
     opened = reader(tmp_path)
     frame = opened.to_pandas()
-    assert (frame.index.names, list(frame.columns[:2])) == (
-        ["request", "layer", "position"],
-        ["token", "token_id"],
-    )
+    assert frame.index.names == ["request", "layer", "position"]
+    assert list(frame.columns[:2]) == ["token", "token_id"]
     np.testing.assert_array_equal(
         frame.loc[(0, 3, 1)][2:].to_numpy(np.float32), values("post_block", 3, [1])[0]
     )
     array = opened.to_xarray()
     assert (array.dims, array.dtype) == (("layer", "position", "dim"), np.float32)
     np.testing.assert_array_equal(array.sel(layer=2), values("post_block", 2, [0, 1, 2]))
-    assert (list(array.token.values), array.attrs["job"]) == (
-        [str(token) for token in opened.token_ids()],
-        "job_x",
-    )
+    assert list(array.token.values) == [str(token) for token in opened.token_ids()]
+    assert array.attrs["job"] == "job_x"
 
 
 def test_grids_become_data_frames_and_labelled_arrays() -> None:

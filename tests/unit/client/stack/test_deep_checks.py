@@ -49,7 +49,8 @@ def test_a_promise_fails_if_its_whole_interval_is_above_the_limit(
 
 def test_each_promise_is_judged_by_one_check_and_a_measurement_may_move_its_limit() -> None:
     assert judge("idle", [1.2], "", limit=1.3).level == "ok"
-    judged = ", ".join(check.about for check in [*of("deep"), *of("end")]).split(", ")
+    checks = [*of("deep"), *of("end")]
+    judged = ", ".join(check.about for check in checks).split(", ")
     assert judged == ["machine", "settings", "model", *PROMISES]
 
 
@@ -177,10 +178,9 @@ class TimedRig(FakeRig):
         clock = SimpleNamespace(perf_counter=lambda: self.clock, monotonic=lambda: self.clock)
         monkeypatch.setattr(costs, "time", clock)
         monkeypatch.setattr(costs.httpx2, "post", self.post)
+        deleted = SimpleNamespace(delete=lambda job: None)
         self.client = SimpleNamespace(
-            wait=lambda *_: None,
-            completion=self.completion,
-            captures=SimpleNamespace(delete=lambda job: None),
+            wait=lambda *_: None, completion=self.completion, captures=deleted
         )
 
     def usage(self, kind: str, tokens: int) -> dict[str, Any]:

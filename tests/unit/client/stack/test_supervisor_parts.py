@@ -140,7 +140,8 @@ def test_settings_reach_a_child_as_they_are(
         model="some/model",
     )
     environment = child_environment(settings)
-    assert (load_settings(environment), environment["PATH"]) == (settings, os.environ["PATH"])
+    assert load_settings(environment) == settings
+    assert environment["PATH"] == os.environ["PATH"]
 
 
 Sleeping = Callable[..., "subprocess.Popen[bytes]"]

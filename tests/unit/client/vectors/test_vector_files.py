@@ -77,14 +77,13 @@ def sites(specs: list[SteeringSpec]) -> dict[Any, Any]:
 
 
 def test_directions_of_a_gguf_file_are_at_the_layers_of_their_names(tmp_path: Path) -> None:
-    specs = vectors.read(
-        control_vector(
-            tmp_path / "joy.gguf",
-            {14: JOY, 3: CALM, 0: -JOY},
-            method="pca",
-            **{"explained_variance.3": 0.5},
-        )
+    path = control_vector(
+        tmp_path / "joy.gguf",
+        {14: JOY, 3: CALM, 0: -JOY},
+        method="pca",
+        **{"explained_variance.3": 0.5},
     )
+    specs = vectors.read(path)
     assert [(spec.layers, spec.hook, spec.op, spec.scale) for spec in specs] == [
         (n, None, None, None) for n in (0, 3, 14)
     ]

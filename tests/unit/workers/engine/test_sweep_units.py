@@ -143,7 +143,8 @@ def test_an_ablation_needs_no_other_prompt() -> None:
     assert parse_row(name) == ("job_1.0.base", "post_block", 1, None, ())
     made = asks(sweep(ablation="mean"))
     (capture,) = made.control(made.units.base(0))[0].captures
-    assert (capture.positions, capture.sites["attn_out"]) == ("all_prompt", [0, 1, 3])
+    assert capture.positions == "all_prompt"
+    assert capture.sites["attn_out"] == [0, 1, 3]
     assert made.runs(0) == ["job_1.0.base"]
 
 
@@ -181,11 +182,9 @@ def test_a_forward_begins_at_the_lowest_layer_that_is_patched() -> None:
             assert ask.entry is None or (ask.entry.run, ask.entry.layer) == ("job_1.0.base", layer)
             assert ask.sampling.max_tokens == 1
     (base,) = made.control(made.units.base(0))
-    assert (base.captures[0].positions, base.captures[0].sites["pre_attn"], base.keep_blocks) == (
-        "all_prompt",
-        [1, 3],
-        "job_1.0.base",
-    )
+    assert base.captures[0].positions == "all_prompt"
+    assert base.captures[0].sites["pre_attn"] == [1, 3]
+    assert base.keep_blocks == "job_1.0.base"
 
 
 def test_cells_reuse_the_bases_blocks_at_every_layer_with_or_without_entry() -> None:
@@ -297,11 +296,12 @@ def test_a_sweep_or_prompt_longer_than_this_worker_takes_is_refused_by_its_field
     generated.
     """
     long_answer = msgspec.structs.replace(PAIR, foil=[6, 7, 8])  # asked behind its first two tokens
-    for asked, tokens in [
+    cases = [
         (job_of(sweep()), 5),
         (job_of(sweep(pairs=[long_answer])), 7),
         (job_of(None, SOURCE), 5),
-    ]:
+    ]
+    for asked, tokens in cases:
         check_lengths(asked, msgspec.structs.replace(INFO, max_model_len=tokens + 1))
         with refuses(
             f"has {tokens} tokens, which leaves no room to generate",

@@ -103,9 +103,8 @@ def test_columns_are_sums_of_elements(points_of: PointsOf) -> None:
     both = estimate_pair(points, sweep(points, ["post_block"], [span, skipped]), 0)
     assert both.effects["post_block"][:, 0] == pytest.approx(single[:, [3, 7]].sum(1))
     assert np.isnan(both.effects["post_block"][:, 1]).all()
-    wide = estimate_pair(
-        points, sweep(points, ["post_block"], window=PatchWindow(layers=2, positions=2)), 0
-    ).effects["post_block"]
+    windowed = sweep(points, ["post_block"], window=PatchWindow(layers=2, positions=2))
+    wide = estimate_pair(points, windowed, 0).effects["post_block"]
     assert wide[1, 3] == pytest.approx(single[1:3, 3:5].sum())
     every = [(at, at) for at in range(len(BASE))]
     dims = [Column(label="", places=every, dims=part) for part in ("0-19", "20-63")]
@@ -314,9 +313,8 @@ def reference(points: Points, sender: EdgeEnd, receiver: EdgeEnd) -> float:
 
                 hook(module, project)
             else:
-                stack.callback(
-                    layer.mlp.register_forward_pre_hook(lambda _, args: (normed(),)).remove
-                )
+                handle = layer.mlp.register_forward_pre_hook(lambda _, args: (normed(),))
+                stack.callback(handle.remove)
         logits = points.model(torch.tensor([BASE])).logits[0, -1]
         (slope,) = torch.autograd.grad(logits[100] - logits[200], t)
     return float(slope)
@@ -365,9 +363,8 @@ def test_places_in_chunks_give_the_same_scores(
     stored = sweep(points, ["z"], pair={"answer": [100, 5], "foil": [200]})
     whole = edge_scores(points, stored, 0).scores
     monkeypatch.setattr(edges_module, "CHUNK_BYTES", 1)
-    assert np.nan_to_num(edge_scores(points, stored, 0).scores) == pytest.approx(
-        np.nan_to_num(whole), abs=1e-5
-    )
+    parts = edge_scores(points, stored, 0).scores
+    assert np.nan_to_num(parts) == pytest.approx(np.nan_to_num(whole), abs=1e-5)
 
 
 def test_only_places_of_columns_count(points_of: PointsOf) -> None:

@@ -51,9 +51,8 @@ def test_features_and_error_sum_to_the_row(
     points = points_of("llama")
     found = effects(points, autoencoder(points.hidden_size, form), **given)
     whole = estimate_pair(points, sweep(points, ["post_block"], layers=[1], **given), 0)
-    assert found.effects.sum(1) + found.rest + found.error == pytest.approx(
-        whole.effects["post_block"][0], abs=1e-6
-    )
+    total = found.effects.sum(1) + found.rest + found.error
+    assert total == pytest.approx(whole.effects["post_block"][0], abs=1e-6)
     few = effects(points, autoencoder(points.hidden_size, form), top=3, **given)
     assert few.effects.sum(1) + few.rest == pytest.approx(found.effects.sum(1) + found.rest)
     assert (few.indices == found.indices[:, :3]).all()
@@ -78,15 +77,13 @@ def test_gradient_of_an_activation(points_of: PointsOf, form: str) -> None:
     feature = int(encoded.sum(0).argmax())
     stored = StoredSae(name="s", digest="", path="", hook=SITE[0], layer=SITE[1], bytes=0)
     wanted_scalar = StoredScalar(kind="feature", sae=stored, feature=feature, positions=[4, 5])
-    value, found = gradient_rows(
-        points, BASE, scalar_of(wanted_scalar, BASE, {}, lambda _: sae), [SITE, ("mlp_out", 0)]
-    )
+    scalar = scalar_of(wanted_scalar, BASE, {}, lambda _: sae)
+    value, found = gradient_rows(points, BASE, scalar, [SITE, ("mlp_out", 0)])
     assert value == pytest.approx(float(encoded[:, feature].sum()), rel=1e-6)
     direction = torch.randn(points.hidden_size, generator=torch.Generator().manual_seed(1))
     moved = [sae.encode(rows[4:6] + by * direction)[:, feature].sum() for by in (1e-3, -1e-3)]
-    assert float(moved[0] - moved[1]) / 2e-3 == pytest.approx(
-        float((found[SITE] @ direction).sum()), rel=2e-2, abs=1e-3
-    )
+    slope = float(moved[0] - moved[1]) / 2e-3
+    assert slope == pytest.approx(float((found[SITE] @ direction).sum()), rel=2e-2, abs=1e-3)
     assert found["mlp_out", 0].abs().max() > 0
 
 

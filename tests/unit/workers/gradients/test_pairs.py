@@ -52,9 +52,8 @@ def test_continuations_are_graded_token_by_token(
 ) -> None:
     points = points_of("llama")
     metric = "logit_diff" if foil else "logprob"
-    pair = PairRuns(
-        points, sweep(points, ["z"], metric=metric, pair={"answer": answer, "foil": foil}), 0
-    )
+    stored = sweep(points, ["z"], metric=metric, pair={"answer": answer, "foil": foil})
+    pair = PairRuns(points, stored, 0)
     pair.run(grad=False)
     assert len(pair.metric.suffixes) == sequences
     for prompt, found in ((BASE, pair.base), (SOURCE, pair.source)):
@@ -106,9 +105,8 @@ def test_values_of_scalars(points_of: PointsOf) -> None:
         (StoredScalar(kind="probe", probe=probe, label=1, positions=[1, 4]), score),
     ]
     for stored, wanted in cases:
-        value, rows = gradient_rows(
-            points, BASE, scalar_of(stored, BASE, tensors, no_sae), [("post_block", 1)]
-        )
+        scalar = scalar_of(stored, BASE, tensors, no_sae)
+        value, rows = gradient_rows(points, BASE, scalar, [("post_block", 1)])
         assert value == pytest.approx(float(wanted), abs=1e-5)
         assert rows["post_block", 1].shape == (len(BASE), points.hidden_size)
         assert rows["post_block", 1].abs().max() > 0

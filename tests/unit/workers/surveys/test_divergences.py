@@ -93,10 +93,8 @@ def test_kl_is_that_of_both_models_own_predictions(folder: Path) -> None:
     assert wanted.min() > 0.1
     strongest = wanted.reshape(DOCUMENTS, TOKENS)
     best = np.argsort(-strongest.max(1))[:2]
-    assert (found.arrays["documents"][0].tolist(), found.arrays["positions"][0].tolist()) == (
-        best.tolist(),
-        strongest[best].argmax(1).tolist(),
-    )
+    assert found.arrays["documents"][0].tolist() == best.tolist()
+    assert found.arrays["positions"][0].tolist() == strongest[best].argmax(1).tolist()
     assert not divergences([models[0]] * 2, [pair[0]] * 2, SURVEY)[1].any()  # type: ignore[list-item]
 
 

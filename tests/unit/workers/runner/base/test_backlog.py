@@ -34,7 +34,8 @@ def test_others_see_a_ranks_backlog_which_begins_at_zero_at_each_start(tmp_path:
     assert (seen.size, other.size) == ((4 << 32) + 5 + 9 + 8, 0)
     with pytest.raises(TypeError):
         seen.free(1)
-    Backlog.begin(second, 0).send(3)
+    again = Backlog.begin(second, 0)
+    again.send(3)
     assert (Backlog.of(second, 0).size, seen.size) == (3, (4 << 32) + 22)
     names = sorted(file.name for file in Path(first.outbox_dir).glob("*.backlog"))
     assert [name.split(".")[1:3] for name in names] == [["rank0", "b2"], ["rank1", "b1"]]

@@ -314,12 +314,11 @@ def test_rows_of_a_wrong_batch_slot_are_refused() -> None:
 
 
 def test_a_law_that_fails_in_one_layer_fails() -> None:
-    (law,) = combine(
-        [
-            LawFinding("MLP", ("mlp_in", "mlp_out"), layer, figure, "module")
-            for layer, figure in enumerate((0.1, 0.2, 40.0))
-        ]
-    )
+    found = [
+        LawFinding("MLP", ("mlp_in", "mlp_out"), layer, figure, "module")
+        for layer, figure in enumerate((0.1, 0.2, 40.0))
+    ]
+    (law,) = combine(found)
     assert (law.ok, law.layer, law.failing) == (False, 2, (2,))
 
 

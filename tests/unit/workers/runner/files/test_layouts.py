@@ -295,11 +295,10 @@ def test_a_read_only_folder_is_an_error_of_the_capture(
         return real(path, flags, *more, **named)
 
     monkeypatch.setattr(os, "open", refusing)
+    store = filesystem(tmp_path)
     errors = [
         outcome.error
-        for outcome in filesystem(tmp_path).consume(
-            [finished(layout="packed"), finished(layout="segment")]
-        )
+        for outcome in store.consume([finished(layout="packed"), finished(layout="segment")])
     ]
     assert all("Permission denied" in error for error in errors)
 

@@ -53,9 +53,8 @@ class Desk:
             self.receipts.append(receipt)
 
         monkeypatch.setattr(self.outbox, "append", appended)
-        self.writer = CaptureWriter(
-            StoreConfig(self.store, "w.boot.0", **store), self.outbox, threads, MEMORY_LIMIT
-        )
+        config = StoreConfig(self.store, "w.boot.0", **store)
+        self.writer = CaptureWriter(config, self.outbox, threads, MEMORY_LIMIT)
 
     def submit(
         self,

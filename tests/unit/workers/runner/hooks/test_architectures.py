@@ -429,9 +429,8 @@ def test_bytes_are_those_of_rows_read_and_written(costs: ModuleType) -> None:
 
 def test_the_launches_of_a_forward_hold_every_site_once() -> None:
     for variant in VARIANTS.values():
-        assert sorted(hook for group in launches(variant, HOOKS, 4) for hook in group) == sorted(
-            [*variant.taps] * 4
-        )
+        groups = launches(variant, HOOKS, 4)
+        assert sorted(hook for group in groups for hook in group) == sorted([*variant.taps] * 4)
 
 
 def test_the_table_is_the_page_s_and_has_a_row_for_each_model_and_case(costs: ModuleType) -> None:

@@ -38,9 +38,10 @@ def bare(kind: type[nn.Module], **facts: Any) -> nn.Module:
 
 
 def attention(tp: int = 1, **facts: Any) -> nn.Module:
+    keys = max(1, KEYS // tp)
     own = {
         "num_heads": HEADS // tp,
-        "num_kv_heads": max(1, KEYS // tp),
+        "num_kv_heads": keys,
         "head_size": WIDTH,
         "head_size_v": WIDTH,
         "kv_sharing_target_layer_name": None,

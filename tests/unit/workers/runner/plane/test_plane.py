@@ -55,7 +55,8 @@ def test_a_request_that_is_removed_and_added_again_while_it_lives_is_recorded_on
     rig.step((request, 0, 6), new=[request])
     rig.step((request, 0, 6), new=[request])
     rig.step((request, 6, 1), new=[request])
-    assert [file.rows for file in rig.ended(request).files] == [14]
+    receipt = rig.ended(request)
+    assert [file.rows for file in receipt.files] == [14]
     assert rig.reader(request).positions() == list(range(7))
 
 
@@ -318,7 +319,8 @@ def test_writers_give_way_where_the_model_uses_all_cores(
         for thread in threading.enumerate()
         if thread.native_id not in before and thread.name.startswith("midstream-writer")
     }
-    assert found == {"midstream-writer-0": min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice)}
+    lowest = min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice)
+    assert found == {"midstream-writer-0": lowest}
 
 
 def test_a_reading_is_submitted_as_its_tenants(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -409,9 +411,8 @@ def test_a_plan_that_cannot_be_committed_does_nothing(
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
     """There is no memory when it is asked for next."""
     answers = itertools.chain([HostMemoryError("no memory")], itertools.repeat(mock.DEFAULT))
-    monkeypatch.setattr(
-        rig.plane._arena, "take", mock.Mock(wraps=rig.plane._arena.take, side_effect=answers)
-    )
+    taking = mock.Mock(wraps=rig.plane._arena.take, side_effect=answers)
+    monkeypatch.setattr(rig.plane._arena, "take", taking)
 
 
 @pytest.mark.parametrize("at", [0, 6])
@@ -553,18 +554,15 @@ def test_a_failed_request_reports_what_its_policies_decided_so_far(
     """Even on a rank that reports no scores otherwise: only the first failure counts."""
     rig = Rig(tmp_path, rank=1, world=2)
     first = float(stream_of(1, "post_block", 1, 0, 1)[0, 0])  # at position p it is larger by p
-    request = probed(
-        rig, "none", weight=np.full((1, HIDDEN), 1 / HIDDEN, dtype=np.float32), total=10
-    )
+    weight = np.full((1, HIDDEN), 1 / HIDDEN, dtype=np.float32)
+    request = probed(rig, "none", weight=weight, total=10)
     (plain,) = request.tracked.spec.probes
     condition = Condition(at_least=first + 4, schedule=Schedule(tokens="all"))
     policy = StoredPolicy("guard", 1, "d", condition, [action], "active", True)
-    request.tracked.spec.probes.append(
-        msgspec.structs.replace(plain, name="policy:guard", actions=[action], policy=policy)
-    )
-    request.tracked.spec.steering.append(
-        msgspec.structs.replace(steering(rig.vector(1e3), [1], "post_block", [late]), limit=-0.01)
-    )
+    read = msgspec.structs.replace(plain, name="policy:guard", actions=[action], policy=policy)
+    request.tracked.spec.probes.append(read)
+    edit = steering(rig.vector(1e3), [1], "post_block", [late])
+    request.tracked.spec.steering.append(msgspec.structs.replace(edit, limit=-0.01))
     rig.step((request, 0, 6), new=[request])
     for position in (6, 7, 8):
         rig.step((request, position, 1))
@@ -595,9 +593,8 @@ def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> 
     weight = np.full((1, HIDDEN), sign / HIDDEN, dtype=np.float32)
     request = probed(rig, "steer", weight=weight, threshold=sign * (first + 8), total=15)
     gate = request.tracked.spec.probes[0].name
-    request.tracked.spec.steering.append(
-        msgspec.structs.replace(steering(content_hash(VECTOR), [0], "pre_attn"), gate=gate)
-    )
+    gated = msgspec.structs.replace(steering(content_hash(VECTOR), [0], "pre_attn"), gate=gate)
+    request.tracked.spec.steering.append(gated)
     other = steered(2)
     other.total = request.total
     rig.step((request, 0, 6), (other, 0, 6), new=[request, other])

@@ -95,9 +95,8 @@ def test_global_entries_precede_request_entries(rig: Rig, masked: bool) -> None:
         for n in (7.0, 8.0)
     )
     if masked:
-        theirs = msgspec.structs.replace(
-            theirs, family="replace_masked", tensors=[*theirs.tensors, ONES]
-        )
+        tensors = [*theirs.tensors, ONES]
+        theirs = msgspec.structs.replace(theirs, family="replace_masked", tensors=tensors)
     # as many as a request may have: to the ranks they are one, after a masked one as well
     own = [mine.stored([2])] * 20
     request = Request(1, 6, 8, (), own, for_everyone(1, theirs))

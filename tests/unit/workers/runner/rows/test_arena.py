@@ -84,7 +84,8 @@ def test_a_copy_that_lands_late_does_not_reach_the_next_rows() -> None:
     arena.landing = SimpleNamespace(done=lambda: landed)  # type: ignore[assignment]
     del memory
     arena.landing = SimpleNamespace(done=lambda: False)  # type: ignore[assignment]  # of others
-    assert arena.take(100, 1)[0] >= start + 100
+    other = arena.take(100, 1)
+    assert other[0] >= start + 100
     landed.append(True)
     assert arena.take(100, 1)[0] == start, "once they have landed, the memory is free"
 
@@ -400,7 +401,8 @@ def test_a_capture_without_a_place_fails_alone(
     rank.step((early, 0, 3))
     rest = None if disk else without(rank.arena, taken(2, 6) - 1)
     rank.backlog.send(101 * disk)
-    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError("the disk is full")))
+    full = OSError("the disk is full")
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=full))
     rank.step((early, 3, 3), (late, 0, 6))
     del rest
     monkeypatch.undo()

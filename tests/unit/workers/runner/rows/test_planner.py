@@ -169,7 +169,8 @@ def test_rows_that_may_touch_one_token_have_places_of_their_own_in_their_order(
 def test_after_a_drain_that_fails_nothing_is_steered_or_recorded() -> None:
     rank = Rank()
     edit = steering(rank.vector(np.ones(HIDDEN)), [0])
-    rank.plan((rank.admit(Request(0, 3, 4, [capture(post_block=[0])], [edit])), 0, 3))
+    request = rank.admit(Request(0, 3, 4, [capture(post_block=[0])], [edit]))
+    rank.plan((request, 0, 3))
     assert rank.buffers.plan.any()
     rank.planner._places.drain = None  # type: ignore[method-assign]
     with pytest.raises(TypeError):

@@ -182,7 +182,8 @@ def test_rows_of_an_unfinished_block_stay_until_it_is_kept(
     )
     rig.step((second, 40, 1))
     rig.step(finished=[first, second])
-    assert [(receipt.status, receipt.files[0].reused) for receipt in rig.receipts()] == [
+    receipts = rig.receipts()
+    assert [(receipt.status, receipt.files[0].reused) for receipt in receipts] == [
         ("ok", 0),
         ("ok", 16 * 12),
     ]

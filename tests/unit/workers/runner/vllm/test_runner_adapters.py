@@ -399,9 +399,8 @@ def test_a_step_is_busy_only_in_the_window_that_the_request_names(
         if how == "captures"
         else steering("v", [0], positions=positions)
     )
-    first, stop = touched(
-        RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=6, **{how: [entry]})
-    )
+    spec = RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=6, **{how: [entry]})
+    first, stop = touched(spec)
     assert first == window[0]
     assert stop == window[1] or (window[1] is None and stop > 1 << 40)
 

@@ -135,9 +135,8 @@ def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(sched
             steering=steering if tensors else [],
             digest="d" if tensors else "",
         )
-        scheduler.add_request(
-            SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args=pack(spec)))
-        )
+        params = SimpleNamespace(extra_args=pack(spec))
+        scheduler.add_request(SimpleNamespace(request_id=name, sampling_params=params))
         return to_msgpack(spec)
 
     later = came("later", "v")
