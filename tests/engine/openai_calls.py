@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MODEL = "demo"
-COMPLETION, CHAT = "completions", "chat/completions"
+COMPLETION = "completions"
+CHAT = "chat/completions"
 
 #: Why an answer differs by design; the page lists the calls under it.
 REFUSED = (

@@ -21,7 +21,9 @@ from tiny import checkpoint
 from tolerances import FP32_CODES
 
 GROUP = 32
-FP8, FP8_MAX, INT8_MAX = torch.float8_e4m3fn, 448.0, 127.0
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+INT8_MAX = 127.0
 #: Column of each 4-bit value in an int32 of AWQ, from its lowest bits.
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 #: Layers that vLLM runs as one matrix: they share a scale where a format has one for the whole
@@ -86,7 +88,8 @@ def _fp8_channel(weight: torch.Tensor, _largest: torch.Tensor) -> tuple[Tensors,
 
 def _fp8_blocks(weight: torch.Tensor, _largest: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     size = 128
-    rows, columns = -(-weight.shape[0] // size), -(-weight.shape[1] // size)
+    rows = -(-weight.shape[0] // size)
+    columns = -(-weight.shape[1] // size)
     scale = (
         torch.stack(
             [torch.stack([b.abs().max() for b in r.split(size, 1)]) for r in weight.split(size, 0)]
@@ -117,7 +120,8 @@ def _groups(weight: torch.Tensor) -> torch.Tensor:
 def _awq(weight: torch.Tensor, _largest: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     """4 bits with a zero point, groups of 32 inputs; scales in fp16."""
     groups = _groups(weight)
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    low = groups.amin(-1, keepdim=True)
+    high = groups.amax(-1, keepdim=True)
     scale = ((high - low) / 15).half().float()
     zero = (-low / scale).round().clamp(0, 15)
     codes = ((groups / scale).round() + zero).clamp(0, 15)
@@ -344,13 +348,15 @@ def _rounded(
 
 def make(name: str, form: str, folder: Path) -> Made:
     """Quantise the tiny checkpoint `name` below `folder`."""
-    wanted, plain = (FORMATS | OTHERS)[form], checkpoint(name, folder / name / "plain")
+    wanted = (FORMATS | OTHERS)[form]
+    plain = checkpoint(name, folder / name / "plain")
     quantised, dequantised = (
         folder / name / f"{form} {kind}".replace(" ", "-") for kind in ("quantised", "dequantised")
     )
     largest = _calibrate(plain)
     weights = load_file(plain / "model.safetensors")
-    compressed, restored = dict(weights), dict(weights)
+    compressed = dict(weights)
+    restored = dict(weights)
     for layer in _layers(weights):
         del compressed[f"{layer}.weight"]
         tensors, restored[f"{layer}.weight"] = wanted.quantise(
@@ -408,7 +414,8 @@ def _largest_weight(weights: Tensors, layer: str) -> torch.Tensor:
 
 def _calibrate(plain: Path) -> Tensors:
     """Quantised layer → the largest number that it reads on some random tokens."""
-    reference, largest = Reference(plain), {}
+    reference = Reference(plain)
+    largest = {}
     model = reference._model
     linear = [
         name

@@ -15,7 +15,8 @@ from processors import flags
 
 pytestmark = pytest.mark.long
 
-FP32, BF16 = Way("v1", "eager", "float32"), Way("v1", "eager", "bfloat16")
+FP32 = Way("v1", "eager", "float32")
+BF16 = Way("v1", "eager", "bfloat16")
 #: A hybrid, and experts with sinks: the others take minutes.
 SHORT = {("falcon-h1", FP32), ("gpt-oss", FP32)}
 #: What exceeds its bound with AMX: by 3.2 times. The others' rows, and its own at other hooks, do
@@ -38,7 +39,8 @@ SMALL_LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_head_dim": 64, "
 
 #: A layer in the middle, and the positions there that get the rows of other positions of the
 #: source.
-LAYER, PLACES = 1, (1, 2, 8, 20, PROMPT - 1)
+LAYER = 1
+PLACES = (1, 2, 8, 20, PROMPT - 1)
 
 
 def patched(host: Host, hooks: tuple[str, ...], draw: int) -> dict[str, Outcome]:
@@ -52,8 +54,11 @@ def patched(host: Host, hooks: tuple[str, ...], draw: int) -> dict[str, Outcome]
         capture=capture_of([], "all", sites=dict.fromkeys(hooks, ALL)),
     )
     host.run(source)
-    rows, key, above = rows_of(host, source), host.keep(source), dict.fromkeys(hooks, ALL[LAYER:])
-    wanted, jobs = {}, {}
+    rows = rows_of(host, source)
+    key = host.keep(source)
+    above = dict.fromkeys(hooks, ALL[LAYER:])
+    wanted = {}
+    jobs = {}
     for number, hook in enumerate(hooks):
         cells = [Cell(hook, LAYER, position, PROMPT - 1 - position) for position in PLACES]
         put = capture_of([LAYER], list(PLACES), "after", hook, at="after")

@@ -99,7 +99,8 @@ def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(
     store = open_store(service.settings.artifacts)
     assert sum(len(list(find_entries(store, job, "ops"))) for job in jobs) == len(DOCUMENTS)
     captured = CaptureReader(Path(service.settings.artifacts) / "ops", job=jobs[0])
-    keys, rows = made.keys(slice(None)), made.rows(slice(None), 15)
+    keys = made.keys(slice(None))
+    rows = made.rows(slice(None), 15)
     for request in captured.requests()[:5]:
         (token,) = captured.token_ids(request=request)
         (position,) = captured.positions(request=request)
@@ -163,7 +164,8 @@ def test_a_module_is_compared_with_the_plain_model(client: Client) -> None:
     survey = client.harvests.survey(views[0], against=views[1].id, sae="words", top=5, context=2)
     plain, steered = (open(view.uri) for view in views)
     model = AutoModelForCausalLM.from_pretrained(fetch_demo_model(), dtype=torch.float32)
-    expected, keys = [], []
+    expected = []
+    keys = []
     for document in range(12):
         found, _ = plain.document(document, 29)
         tokens = found.token_ids.tolist()

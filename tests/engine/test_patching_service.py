@@ -25,7 +25,8 @@ from midstream.schemas.prompts.selectors import resolve_hook
 pytestmark = pytest.mark.long
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-LENS, HEADS = DATA / "patching.safetensors", DATA / "heads.safetensors"
+LENS = DATA / "patching.safetensors"
+HEADS = DATA / "heads.safetensors"
 HOOKS = ["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
 
 #: What TransformerLens and hooks on transformers say of heads and paths.
@@ -58,14 +59,11 @@ class Service:
 
     def sweep(self, **body: Any) -> SweepResult:
         job = self.post("/v1/sweeps", **body)["id"]
-        while (
-            view := from_json(
-                self.http.get(f"/v1/jobs/{job}", params={"wait": 30}).content, JobView
-            )
-        ).state in (
-            State.QUEUED,
-            State.RUNNING,
-        ):
+        while True:
+            answer = self.http.get(f"/v1/jobs/{job}", params={"wait": 30})
+            view = from_json(answer.content, JobView)
+            if view.state not in (State.QUEUED, State.RUNNING):
+                break
             time.sleep(0.01)
         assert view.state is State.SUCCEEDED, view.error
         result = from_json(self.http.get(f"/v1/jobs/{job}/result").content, JobResult).sweep
@@ -103,7 +101,8 @@ def test_every_cell_of_a_sweep_is_the_logit_difference_that_transformer_lens_giv
         pairs=[asked(pair) for pair in pairs], hooks=HOOKS, metric="logit_diff", noise=2
     )
     for place, number in enumerate(numbers):
-        pair, found = golden.pairs[number], result.pairs[place]
+        pair = golden.pairs[number]
+        found = result.pairs[place]
         assert found.base is not None
         assert found.source is not None
         assert abs(found.base.value - pair["logit_diff"]["corrupt"]) <= LENS_LOGITS
@@ -200,7 +199,8 @@ def same(got: np.ndarray, wanted: np.ndarray) -> None:
 def test_a_sweep_over_heads_is_that_of_transformer_lens(service: Service) -> None:
     got, result = swept(service, hooks=["hook_z"], axis="head", layers=list(range(30)))
     same(got, GRIDS["z.all_pos"])
-    assert (result.axis, result.pairs[0].heads) == ("head", list(range(9)))
+    assert result.axis == "head"
+    assert result.pairs[0].heads == list(range(9))
 
 
 def test_a_sweep_over_heads_and_positions_is_that_of_transformer_lens(service: Service) -> None:
@@ -263,4 +263,5 @@ def test_paths_to_receivers_are_those_with_the_same_branches_held(
     )
     same(got, wanted[there])
     assert result.path is not None
-    assert (result.path.frozen, result.path.receivers == "logits") == (held.split("+"), not ends)
+    assert result.path.frozen == held.split("+")
+    assert (result.path.receivers == "logits") == (not ends)
