@@ -20,13 +20,12 @@ from midstream.workers.demo_model import fetch_demo_model
 #: Run by hand: an environment of its own.
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
 SCRIPT = ROOT / "tools" / "peers" / "nnsight_calls.py"
-P, OTHER, LOOP = (
-    "The Eiffel Tower is located in the city of",
-    "The Colosseum is located in the city of",
-    (19, 23, 25),
-)
+P = "The Eiffel Tower is located in the city of"
+OTHER = "The Colosseum is located in the city of"
+LOOP = (19, 23, 25)
 #: Of float32 rows, as a share of the largest value; of log-probabilities: nats.
-ROWS, NATS = 1e-4, 2e-3
+ROWS = 1e-4
+NATS = 2e-3
 END = "<|im_end|>"
 
 
@@ -119,6 +118,12 @@ def test_predictions_are_those_of_nnsight(
     assert np.abs(middle.named_logprobs[0] - logprobs(theirs["lens"][0])[:, tokens]).max() < NATS
 
 
+def _patched(model: HookedModel) -> tuple[Any, dict[str, Any]]:
+    _, cache = model.run_with_cache(OTHER, "blocks.8.hook_resid_post")
+    hook = ("blocks.8.hook_resid_post", ops.patch(cache, pos=[3]))
+    return hook, {"patch": [{"layers": 8, "positions": [3], "source": {"run": cache.job}}]}
+
+
 #: Edit → (the hook of `HookedModel`, the fields of the client). (v, model) → both.
 EDITS: dict[str, Callable[[np.ndarray, HookedModel], tuple[Any, dict[str, Any]]]] = {
     "add": lambda v, model: (
@@ -143,13 +148,7 @@ EDITS: dict[str, Callable[[np.ndarray, HookedModel], tuple[Any, dict[str, Any]]]
             ]
         },
     ),
-    "patch": lambda v, model: (
-        (
-            "blocks.8.hook_resid_post",
-            ops.patch(cache := model.run_with_cache(OTHER, "blocks.8.hook_resid_post")[1], pos=[3]),
-        ),
-        {"patch": [{"layers": 8, "positions": [3], "source": {"run": cache.job}}]},
-    ),
+    "patch": lambda v, model: _patched(model),
 }
 
 

@@ -22,7 +22,8 @@ from midstream.schemas.base import MidstreamError
 GOLDEN = ROOT / "tests" / "data" / "hooked.safetensors"
 #: Of float32 rows, as a share of the largest value: other kernels, in up to thirty layers. Of
 #: log-probabilities: nats.
-ROWS, NATS = 1e-4, 2e-3
+ROWS = 1e-4
+NATS = 2e-3
 
 
 class Golden:
@@ -32,7 +33,8 @@ class Golden:
         with safe_open(str(GOLDEN), "np") as file:
             self.arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
             about = file.metadata()
-        self.prompt, self.other = about["prompt"], about["other"]
+        self.prompt = about["prompt"]
+        self.other = about["other"]
         self.ids, self.tokens, self.labels = (
             json.loads(about[name]) for name in ("ids", "tokens", "labels")
         )
@@ -220,7 +222,8 @@ def test_a_tutorial_runs_and_prints_what_it_shows(
     path: Path, service: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MIDSTREAM_PUBLIC_URL", service.url)  # the kernel finds the stack by it
-    written, run = read(path), read(path)
+    written = read(path)
+    run = read(path)
     nbclient.NotebookClient(
         run,
         timeout=300,

@@ -157,7 +157,8 @@ def test_the_bare_wheel_imports_and_names_what_commands_need(
 @VERSIONS
 def test_the_extra_cpu_is_complete(interpreter: str, wheel: Path, tmp_path: Path) -> None:
     python = wheel_kit.with_extra(tmp_path / "env", wheel, "cpu", interpreter)
-    command, data = python.parent / "midstream", tmp_path / "data"
+    command = python.parent / "midstream"
+    data = tmp_path / "data"
     assert wheel_kit.unmet(python, "cpu") == []
     program = "import importlib; print(len([importlib.import_module(name) for name in {}]))"
     modules = sorted(

@@ -15,7 +15,8 @@ from midstream.broker.ledger.core.aof_barrier import AofBarrier
 from midstream.broker.redis_service import opening as redis_open
 from midstream.broker.redis_service.acl import OPERATOR
 
-PAUSE_S, AFTER_S = 0.01, 3.0
+PAUSE_S = 0.01
+AFTER_S = 3.0
 
 
 def key(number: int) -> str:
@@ -41,12 +42,10 @@ async def _write(url: str, replicas: int, happen: Callable[[], object]) -> dict[
         url, max_connections=10, timeout=5, socket_timeout=5, socket_connect_timeout=5, retry=retry
     )
     client = redis.asyncio.Redis.from_pool(pool)
-    barrier, over, acknowledged, number = (
-        AofBarrier(client, replicas),
-        asyncio.Event(),
-        dict[int, float](),
-        0,
-    )
+    barrier = AofBarrier(client, replicas)
+    over = asyncio.Event()
+    acknowledged = dict[int, float]()
+    number = 0
 
     async def disturb() -> None:
         try:

@@ -44,11 +44,15 @@ SETTINGS: dict[str, Any] = {
     "log_level": "WARNING",
 }
 #: Clients at a time, and the pause of each between two jobs: these machines share two cores.
-AT_ONCE, PAUSE_S = 24, 0.2
+AT_ONCE = 24
+PAUSE_S = 0.2
 #: After the last step the load goes on for so long; then everything under way ends within
 #: `SETTLE_S`.
-AFTER_S, SETTLE_S = 5.0, 60.0
-STORE, STORE_PORT, BUCKET = Path(__file__).with_name("store_machine.py"), 9000, "machines"
+AFTER_S = 5.0
+SETTLE_S = 60.0
+STORE = Path(__file__).with_name("store_machine.py")
+STORE_PORT = 9000
+BUCKET = "machines"
 PROCESSES = ("relay", "callbacks", "worker", "worker-2", "api")
 
 Step = tuple[str, Callable[[], object]]
@@ -65,7 +69,8 @@ class Fleet(Machines):
         names: tuple[str, ...] = PROCESSES,
         **settings: Any,
     ):
-        self.network, self.where = network, where
+        self.network = network
+        self.where = where
         self.host = network.address(HERE)
         super().__init__(directory, names, **(SETTINGS | settings))
         port = self._chosen["relay_url"].rpartition(":")[2]
@@ -178,7 +183,9 @@ class Fleet(Machines):
             SETTINGS["max_wait_s"],
             lambda *_: True,
         )
-        todo, observed, over = iter(plans(rng, 100_000)), list[Observed](), asyncio.Event()
+        todo = iter(plans(rng, 100_000))
+        observed = list[Observed]()
+        over = asyncio.Event()
 
         async def one() -> None:
             while not over.is_set():

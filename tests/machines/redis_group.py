@@ -18,7 +18,9 @@ from network import Network
 from midstream.broker.redis_service import server as redis_server
 from midstream.broker.redis_service.acl import OPERATOR
 
-SERVICE, REDIS_PORT, SENTINEL_PORT = "midstream", 6390, 26390
+SERVICE = "midstream"
+REDIS_PORT = 6390
+SENTINEL_PORT = 26390
 #: After so long without an answer a sentinel takes a master for dead. A real installation gives it
 #: more.
 DOWN_MS = 2000
@@ -29,7 +31,10 @@ class RedisGroup:
     """`machines`: of the master at first, and of its replicas. `acl`: a folder of `write_users`."""
 
     def __init__(self, network: Network, machines: tuple[str, ...], directory: Path, acl: Path):
-        self.network, self.machines, self.directory, self.acl = network, machines, directory, acl
+        self.network = network
+        self.machines = machines
+        self.directory = directory
+        self.acl = acl
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def password(self, user: str) -> str:

@@ -22,7 +22,9 @@ from midstream.workers.demo_model import fetch_demo_model
 
 PROMPTS = ["The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"]
 TEXT = "Once upon a time in a land far away there lived a king who"
-LAYERS, HIDDEN, TOKENS = 30, 576, 8
+LAYERS = 30
+HIDDEN = 576
+TOKENS = 8
 ENGINE = {
     "engine": "vllm",
     "engine_options": {},
@@ -120,7 +122,8 @@ def check_answers(fleet: Fleet, alone: tuple[Any, Any, list[float]]) -> None:
     for (texts, receipts, rows), (expected_texts, of_one, expected_rows) in zip(
         found, expected, strict=True
     ):
-        assert (texts, receipts) == (expected_texts, 2 * of_one)
+        assert texts == expected_texts
+        assert receipts == 2 * of_one
         assert close(rows, expected_rows)
     assert np.allclose(grid, expected_grid, atol=1e-3)
     assert not np.allclose(found[0][2][0][25], found[1][2][0][25]), "the vector changed nothing"
@@ -150,10 +153,8 @@ def test_an_engine_on_two_machines_gives_the_rows_of_one(tmp_path: Path) -> None
             "nodes": 2,
             "node_master": f"{network.address('w1')}:29501",
         }
-        two, where = (
-            ("relay", "callbacks", "follower", "worker", "api"),
-            {"worker": "w1", "follower": "w2"},
-        )
+        two = ("relay", "callbacks", "follower", "worker", "api")
+        where = {"worker": "w1", "follower": "w2"}
         with Fleet(tmp_path / "two", network, where, two, model=model, **ENGINE, **nodes) as fleet:
             check_answers(fleet, alone)
             for how in ("killed", "cut off"):
@@ -167,7 +168,8 @@ class Supervisor:
     """
 
     def __init__(self, fleet: Fleet, *names: str):
-        self._fleet, self._names = fleet, names
+        self._fleet = fleet
+        self._names = names
         self.ended: list[tuple[str, int, float]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -215,7 +217,8 @@ def lose_a_machine(fleet: Fleet, how: str) -> None:
         wait_until(lambda: any(name == "worker" for name, _, _ in supervisor.ended), 120)
         name, code, when = next(end for end in supervisor.ended if end[0] == "worker")
         print(f"follower {how}: the {name} ended with {code} after {when - began:.1f} s")
-        assert (code, when - began < 2.5 * ENGINE["lease_s"]) == (EXIT_ENGINE_DIED, True)
+        assert code == EXIT_ENGINE_DIED
+        assert when - began < 2.5 * ENGINE["lease_s"]
         fleet.network.heal()
         for each in (job, running):
             wait_until(lambda: http.get(f"/v1/jobs/{each}").json()["state"] == "succeeded", 240)  # noqa: B023
