@@ -27,7 +27,11 @@ from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.schemas.requests.steering import MODULES, Module
 from midstream.schemas.settings.settings import Settings, load_settings
 
-MODEL, WORKER, BOOT, EPOCH, IDENTITY = "tiny", "w1", "boot1", "epoch1", "a" * 64
+MODEL = "tiny"
+WORKER = "w1"
+BOOT = "boot1"
+EPOCH = "epoch1"
+IDENTITY = "a" * 64
 
 
 def settings_for(url: str, **changes: Any) -> Settings:

@@ -91,18 +91,15 @@ def test_webhook_deliveries_are_listed_and_resent_on_request(api: Api, hand: Han
     hand.finish(other)
     with Client(api.url) as client:
         [delivery] = client.webhooks.list(job=job).deliveries
-        assert (delivery.event, delivery.state, delivery.url, delivery.attempts) == (
-            "job.succeeded",
-            "pending",
-            HOOK,
-            [],
-        )
-        assert (
-            client.webhooks.list(state="delivered").deliveries,
-            client.webhooks.get(delivery.id),
-        ) == ([], delivery)
+        assert delivery.event == "job.succeeded"
+        assert delivery.state == "pending"
+        assert delivery.url == HOOK
+        assert delivery.attempts == []
+        assert client.webhooks.list(state="delivered").deliveries == []
+        assert client.webhooks.get(delivery.id) == delivery
         again = client.webhooks.redeliver(delivery.id)
-        assert (again.id, again.state) == (delivery.id, "pending")
+        assert again.id == delivery.id
+        assert again.state == "pending"
         with pytest.raises(MidstreamError, match="unknown delivery"):
             client.webhooks.get("msg_nothing")
         rotated = client.secrets.create(keep_former_s=0)

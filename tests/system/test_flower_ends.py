@@ -76,12 +76,11 @@ def test_job_ends_are_reported_to_flower_as_a_worker_would(seen: Seen) -> None:
     assert seen.states("job_put_back") == ["SUCCESS"]
     ends = seen.states("job_succeeded", "job_failed", "job_cancelled", "job_aborted", "job_gone")
     assert ends == ["SUCCESS", "FAILURE", "REVOKED", "REVOKED", "REVOKED"]
-    succeeded, failed = seen.state.tasks["job_succeeded"], seen.state.tasks["job_failed"]
-    assert (succeeded.succeeded, succeeded.runtime, succeeded.result) == (
-        finished,
-        7.5,
-        "'succeeded'",
-    )
+    succeeded = seen.state.tasks["job_succeeded"]
+    failed = seen.state.tasks["job_failed"]
+    assert succeeded.succeeded == finished
+    assert succeeded.runtime == 7.5
+    assert succeeded.result == "'succeeded'"
     assert failed.exception == "JobFailed('No: it broke')"
     assert [worker.hostname for worker in seen.state.alive_workers()] == []
     found = seen.state.search_engine.search(seen.state.tasks, state="SUCCESS").task_ids

@@ -138,10 +138,8 @@ def test_a_survey_out_of_memory_names_a_field_of_surveys(
     survey = Survey(uris=["/none"], top=1, context=0, against=against)
     task = SurveyTask(job="j", survey=survey, sae_root="", sae_bytes=0, data_dir="")
     error = process._failure(EXIT_MEMORY, "the survey", task)
-    assert (error.field, error.detail) == (
-        field,
-        f"the survey takes more than {LIMIT_MIB} MiB of memory",
-    )
+    assert error.field == field
+    assert error.detail == f"the survey takes more than {LIMIT_MIB} MiB of memory"
 
 
 async def test_a_cancel_ends_what_the_process_reads(tmp_path: Path, process: SourceProcess) -> None:

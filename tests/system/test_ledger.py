@@ -212,7 +212,8 @@ async def test_a_list_of_a_state_reads_only_the_jobs_in_it(ledger: Ledger, reape
 
 async def test_jobs_that_have_expired_are_listed_as_such_and_then_dropped(redis_url: str) -> None:
     async with open_ledger(redis_url, result_ttl_s=1000) as ledger:
-        old, gone, _ = jobs = await submit(ledger, 3, created=now() - 3000)
+        jobs = await submit(ledger, 3, created=now() - 3000)
+        old, gone, _ = jobs
         for job in jobs:
             await ledger.request_cancel(job.id)
         await ledger.redis.hset(f"ms:job:{old.id}", "finished", repr(now() - 2000))
@@ -229,7 +230,8 @@ async def test_the_listing_pages_without_gap_or_repeat_also_for_equal_times(ledg
     for place in range(20):
         model = "odd" if place % 2 else "even"
         jobs += await submit(ledger, 1, created=float(1000 + place // 7), model=model)
-    seen, cursor = [], None
+    seen = []
+    cursor = None
     while True:
         page = await ledger.list(limit=6, cursor=cursor)
         seen += [view.id for view in page.jobs]

@@ -108,7 +108,8 @@ def test_jobs_of_a_killed_worker_are_rerun(machines: Machines, http: httpx2.Clie
     machines.processes["worker"].wait()
     machines.add("worker")
     view = ended(http, job)
-    assert (view["state"], view["attempt"]) == ("succeeded", 2)
+    assert view["state"] == "succeeded"
+    assert view["attempt"] == 2
 
 
 def test_the_flower_user_may_only_read_job_states(machines: Machines, http: httpx2.Client) -> None:
@@ -217,7 +218,8 @@ def test_a_restart_keeps_what_scripts_and_transactions_wrote(tmp_path: Path) -> 
             assert list(default_user(client, (7, 0))) == []
             client.execute_command("ACL", "SETUSER", "default", "reset")
             (found,) = default_user(client, (7, 0))
-            assert (found.level, found.about) == ("fail", "redis users")
+            assert found.level == "fail"
+            assert found.about == "redis users"
         finally:
             server.kill()
             server.wait()

@@ -44,7 +44,8 @@ def connection(redis_url: str) -> Iterator[Connection]:
 @pytest.fixture
 def loop() -> Iterator[Hub]:
     """As in a worker, whose acknowledgements wait for a message to go along with."""
-    former, hub = get_event_loop(), Hub()
+    former = get_event_loop()
+    hub = Hub()
     set_event_loop(hub)
     yield hub
     set_event_loop(former)
@@ -219,7 +220,8 @@ def test_a_failed_acknowledgement_is_a_warning(
     (message,) = take(connection, name)
     message.ack()
     message.channel.qos._on_collect.cancel()
-    client, connection.transport.client = connection.transport.client, None
+    client = connection.transport.client
+    connection.transport.client = None
     message.channel.qos.settle()
     connection.transport.client = client
     assert "stay unacknowledged" in caplog.text
