@@ -83,7 +83,8 @@ def test_tenant_names_never_collide_in_keys(tenant: str, name: str, other: str, 
 
 
 def test_listing_another_tenant_needs_admin() -> None:
-    caller, admin = Caller("acme", scopes=frozenset({"read"})), Caller()
+    caller = Caller("acme", scopes=frozenset({"read"}))
+    admin = Caller()
     assert auth.tenant_asked(caller, None) == "acme"
     assert auth.tenant_asked(caller, "acme") == "acme"
     assert auth.tenant_asked(admin, None) is None

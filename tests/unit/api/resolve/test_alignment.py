@@ -133,7 +133,8 @@ def test_equal_length_prompts_align_by_position_with_a_note_where_doubtful(
 
 
 def test_left_and_right_alignment_drop_the_overhang() -> None:
-    left, right = align(EIFFEL, COLOSSEUM, "left"), align(EIFFEL, COLOSSEUM, "right")
+    left = align(EIFFEL, COLOSSEUM, "left")
+    right = align(EIFFEL, COLOSSEUM, "right")
     assert left.pairs == [(place, place) for place in range(7)]
     assert right.pairs == [(place + 1, place) for place in range(7)]
     assert "' of', position 7 of the clean prompt" in left.notes[0]

@@ -136,7 +136,10 @@ class Api(AppContext):
 
     def __init__(self) -> None:
         stores: Any = Stores()
-        self.settings, self.ledger, self.served, self.names = SETTINGS, stores, stores, stores
+        self.settings = SETTINGS
+        self.ledger = stores
+        self.served = stores
+        self.names = stores
         self.steering = self.disks = stores
 
 

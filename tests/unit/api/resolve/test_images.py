@@ -183,7 +183,8 @@ WRITTEN = [10, 11, 500, 12, 13, 500, 14, 15]
 
 class Range:
     def __init__(self, offset: int, length: int):
-        self.offset, self.length = offset, length
+        self.offset = offset
+        self.length = length
 
 
 MADE = {
@@ -278,7 +279,8 @@ def test_the_client_takes_paths_bytes_and_pillow(tmp_path: Path) -> None:
 
 
 def test_images_are_written_as_text_on_the_command_line_and_not_for_everyone() -> None:
-    assert (parse_positions("image"), parse_positions("image:-1")) == ("image", {"image": -1})
+    assert parse_positions("image") == "image"
+    assert parse_positions("image:-1") == {"image": -1}
     with pytest.raises(ValueError, match="few prompts have one"):
         parse("post_block", "image")
 

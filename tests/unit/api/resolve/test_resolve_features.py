@@ -67,7 +67,8 @@ def resolved(
 def steered(spec: SteeringSpec, rows: torch.Tensor, dtype: str = "float32") -> torch.Tensor:
     """What the kernels make of rows `[n, d_in]`."""
     entry, tensors = resolved(spec, msgspec.structs.replace(MODEL, dtype=dtype))
-    assert (entry.hook, entry.layers) == ("post_block", [1])
+    assert entry.hook == "post_block"
+    assert entry.layers == [1]
     does = does_of(entry.family, entry.numbers, tensors, entry.scale)
     plan = SitePlan(D_IN, [{entry.family: does}], {token: [1] for token in range(len(rows))})
     stream = rows.clone()

@@ -53,12 +53,10 @@ def resolved(
 
 def test_the_default_lens_reads_the_last_token_of_all_layers() -> None:
     ((capture,),) = resolved({})
-    assert (capture.sites, capture.positions, capture.at, capture.consumers) == (
-        {"post_block": [0, 1, 2, 3]},
-        "last_prompt",
-        "after",
-        [READER],
-    )
+    assert capture.sites == {"post_block": [0, 1, 2, 3]}
+    assert capture.positions == "last_prompt"
+    assert capture.at == "after"
+    assert capture.consumers == [READER]
     assert capture.reading == StoredLens(top_k=5)
 
 
@@ -261,18 +259,21 @@ def resolved_on(limits: Bounds, **fields: Any) -> list[list[StoredCapture]]:
 
 
 def test_a_request_becomes_an_instruction_to_ranks(field: str) -> None:
-    kind, asked = READINGS[field], EXAMPLES[field].asked
+    kind = READINGS[field]
+    asked = EXAMPLES[field].asked
     captures = resolved_on(served_by(**{kind.name: ""}), **{field: asked})
     assert from_msgpack(to_msgpack(captures), list[list[StoredCapture]]) == captures
     for (capture,) in captures:
-        assert (type(capture.reading), capture.consumers) == (kind.stored, [READER])
+        assert type(capture.reading) is kind.stored
+        assert capture.consumers == [READER]
         assert kind.stored.size(capture.reading, 2, 1) > 0  # type: ignore[arg-type]
     assert READINGS.keys() == RULES.keys() == EXAMPLES.keys()
     assert READINGS.keys() <= ObservedFields.__annotations__.keys()
 
 
 def test_what_is_not_served_or_asked_twice_is_refused(field: str) -> None:
-    kind, asked = READINGS[field].name, EXAMPLES[field].asked
+    kind = READINGS[field].name
+    asked = EXAMPLES[field].asked
     at = f"{field}[0]" if isinstance(asked, list) else field
     with refuses("a version of Midstream without it", field=at):
         resolved_on(served_by(), **{field: asked})
