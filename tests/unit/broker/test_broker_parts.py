@@ -80,7 +80,8 @@ def test_the_app_takes_json_alone_and_one_message_at_a_time_for_a_short_lease() 
     chosen = Settings(redis_url="redis://127.0.0.1:1/0")
     conf = make_app(chosen).conf
     assert conf.accept_content == conf.result_accept_content == ["json"]
-    assert (conf.result_backend, conf.worker_prefetch_multiplier) == (None, 1)
+    assert conf.result_backend is None
+    assert conf.worker_prefetch_multiplier == 1
     assert chosen.tuning.visibility_timeout_s > RENEW_S * 3
 
 

@@ -25,11 +25,9 @@ PLAIN = "redis+sentinel://worker:secret@s1:1,s2,[::1]:3/2?service=ms"
 
 def test_a_direct_url_is_opened_as_it_stands() -> None:
     found = redis_open.target_of("rediss://u:p@host:1/2?ssl_ca_certs=/ca")
-    assert (found.sentinels, found.database, found.options["connection_class"]) == (
-        [],
-        2,
-        SSLConnection,
-    )
+    assert found.sentinels == []
+    assert found.database == 2
+    assert found.options["connection_class"] == SSLConnection
     opened = redis_open.broker("rediss://u:p@host:1/2?ssl_ca_certs=/ca")
     assert opened.url == "rediss://u:p@host:1/2?ssl_ca_certs=/ca"
     assert opened.ssl == {
@@ -43,12 +41,10 @@ def test_a_direct_url_is_opened_as_it_stands() -> None:
 def test_sentinels_are_asked_without_the_users_password_of_redis() -> None:
     found = redis_open.target_of(PLAIN)
     assert found.sentinels == [("s1", 1), ("s2", 26379), ("::1", 3)]
-    assert (
-        found.service,
-        found.database,
-        found.options["username"],
-        found.options["password"],
-    ) == ("ms", 2, "worker", "secret")
+    assert found.service == "ms"
+    assert found.database == 2
+    assert found.options["username"] == "worker"
+    assert found.options["password"] == "secret"
     assert not found.sentinel_options.keys() & {"username", "password", "ssl"}
     assert channels_of(PLAIN) == "/midstream:2."
 

@@ -16,8 +16,10 @@ from midstream.broker.redis_service.replicas import (
     view,
 )
 
-R2, R3 = ("r2", 1), ("r3", 1)
-BOTH, NONE = frozenset({R2, R3}), frozenset[RedisAddress]()
+R2 = ("r2", 1)
+R3 = ("r3", 1)
+BOTH = frozenset({R2, R3})
+NONE = frozenset[RedisAddress]()
 
 
 def said(**changed: Any) -> dict[str, Any]:
@@ -73,7 +75,8 @@ def test_a_sentinel_that_takes_the_master_for_dead_confirms_nothing() -> None:
         assert view([said()], of_master(**changed)) is None
 
 
-ONE, NEWER = View(3, "m", BOTH, NONE), View(4, "n", BOTH, NONE)
+ONE = View(3, "m", BOTH, NONE)
+NEWER = View(4, "n", BOTH, NONE)
 WITHOUT = View(3, "m", BOTH, frozenset({R3}))
 
 
@@ -123,7 +126,9 @@ class Pool:
 
 class Sentinel:
     def __init__(self, replicas: list[dict[str, Any]], **master: Any) -> None:
-        self.replicas, self.master, self.asked = replicas, of_master(**master), 0
+        self.replicas = replicas
+        self.master = of_master(**master)
+        self.asked = 0
 
     def sentinel_slaves(self, _: str) -> list[dict[str, Any]]:
         self.asked += 1
