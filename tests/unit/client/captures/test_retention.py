@@ -100,7 +100,8 @@ def test_files_being_read_are_kept_until_released(store: ArtifactStore) -> None:
     assert retention.delete(store, store.marks()) == [], "a view still shows the file"
     del view
     assert retention.delete(store, store.marks()) == ["job_x"]
-    assert (store.marks(), names(store)) == ([], [])
+    assert store.marks() == []
+    assert names(store) == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -112,7 +113,8 @@ def test_an_interrupted_deletion_is_completed_by_the_next(
         store,
         *(finished("job_x", n, layout=layout, tag=tag) for n in range(3) for tag in ("a", "b")),
     )
-    rename, punch = os.rename, file_store._punch
+    rename = os.rename
+    punch = file_store._punch
     seen: list[int] = []
 
     def dies(*arguments: object) -> None:
@@ -155,7 +157,8 @@ def test_files_written_after_a_deletion_are_hidden_then_removed(
         with refuses(kind="gone"):
             CaptureReader(source, "job_x")
     assert retention.delete(open_store(tmp_path), ["job_x"]) == ["job_x"]
-    assert (open_store(tmp_path).marks(), names(tmp_path)) == ([], [])
+    assert open_store(tmp_path).marks() == []
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize(
@@ -165,7 +168,7 @@ def test_a_damaged_line_does_not_stop_the_deletion_of_other_files(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: bytes
 ) -> None:
     jobs = ["job_x", "job_y", "job_z"]
-    (file, *_) = write(tmp_path, *(finished(job, layout="segment") for job in jobs))
+    file, *_ = write(tmp_path, *(finished(job, layout="segment") for job in jobs))
     write(tmp_path, finished("job_y", 1, layout="segment"), owner="w.other.0")
     write(tmp_path, finished("job_z", 1, layout="packed"))
     index = (tmp_path / file.path).with_suffix(".jsonl")
@@ -238,7 +241,8 @@ def test_concurrent_deletions_of_one_job_succeed(store: ArtifactStore) -> None:
             thread.join()
         assert errors == []
         assert retention.delete(store, jobs) == jobs
-        assert (store.marks(), names(store)) == ([], [])
+        assert store.marks() == []
+        assert names(store) == []
 
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
@@ -318,7 +322,8 @@ def test_files_removed_while_measuring_do_not_stop_the_count(
 ) -> None:
     for name in range(10):
         (tmp_path / str(name)).write_bytes(os.urandom(20_000))
-    whole, scandir = open_store(tmp_path).used(), os.scandir
+    whole = open_store(tmp_path).used()
+    scandir = os.scandir
 
     class Racing:
         def __init__(self, path: Path) -> None:

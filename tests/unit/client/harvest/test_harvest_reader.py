@@ -31,7 +31,10 @@ from midstream.schemas.jobs.harvests import (  # fmt: skip
 )
 from midstream.storage.harvests import shard_buffers
 
-WIDTH, TOKENS, DOCUMENTS, UNITS = 8, 6, 5, 12
+WIDTH = 8
+TOKENS = 6
+DOCUMENTS = 5
+UNITS = 12
 ROWS = UNITS * DOCUMENTS * TOKENS
 
 
@@ -43,12 +46,14 @@ def write(root: Path, dtype: str = "float32", **changes: Any) -> str:
     """Twelve units of one shard of five documents of six tokens, at two layers."""
     (root / "shards").mkdir(parents=True)
     (root / "parts").mkdir()
-    units, total = [], 0
+    units = []
+    total = 0
     for unit in range(UNITS):
         documents = np.repeat(np.arange(DOCUMENTS) + unit * DOCUMENTS, TOKENS)
         positions = np.tile(np.arange(TOKENS), DOCUMENTS)
         order = row_order(1, documents, positions)
-        documents, positions = documents[order], positions[order]
+        documents = documents[order]
+        positions = positions[order]
         tensors = [
             ("documents", "int64", documents),
             ("positions", "int64", positions),
@@ -139,7 +144,9 @@ def test_rows_keys_and_documents_are_read_by_number(uri: str) -> None:
 
 def test_a_whole_harvest_verifies_and_is_drawn_as_norms_of_each_site(uri: str) -> None:
     found = reading.verify(uri)
-    assert (found.faults, found.shards, found.rows) == ([], UNITS, ROWS)
+    assert found.faults == []
+    assert found.shards == UNITS
+    assert found.rows == ROWS
     (axes,) = reading.open(uri).plot(count=30).get_axes()
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         f"{hook} {layer}" for hook, layer in reading.open(uri).sites
@@ -279,7 +286,8 @@ def test_documents_are_written_as_vllms_connector_does(tmp_path: Path, dtype: st
     paths = reading.to_hidden_states(write(tmp_path / "h", dtype), tmp_path / "out")
     assert len(paths) == UNITS * DOCUMENTS
     with safe_open(paths[7], framework="pt") as file:
-        states, mask = file.get_tensor("hidden_states"), file.get_tensor("loss_mask")
+        states = file.get_tensor("hidden_states")
+        mask = file.get_tensor("loss_mask")
         assert tuple(states.shape) == (TOKENS, 2, WIDTH)
         assert str(states.dtype) == f"torch.{dtype}"
         assert states[:, 1, 0].float().tolist() == pytest.approx(

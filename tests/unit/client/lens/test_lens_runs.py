@@ -28,8 +28,10 @@ CARD = {
     "hooks": ["pre_attn", "post_block"],
 }
 BOS = 1
-ADD, ZERO = ops.add([1.0, 2.0]), ops.zero()
-POST, PRE = "blocks.1.hook_resid_post", "blocks.0.hook_resid_pre"
+ADD = ops.add([1.0, 2.0])
+ZERO = ops.zero()
+POST = "blocks.1.hook_resid_post"
+PRE = "blocks.0.hook_resid_pre"
 
 
 class Served:
@@ -40,7 +42,8 @@ class Served:
     url = "http://127.0.0.1:1"
 
     def __init__(self, bare: bool = False) -> None:
-        self.bare, self.asked = bare, list[dict[str, Any]]()
+        self.bare = bare
+        self.asked = list[dict[str, Any]]()
 
     def models(self) -> list[str]:
         return ["m"]
@@ -141,12 +144,10 @@ def test_a_run_captures_the_prompt_behind_its_edits_and_generates_one_token() ->
         "positions": "all_prompt",
         "at": "after",
     }
-    assert (asked["prompts"], asked["sampling"], asked["lora"], asked["model"]) == (
-        ["ab"],
-        {"max_tokens": 1},
-        "l",
-        "m",
-    )
+    assert asked["prompts"] == ["ab"]
+    assert asked["sampling"] == {"max_tokens": 1}
+    assert asked["lora"] == "l"
+    assert asked["model"] == "m"
     assert cache.prompts == [[BOS, ord("a"), ord("b")]]
     with refuses("sampling"):
         model("ab", sampling={"seed": 1})
@@ -265,7 +266,9 @@ def test_incl_bwd_captures_gradients_of_a_scalar_in_a_second_job() -> None:
 # --- Lens cache ---
 
 
-DEPTH, TOKENS, WIDTH = 3, 4, 2
+DEPTH = 3
+TOKENS = 4
+WIDTH = 2
 WIDE_CARD = Card(
     id="tiny",
     architecture="LlamaForCausalLM",
@@ -315,7 +318,8 @@ def test_the_accumulated_stream_goes_up_to_a_layer(
     options: dict[str, Any], labels: list[str]
 ) -> None:
     stack, found = cache().accumulated_resid(return_labels=True, **options)
-    assert (found, stack.shape) == (labels, (len(labels), 2, TOKENS, WIDTH))
+    assert found == labels
+    assert stack.shape == (len(labels), 2, TOKENS, WIDTH)
     hooks = {"pre": "pre_attn", "mid": "post_attn"}
     parts = [label.split("_") for label in labels]
     wanted = [

@@ -86,7 +86,8 @@ def test_results_may_come_as_they_are_complete() -> None:
         )
         first = [next(items).index for _ in range(5)]
         jobs.slow.clear()
-        assert (sorted(first), [item.index for item in items]) == ([1, 2, 3, 4, 5], [0])
+        assert sorted(first) == [1, 2, 3, 4, 5]
+        assert [item.index for item in items] == [0]
 
 
 async def test_the_awaiting_client_maps_too() -> None:
@@ -133,24 +134,24 @@ def test_cached_prompts_are_read_only_as_far_as_needed(tmp_path: Path) -> None:
         items = client.map(endless(), job_prompts=4, in_flight=2, **options)
         assert [next(items).text for _ in range(9)] == ["<a>", "<b>"] * 4 + ["<a>"]
         items.close()  # type: ignore[attr-defined]
-    assert (read <= 9 + 2 * 4 * 2, jobs.submitted) == (True, 1)
+    assert read <= 9 + 2 * 4 * 2
+    assert jobs.submitted == 1
 
 
 def test_token_ids_and_conversations_are_mapped() -> None:
     jobs = Jobs()
     assert len(mapped(jobs, [[1, 2], (3,)])) == 2
     assert len(mapped(jobs, [[{"role": "user", "content": "a"}]])) == 1
-    assert (jobs.bodies[0]["prompts"], jobs.bodies[1]["messages"]) == (
-        [[1, 2], [3]],
-        [[{"role": "user", "content": "a"}]],
-    )
+    assert jobs.bodies[0]["prompts"] == [[1, 2], [3]]
+    assert jobs.bodies[1]["messages"] == [[{"role": "user", "content": "a"}]]
 
 
 def test_long_prompts_are_jobs_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mapping, "JOB_BYTES", 10)
     jobs = Jobs()
     mapped(jobs, ["a", "b" * 20, "c", "d"], in_flight=1)
-    assert ([len(body["prompts"]) for body in jobs.bodies], jobs.most) == ([1, 1, 2], 1)
+    assert [len(body["prompts"]) for body in jobs.bodies] == [1, 1, 2]
+    assert jobs.most == 1
 
 
 # --- Refusals and failures ---
@@ -243,7 +244,8 @@ def test_bad_arguments_are_named_before_anything_is_sent(
     jobs = Jobs()
     with refuses() as caught:
         mapped(jobs, prompts, **options)
-    assert (caught.value.field, jobs.submitted) == (field, 0)
+    assert caught.value.field == field
+    assert jobs.submitted == 0
 
 
 # --- The cache ---
@@ -253,7 +255,8 @@ def test_a_second_run_computes_only_what_is_missing(tmp_path: Path) -> None:
     jobs = Jobs()
     first = mapped(jobs, ["a", "b", "c"], cache=tmp_path / "cache")
     second = mapped(jobs, ["c", "x", "a", "y"], cache=tmp_path / "cache")
-    assert (texts(first), texts(second)) == (["<a>", "<b>", "<c>"], ["<c>", "<x>", "<a>", "<y>"])
+    assert texts(first) == ["<a>", "<b>", "<c>"]
+    assert texts(second) == ["<c>", "<x>", "<a>", "<y>"]
     assert [item.cached for item in second] == [True, False, True, False]
     assert jobs.computed == {letter: 1 for letter in "abcxy"}
 
@@ -446,11 +449,13 @@ def result(prompts: int) -> JobResult:
 @pytest.mark.parametrize("number", range(3))
 def test_a_prompts_share_is_what_the_job_reports_of_it(number: int) -> None:
     part = sliced(result(3), number, 3)
-    captures, determinism = part.capture_results, part.determinism
+    captures = part.capture_results
+    determinism = part.determinism
     assert determinism is not None
     assert [output.text for output in part.outputs] == [f"t{number}"]
     assert [file.path for file in captures.files] == [f"{number}-0", f"{number}-1"]
-    assert (captures.bytes, captures.rows) == (2 * (10 + number), 2 * (1 + number))
+    assert captures.bytes == 2 * (10 + number)
+    assert captures.rows == 2 * (1 + number)
     assert [report.request for report in captures.consumers] == [number]
     assert [report.request for stage in determinism.stages for report in stage.ranks] == [number]
     assert [(each.request, each.sae) for each in part.features or []] == [

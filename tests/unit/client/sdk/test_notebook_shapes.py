@@ -139,11 +139,9 @@ def test_only_records_with_a_table_are_rendered_and_only_with_a_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = Problem(type="t", title="t", status=400, detail="d")
-    assert (problem._repr_html_(), Listing()._repr_html_(), Listing([1])._repr_html_()) == (
-        None,
-        None,
-        None,
-    )
+    assert problem._repr_html_() is None
+    assert Listing()._repr_html_() is None
+    assert Listing([1])._repr_html_() is None
     monkeypatch.setattr(base, "html_renderer", None)
     assert JobPage(jobs=[])._repr_html_() is None
     Client("http://127.0.0.1:1")
@@ -185,7 +183,8 @@ def test_captures_become_data_frames_and_labelled_arrays(tmp_path: Path) -> None
         frame.loc[(0, 3, 1)][2:].to_numpy(np.float32), values("post_block", 3, [1])[0]
     )
     array = opened.to_xarray()
-    assert (array.dims, array.dtype) == (("layer", "position", "dim"), np.float32)
+    assert array.dims == ("layer", "position", "dim")
+    assert array.dtype == np.float32
     np.testing.assert_array_equal(array.sel(layer=2), values("post_block", 2, [0, 1, 2]))
     assert list(array.token.values) == [str(token) for token in opened.token_ids()]
     assert array.attrs["job"] == "job_x"
@@ -236,16 +235,20 @@ def test_answers_name_hooks_as_the_request_first_did_and_know_both_names() -> No
         (plain, "pre_attn", "q"),
         (plain.as_asked(), "resid_pre", "rot_q"),
     ):
-        grid, pair = grid_of(answer.sweep), answer.sweep.pairs[0]
+        grid = grid_of(answer.sweep)
+        pair = answer.sweep.pairs[0]
         for named in (grid.values, grid.effects, answer.sweep.mean, pair.grids):
             assert list(named) == [first, "mlp_out"]
             assert named["resid_pre"] is named["pre_attn"] is named.get("hook_resid_pre")
-            assert ("hook_mlp_out" in named, "resid_post" in named) == (True, False)
+            assert "hook_mlp_out" in named
+            assert "resid_post" not in named
             with pytest.raises(KeyError, match="post_block"):
                 named["resid_post"]
         assert {each.hook for each in answer.sweep.skipped} <= {*grid.hooks}
-        assert (grid.top(1)[0].hook, answer.edits[0].hook) == (first, edited)
-        assert (answer.outputs, pair.labels) == (made.outputs, result().pairs[0].labels)
+        assert grid.top(1)[0].hook == first
+        assert answer.edits[0].hook == edited
+        assert answer.outputs == made.outputs
+        assert pair.labels == result().pairs[0].labels
         assert renamed(answer, ALIASES) == made
 
 

@@ -79,10 +79,8 @@ def test_settings_that_differ_from_the_defaults_are_listed_without_secrets() -> 
 
 def test_each_engine_gets_half_of_a_gpu_unless_its_share_is_given() -> None:
     share = "gpu_memory_utilization"
-    assert (
-        beside_stock.for_both(Settings(), False).engine_options,
-        beside_stock.for_both(Settings(), True).engine_options,
-    ) == ({}, {share: beside_stock.GPU_SHARE})
+    assert beside_stock.for_both(Settings(), False).engine_options == {}
+    assert beside_stock.for_both(Settings(), True).engine_options == {share: beside_stock.GPU_SHARE}
     given = Settings(engine_options={share: 0.3})
     assert beside_stock.for_both(given, True).engine_options == {share: 0.3}
 
@@ -94,12 +92,10 @@ def test_a_check_that_raises_fails_and_does_not_end_the_others() -> None:
     fine = CheckFinding("info", "c", "fine")
     checks = [Check(("deep",), "a, b", broken, "wait"), Check(("deep",), "c", lambda rig: [fine])]
     found = list(findings_of(checks, None))
-    assert (
-        [finding.about for finding in found],
-        [finding.level for finding in found],
-        found[0].found,
-        found[0].advice,
-    ) == (["a", "b", "c"], ["fail", "fail", "info"], "no answer", "wait")
+    assert [finding.about for finding in found] == ["a", "b", "c"]
+    assert [finding.level for finding in found] == ["fail", "fail", "info"]
+    assert found[0].found == "no answer"
+    assert found[0].advice == "wait"
 
 
 # --- Measurements ---
@@ -114,7 +110,11 @@ class FakeRig:
     def __init__(self, leak: float = 0.0, shift: float = 0.0, apart: int = 0):
         self.card = {"max_model_len": 999, "vocab_size": 80, "hidden_size": 4, "id": "m"}
         self.rng = np.random.default_rng(0)
-        self.leak, self.shift, self.apart, self.steered, self.runs = leak, shift, apart, False, 0
+        self.leak = leak
+        self.shift = shift
+        self.apart = apart
+        self.steered = False
+        self.runs = 0
         self.client = SimpleNamespace(wait=lambda *_: None)
 
     def submit(self, prompts: Any, tokens: int, capture: Any, steering: Any) -> Any:
@@ -170,11 +170,14 @@ def test_the_noise_floor_is_bounded_by_the_certificates_tolerance(dtype: str, li
 class TimedRig(FakeRig):
     """Two servers with a clock that only calls move: `seconds` of each kind of call."""
 
-    stock, seconds = "http://stock", 0.0
+    stock = "http://stock"
+    seconds = 0.0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], lacking: int):
         super().__init__()
-        self.clock, self.of, self.lacking = 0.0, seconds, lacking
+        self.clock = 0.0
+        self.of = seconds
+        self.lacking = lacking
         clock = SimpleNamespace(perf_counter=lambda: self.clock, monotonic=lambda: self.clock)
         monkeypatch.setattr(costs, "time", clock)
         monkeypatch.setattr(costs.httpx2, "post", self.post)
