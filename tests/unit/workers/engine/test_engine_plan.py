@@ -95,7 +95,8 @@ def sizes_on_a_gpu(found: module.EnginePlan, settings: Settings) -> tuple[int, S
 def test_the_memory_of_buffers_is_that_of_the_buffers(
     config: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    settings, model = load_settings({}, **given), model_of(config)
+    settings = load_settings({}, **given)
+    model = model_of(config)
     found = plan(model, settings)
     sites, sizes = sizes_on_a_gpu(found, settings)
     real = buffers_of(
@@ -117,10 +118,8 @@ def test_the_memory_of_buffers_is_that_of_the_buffers(
 def test_banks_inside_layers_count_with_their_own_ring_and_tables(
     config: dict[str, Any], ranks: int, widths: dict[str, tuple[int, int]]
 ) -> None:
-    settings, model = (
-        Settings(hooks="all,inside", vllm=VllmOptions(tensor_parallel_size=ranks)),
-        model_of(config),
-    )
+    settings = Settings(hooks="all,inside", vllm=VllmOptions(tensor_parallel_size=ranks))
+    model = model_of(config)
     found = plan(model, settings)
     memory = {part.name: part.bytes for part in found.memory}
     assert {name for name in memory if name.endswith(": ring")} == {
@@ -143,20 +142,16 @@ def test_banks_inside_layers_count_with_their_own_ring_and_tables(
 
 
 def test_the_columns_are_those_of_the_kernels() -> None:
-    assert (module.PLAN_COLUMNS, module.COUNTS, module.ROWS_PER_TOKEN) == (
-        COLUMNS,
-        COUNTS,
-        ROWS_PER_TOKEN,
-    )
+    assert module.PLAN_COLUMNS == COLUMNS
+    assert module.COUNTS == COUNTS
+    assert module.ROWS_PER_TOKEN == ROWS_PER_TOKEN
     assert module.KEPT_BYTES == prepared_rows.KEPT_BYTES
 
 
 def test_a_pipeline_stage_holds_its_share_of_layers_and_buffers() -> None:
     model = model_of(LLAMA_70B)
-    whole, half = (
-        plan(model, Settings()),
-        plan(model, Settings(vllm=VllmOptions(pipeline_parallel_size=2))),
-    )
+    whole = plan(model, Settings())
+    half = plan(model, Settings(vllm=VllmOptions(pipeline_parallel_size=2)))
     slots = {part.name: part.bytes for part in half.memory}["capture_slots"]
     assert half.layers == 40
     assert 2 * slots == {part.name: part.bytes for part in whole.memory}["capture_slots"]
@@ -165,7 +160,9 @@ def test_a_pipeline_stage_holds_its_share_of_layers_and_buffers() -> None:
 @pytest.mark.parametrize("eager", [None, False])
 def test_a_cpu_has_no_ring_and_no_launches(eager: bool | None) -> None:
     found = plan(model_of(TINY), Settings(vllm=VllmOptions(enforce_eager=eager)), gpu=False)
-    assert (found.ring, found.work, {part.where for part in found.memory}) == (None, [], {"host"})
+    assert found.ring is None
+    assert found.work == []
+    assert {part.where for part in found.memory} == {"host"}
 
 
 RING = Ring(rows=65536, size=1 << 30)
@@ -354,7 +351,9 @@ def test_every_architecture_has_a_plan(name: str) -> None:
         "torch_dtype": "float16",
     }
     model = model_of(config)
-    assert (model.layers, model.hidden_size, model.row_bytes) == (2, 64, 128)
+    assert model.layers == 2
+    assert model.hidden_size == 64
+    assert model.row_bytes == 128
     assert plan(model, Settings()).work
 
 

@@ -92,14 +92,16 @@ def test_an_estimate_is_the_slope_of_the_exact_patch(points_of: PointsOf, form: 
     """The exact patch writes row + delta · W_dec, by a hook of the model's own; a small share of
     it, in both directions, changes the metric by what is estimated of that share.
     """
-    points, alpha = points_of("llama"), 2e-3
+    points = points_of("llama")
+    alpha = 2e-3
     sae = autoencoder(points.hidden_size, form)
     found = effects(points, sae, top=3, alpha=alpha)
     rows, source = (
         points.run(points.batch([prompt]), [SITE]).rows(SITE)[0].float()
         for prompt in (BASE, SOURCE)
     )
-    parts, one = sae.exchange(rows, source), torch.eye(FEATURES)
+    parts = sae.exchange(rows, source)
+    one = torch.eye(FEATURES)
     directions = sae.decode(one) - sae.decode(0 * one)  # with the biases taken away
     scale = NORMALISATIONS[sae.form.normalize_activations](rows).scale
     change = (sae.encode(source) - sae.encode(rows)) * scale
@@ -131,10 +133,8 @@ def test_an_estimate_is_the_slope_of_the_exact_patch(points_of: PointsOf, form: 
 
 def test_random_features_are_drawn_from_all_that_differ(points_of: PointsOf) -> None:
     points = points_of("llama")
-    sae, asked = (
-        autoencoder(points.hidden_size, "jumprelu"),
-        sweep(points, ["post_block"]),
-    )
+    sae = autoencoder(points.hidden_size, "jumprelu")
+    asked = sweep(points, ["post_block"])
     known = effects(points, sae)
     of = {
         (column, feature): effect

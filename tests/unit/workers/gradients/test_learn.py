@@ -71,7 +71,8 @@ def stored(method: str, layers: Any = (1, 2), hook: Any = "post_block", **fields
 
 
 def test_pca_equals_scikit_learn_with_the_sign_of_most_pairs() -> None:
-    positive, negative = rows(1), rows(2)
+    positive = rows(1)
+    negative = rows(2)
     found = learn.pca(positive, negative)
     differences = (positive - negative).numpy()
     reference = (
@@ -87,7 +88,8 @@ def test_pca_equals_scikit_learn_with_the_sign_of_most_pairs() -> None:
 
 
 def test_logistic_equals_scikit_learn_on_standardised_rows() -> None:
-    positive, negative = rows(1) + 0.3, rows(2)
+    positive = rows(1) + 0.3
+    negative = rows(2)
     every = torch.cat([positive, negative]).numpy()
     scale = every.std(0)
     model = (
@@ -101,7 +103,8 @@ def test_logistic_equals_scikit_learn_on_standardised_rows() -> None:
 
 @pytest.mark.parametrize("method", learn.DIRECTIONS)
 def test_scale_1_moves_the_negative_mean_to_the_positive(method: str) -> None:
-    positive, negative = rows(1) + 0.5, rows(2)
+    positive = rows(1) + 0.5
+    negative = rows(2)
     vector = learn.scaled(learn.DIRECTIONS[method](positive, negative), positive, negative)
     unit = vector / vector.norm()
     moved = (negative + vector).mean(0) @ unit
@@ -144,7 +147,8 @@ def test_lowrank_edit_equals_pyreft() -> None:
         "weight": torch.tensor(PYREFT["weight"]),
         "bias": torch.tensor(PYREFT["bias"]),
     }
-    given, expected = torch.tensor(PYREFT["rows"]), torch.tensor(PYREFT["edited"])
+    given = torch.tensor(PYREFT["rows"])
+    expected = torch.tensor(PYREFT["edited"])
     torch.testing.assert_close(learn.edited(given, tensors), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -159,7 +163,8 @@ def test_orthonormal_keeps_orthonormal_rows() -> None:
 
 
 def test_direction_is_the_difference_of_the_models_rows(points: Points) -> None:
-    positive, negative = prompts(40, 7), prompts(40, 9)
+    positive = prompts(40, 7)
+    negative = prompts(40, 9)
     fitted = learn.fit(points, stored("difference_of_means", positive=positive, negative=negative))
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()[10:]
     means = []
@@ -173,7 +178,8 @@ def test_direction_is_the_difference_of_the_models_rows(points: Points) -> None:
         means.append(torch.stack(states).mean(0))
     vector = fitted.tensors[1]["vector"]
     torch.testing.assert_close(vector, means[0] - means[1], rtol=1e-4, atol=1e-5)
-    assert (fitted.examples, fitted.effect.examples) == (60, 20)
+    assert fitted.examples == 60
+    assert fitted.effect.examples == 20
     assert fitted.effect.measure == "auroc"
     assert fitted.effect.after == pytest.approx(sum(site.auroc or 0 for site in fitted.sites) / 2)
     assert fitted.effect.better
@@ -191,7 +197,8 @@ def test_direction_measures_targets_if_there_are_any(points: Points) -> None:
         "pca", positive=prompts(12, 7), negative=prompts(12, 9), examples=targets(6, 33)
     )
     effect = learn.fit(points, wanted).effect
-    assert (effect.measure, effect.examples) == ("logprob", 6)
+    assert effect.measure == "logprob"
+    assert effect.examples == 6
 
 
 @pytest.mark.parametrize("method", ["vector", "reft"])

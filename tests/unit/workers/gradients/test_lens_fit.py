@@ -39,7 +39,8 @@ async def test_a_lens_is_synced_before_it_is_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[str, Path]] = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
 
     def synced(descriptor: int) -> None:
         steps.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))

@@ -113,7 +113,8 @@ def test_values_of_scalars(points_of: PointsOf) -> None:
 
 
 def test_first_site_that_is_not_finite_is_named() -> None:
-    fine, bad = torch.zeros(2, 3), torch.tensor([[0.0, float("nan"), float("inf")]])
+    fine = torch.zeros(2, 3)
+    bad = torch.tensor([[0.0, float("nan"), float("inf")]])
     with pytest.raises(NonFiniteGradient, match="z of layer 4: not finite: 2 of 3"):
         require_finite({("post_block", 1): fine, ("z", 4): bad, ("q", 5): bad})
 
@@ -229,13 +230,13 @@ def test_rows_that_overflow_the_stored_dtype_are_counted(points: Points) -> None
 def test_the_finished_capture_has_the_manifest_of_any_capture(points: Points) -> None:
     (part,) = rows(points, StoredCapture({"post_block": [0, 1]}, [2, 5], "t", gradient=LOGIT))
     manifest = part.manifest(part.sites)
-    assert (manifest.positions, manifest.token_ids, manifest.sites, manifest.dtype) == (
-        [2, 5],
-        [4, 9],
-        {"post_block": [0, 1]},
-        "float32",
-    )
-    assert (manifest.identity, manifest.worker, part.size) == ("i" * 64, "w1", 256)
+    assert manifest.positions == [2, 5]
+    assert manifest.token_ids == [4, 9]
+    assert manifest.sites == {"post_block": [0, 1]}
+    assert manifest.dtype == "float32"
+    assert manifest.identity == "i" * 64
+    assert manifest.worker == "w1"
+    assert part.size == 256
     assert len(part.rows("post_block", 1)[0]) == 128
 
 

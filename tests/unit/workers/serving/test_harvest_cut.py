@@ -25,7 +25,8 @@ from midstream.workers.serving.harvests.cut import (
     within,
 )
 
-BOS, EOS = 1, 2
+BOS = 1
+EOS = 2
 
 
 def harvest(**changes: Any) -> StoredHarvest:
@@ -187,7 +188,8 @@ def test_a_limit_of_tokens_cuts_the_last_document(fit: Any, expected: list[int])
 
 
 def test_the_order_of_rows_follows_from_seed_and_keys() -> None:
-    numbers, positions = np.repeat(np.arange(50), 4), np.tile(np.arange(4), 50)
+    numbers = np.repeat(np.arange(50), 4)
+    positions = np.tile(np.arange(4), 50)
     order = row_order(3, numbers, positions)
     assert sorted(order.tolist()) == list(range(200))
     shuffled = np.random.default_rng(0).permutation(200)

@@ -150,14 +150,12 @@ def test_a_rank_records_columns_that_no_rank_before_it_holds() -> None:
 
     def recorded(columns: BankColumns | None, capture: StoredCapture, first: bool) -> bool:
         bank = Bank.__new__(Bank)
-        bank.columns, bank.ports = (
+        bank.columns = columns
+        bank.ports = Ports(
+            [RankSite("post_block", 0, "single")] if columns is None else sites,
+            5,
+            "float32",
             columns,
-            Ports(
-                [RankSite("post_block", 0, "single")] if columns is None else sites,
-                5,
-                "float32",
-                columns,
-            ),
         )
         return bank.recording(capture, 1, first) is not None
 

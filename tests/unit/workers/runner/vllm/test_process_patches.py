@@ -20,7 +20,8 @@ print(KVCacheConfig(1, [], []).needs_kv_cache_zeroing)
 print(SpinCondition.wait.__module__)
 print(_custom_ops.scaled_fp8_quant.__module__)
 """
-ZEROED, SLEEPS = "True", "midstream.workers.runner.vllm.idle_sleep"
+ZEROED = "True"
+SLEEPS = "midstream.workers.runner.vllm.idle_sleep"
 ROUNDS = "midstream.workers.runner.support.cpu_fp8"
 
 
