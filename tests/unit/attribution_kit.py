@@ -16,7 +16,8 @@ from midstream.schemas.requests.attributions import Edge, EdgeEnd, FeatureScore,
 
 #: The exact values are those of `sweep_kit`'s peak and of a weaker cell; the estimate of the latter
 #: is wrong.
-STRONG, WRONG = PEAK, (2, 1)
+STRONG = PEAK
+WRONG = (2, 1)
 HOOK = "pre_attn"
 
 
