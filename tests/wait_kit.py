@@ -51,9 +51,9 @@ def warn_if_late(took: float, within: float, why: str) -> None:
         warnings.warn(f"took {took:.1f} s of {within:g}: {why}", Late, stacklevel=2)
 
 
-async def settled() -> None:
+async def settled(turns: int = 20) -> None:
     """Let everybody do what can be done now."""
-    for _ in range(20):
+    for _ in range(turns):
         await asyncio.sleep(0)
 
 

@@ -11,6 +11,7 @@ from test_sweep_plan import ablated, model, pair, plan, refusal
 
 from midstream.schemas.base import MidstreamError, misfit
 from midstream.schemas.jobs.jobs import Job, Sampling
+from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.sweeps import StoredSweep
 from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.model.banks import RowShape
@@ -34,7 +35,7 @@ def path_of(**path: Any) -> StoredSweep:
     ).sweep
 
 
-def asks(sweep: StoredSweep) -> SweepRequests:
+def asks(sweep: StoredSweep, info: ModelInfo = INFO) -> SweepRequests:
     return SweepRequests(
         Job(
             id="job_1",
@@ -46,7 +47,7 @@ def asks(sweep: StoredSweep) -> SweepRequests:
             work=SweepWork(sweep=sweep),
         ),
         1,
-        INFO,
+        info,
         True,
     )
 
@@ -168,16 +169,7 @@ def test_heads_of_both_ends_are_their_dimensions_of_the_rows() -> None:
 
     def requests(**fields: Any) -> tuple[SweepRequests, StoredSweep]:
         sweep = plan(info=info, noise=1, **fields).sweep
-        job = Job(
-            id="job_1",
-            kind="sweep",
-            model="m",
-            prompts=[],
-            sampling=Sampling(),
-            created=0.0,
-            work=SweepWork(sweep=sweep),
-        )
-        return SweepRequests(job, 1, info, True), sweep
+        return asks(sweep, info), sweep
 
     def written(ask: EngineRequest, kind: str) -> dict[tuple[str, int], set[str]]:
         """(hook, layer) → dimensions, of rows of a run."""

@@ -13,6 +13,7 @@ from midstream_fake_engine.model import HIDDEN_SIZE
 from midstream_fake_engine.rank import FakeFaults
 from midstream_fake_engine.ranks import FakeRanks
 from refusal_kit import refuses
+from wait_kit import settled
 
 from midstream.schemas.requests.source_runs import RunFile, RunFiles
 from midstream.schemas.settings.settings import Settings
@@ -82,12 +83,6 @@ class Rig:
         return [set(rank.runs) for rank in self.ranks]
 
 
-async def settle() -> None:
-    """Let everybody do what can be done now."""
-    for _ in range(50):
-        await asyncio.sleep(0)
-
-
 async def test_concurrent_holders_load_a_run_once_and_one_rpc_carries_it() -> None:
     rig = Rig(10 * SIZE)
     await asyncio.gather(*(rig.hold(A) for _ in range(5)), rig.hold(B, A))
@@ -116,13 +111,13 @@ async def test_a_held_run_is_never_evicted_and_waiters_are_served_in_order() -> 
     async def use(label: str, *keys: str) -> None:
         async with rig.held(*keys):
             order.append(label)
-            await settle()
+            await settled(50)
 
     await rig.hold(A)
     waiting = [
         asyncio.create_task(use(label, key)) for label, key in (("c", C), ("b", B), ("a", A))
     ]
-    await settle()
+    await settled(50)
     assert order == [], "b fits and a is there, but c was first"
     assert rig.on_ranks() == [{A}, {A}]
     rig.runs.release([A])
@@ -137,7 +132,7 @@ async def test_a_run_larger_than_the_budget_is_loaded_when_nobody_holds_another(
     async with rig.held(C):
         assert rig.on_ranks() == [{C}, {C}]
         second = asyncio.create_task(rig.hold(A))
-        await settle()
+        await settled(50)
         assert not second.done()
     await second
     assert rig.on_ranks() == [{A}, {A}]
@@ -156,7 +151,7 @@ async def test_a_holder_cancelled_during_loading_leaves_a_complete_run_without_h
     holder = asyncio.create_task(rig.hold(A))
     await reached.wait()
     holder.cancel()
-    await settle()
+    await settled(50)
     go_on.set()
     with pytest.raises(asyncio.CancelledError):
         await holder
@@ -191,7 +186,7 @@ async def test_after_a_resync_runs_are_loaded_again_and_late_releases_do_no_harm
     rig = Rig(2 * SIZE)
     await rig.hold(A)
     waiting = asyncio.create_task(rig.hold(B, C))
-    await settle()
+    await settled(50)
     for rank in rig.ranks:
         rank.midstream_drop_runs([A])
     rig.runs.forget()
