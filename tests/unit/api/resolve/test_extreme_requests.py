@@ -99,7 +99,8 @@ def calls_by_turn() -> Iterator[list[int]]:
     here = threading.get_ident()
 
     def note(_: object, event: str, __: object) -> None:
-        counts[-1] += event in ("call", "c_call")
+        if event in ("call", "c_call"):
+            counts[-1] += 1
 
     def counted(handle: asyncio.Handle) -> None:
         if threading.get_ident() != here:

@@ -39,7 +39,8 @@ from midstream.workers.engine.protocol import EngineRequest
 
 
 def file_of(kind: str, width: int = 3, height: int = 2) -> bytes:
-    Image.new("RGB", (width, height)).save(made := io.BytesIO(), kind)
+    made = io.BytesIO()
+    Image.new("RGB", (width, height)).save(made, kind)
     return made.getvalue()
 
 

@@ -74,8 +74,8 @@ def policy(
         model(),
         PROBE,
         ModelState(modules),
-        EVERYBODY,
-        Any,  # type: ignore[arg-type]
+        caller=EVERYBODY,
+        settings=Any,  # type: ignore[arg-type]
     )
     return Policy(name=name, model="m", digest="", created=0.0, versions=[made])
 
@@ -227,9 +227,9 @@ def test_the_ranks_tables_hold_the_most_of_a_request_and_of_the_operator() -> No
 @pytest.mark.parametrize("captured", ["all", "0-2"])
 def test_policies_take_no_rows_of_a_requests_captures(captured: str) -> None:
     """And global capture refuses none, whatever the probes of the request read."""
-    stored = [PROBE.stored("none")]
+    stored = [] if captured == "all" else [PROBE.stored("none")]
     own = CaptureSpec(layers=captured)
-    scored = [("probes", capture) for capture in probe_captures(stored * (captured != "all"))]
+    scored = [("probes", capture) for capture in probe_captures(stored)]
     everyone = CaptureSpec(layers=3, tag="global")  # it would fit without what probes read
     full = bounds(6, capture_row_limit=4, global_captures=[everyone])
     (captures,) = resolve_captures(own, full, held=scored)

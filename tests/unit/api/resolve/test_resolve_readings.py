@@ -291,7 +291,21 @@ def receipt(request: int, rank: int, part: Any) -> Receipt:
         Consumed(READER, ok=False, message="no"),
     ]
     return Receipt(
-        "v", "w", "b", "j", request, 1, rank, 2, 0, 0, 0, 0, "0", "ok", consumed=consumed
+        version="v",
+        worker="w",
+        boot="b",
+        job="j",
+        request=request,
+        attempt=1,
+        rank=rank,
+        world=2,
+        tp=0,
+        pp=0,
+        step=0,
+        actions=0,
+        checksum="0",
+        status="ok",
+        consumed=consumed,
     )
 
 
@@ -307,9 +321,8 @@ def test_parts_of_all_ranks_are_a_result_that_is_shown_and_answered(field: str) 
     for name, wanted in EXAMPLES[field].result.items():
         assert getattr(found[field][0], name) == wanted
     shown = [each for each in tables(result, {}) if isinstance(each, str)]
-    assert shown == [f"{EXAMPLES[field].shown}, prompt {n}" for n in (0, 1)] * bool(
-        EXAMPLES[field].shown
-    )
+    title = EXAMPLES[field].shown
+    assert shown == ([f"{title}, prompt {n}" for n in (0, 1)] if title else [])
     facts: Any = {"id": "j", "object": "o", "created": 1, "model": "m"}
     answer = openai.OpenAIAnswer(**facts, **extras(result, False, True, [field]))
     assert msgspec.to_builtins(answer).keys() == facts.keys() | {field}
