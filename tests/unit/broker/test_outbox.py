@@ -24,20 +24,20 @@ NOBODY = "tcp://127.0.0.1:9"  # the discard port: nothing listens
 
 def receipt(number: int, worker: str = "w", rank: int = 0) -> Receipt:
     return Receipt(
-        "0.1.0",
-        worker,
-        "boot",
-        f"job_{number}",
-        0,
-        1,
-        rank,
-        1,
-        rank,
-        0,
-        number,
-        number,
-        f"{number:016x}",
-        "ok",
+        version="0.1.0",
+        worker=worker,
+        boot="boot",
+        job=f"job_{number}",
+        request=0,
+        attempt=1,
+        rank=rank,
+        world=1,
+        tp=rank,
+        pp=0,
+        step=number,
+        actions=number,
+        checksum=f"{number:016x}",
+        status="ok",
     )
 
 
