@@ -347,16 +347,15 @@ def logits(length: int = 12, limit_kib: int = 256) -> tuple[Logits, Server]:
 )
 def test_indexing_gives_what_numpy_would(key: Any) -> None:
     found, server = logits()
+    part = found[key]
     places = np.arange(24).reshape(2, 12)
     whole = server.table.reshape(24, 1000)
-    *lead, last = (
-        [slice(None), slice(None), key[1]]
-        if key[0] is Ellipsis
-        else [0, slice(None), key[2]]
-        if key[1] is Ellipsis
-        else key
-    )
-    assert np.array_equal(found[key], whole[places[tuple(lead)]][..., last])
+    if key[0] is Ellipsis:
+        key = (slice(None), slice(None), key[1])
+    elif key[1] is Ellipsis:
+        key = (0, slice(None), key[2])
+    *lead, last = key
+    assert np.array_equal(part, whole[places[tuple(lead)]][..., last])
 
 
 def test_parts_are_logits_or_probabilities_and_their_indices_count_from_the_part() -> None:

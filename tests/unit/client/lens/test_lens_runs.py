@@ -52,7 +52,9 @@ class Served:
         return CARD
 
     def tokenize(self, model: str, text: str, add_special_tokens: bool = True) -> Tokenized:
-        tokens = [BOS] * (add_special_tokens and not self.bare) + [ord(letter) for letter in text]
+        tokens = [ord(letter) for letter in text]
+        if add_special_tokens and not self.bare:
+            tokens.insert(0, BOS)
         return Tokenized(
             count=len(tokens),
             max_model_len=9,

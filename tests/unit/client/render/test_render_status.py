@@ -163,7 +163,15 @@ def test_a_policy_shows_its_condition_and_its_hits() -> None:
 
 
 def test_decisions_are_shown_where_there_are_any_with_what_was_done() -> None:
-    policy = StoredPolicy("guard", 2, "d", Condition(at_least=1), ["flag", "stop"], "active", True)
+    policy = StoredPolicy(
+        name="guard",
+        version=2,
+        digest="d",
+        condition=Condition(at_least=1),
+        actions=["flag", "stop"],
+        mode="active",
+        acts=True,
+    )
     found = [Decision(4, "trigger", 1.5), Decision(6, "release", 0.5)]
     decided = ProbeResult(0, "p", "d", {}, 9, policy=policy, decisions=found)
     result: Any = SimpleNamespace(probes=[decided, ProbeResult(1, "p", "d", {}, 9, policy=policy)])

@@ -202,8 +202,9 @@ def test_a_job_that_failed_for_no_fault_of_its_own_is_submitted_again() -> None:
     jobs = Jobs(failures=[failed("worker_lost"), failed("engine_failed")])
     assert texts(mapped(jobs, ["a", "b"])) == ["<a>", "<b>"]
     assert len(jobs.jobs) == 3
+    jobs = Jobs(failures=[failed("worker_lost")] * 9)
     with refuses("it failed") as caught:
-        mapped(jobs := Jobs(failures=[failed("worker_lost")] * 9), ["a", "b"], attempts=2)
+        mapped(jobs, ["a", "b"], attempts=2)
     assert "prompts 0 to 1" in str(caught.value.__notes__)
     assert len(jobs.jobs) == 2
 

@@ -86,17 +86,17 @@ def lens(word: str) -> Lens:
     logprobs = np.log(np.full((2, 1, 2), 0.25, np.float32))
     empty = np.zeros((2, 1, 0))
     return Lens(
-        "job_x",
-        "post_block",
-        [0, 1],
-        [5],
-        [7],
-        tokens,
-        logprobs,
-        [],
-        empty,
-        empty,
-        {7: word, 0: word, 1: "b"},
+        job="job_x",
+        hook="post_block",
+        layers=[0, 1],
+        positions=[5],
+        token_ids=[7],
+        top_ids=tokens,
+        logprobs=logprobs,
+        named=[],
+        ranks=empty,
+        named_logprobs=empty,
+        words={7: word, 0: word, 1: "b"},
     )
 
 

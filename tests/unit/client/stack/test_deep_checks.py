@@ -188,7 +188,9 @@ class TimedRig(FakeRig):
 
     def usage(self, kind: str, tokens: int) -> dict[str, Any]:
         self.clock += self.of[kind]
-        made = costs.BATCH * tokens - self.lacking * (kind == "steer")
+        made = costs.BATCH * tokens
+        if kind == "steer":
+            made -= self.lacking
         return {"usage": {"completion_tokens": made}}
 
     def post(self, url: str, json: Any, timeout: float) -> Any:
