@@ -145,7 +145,10 @@ def test_random_features_are_drawn_from_all_that_differ(points_of: PointsOf) -> 
     differ = {place for place, effect in of.items() if effect}
     assert {(column, feature) for column, feature, _ in every} == differ
     assert all(effect == pytest.approx(of[column, feature]) for column, feature, effect in every)
-    few = [feature_effects(points, asked, 0, SITE, sae, 3, 20, seed).drawn for seed in (1, 1, 2)]
+    few = [
+        feature_effects(points, asked, 0, SITE, sae, 3, draw=20, seed=seed).drawn
+        for seed in (1, 1, 2)
+    ]
     assert len(set(few[0])) == 20 < len(every)
     assert few[0] == few[1] != few[2]
     assert {*few[0]} < {*every}

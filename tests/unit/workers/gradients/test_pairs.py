@@ -137,15 +137,8 @@ def rows(
     check: Callable[[], None] = lambda: None,
     **tensors: torch.Tensor,
 ) -> list[FinishedCapture]:
-    return finished(
-        points,
-        EngineRequest("job_1", 0, 1, TOKENS, Sampling(max_tokens=1), captures=list(captures)),
-        INFO,
-        "w1",
-        tensors,
-        no_sae,
-        check,
-    )
+    ask = EngineRequest("job_1", 0, 1, TOKENS, Sampling(max_tokens=1), captures=list(captures))
+    return finished(points, ask, INFO, "w1", tensors, load_sae=no_sae, check=check)
 
 
 def array(part: FinishedCapture, hook: str, layer: int) -> np.ndarray:

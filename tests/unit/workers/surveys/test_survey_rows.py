@@ -98,7 +98,8 @@ def test_the_features_of_a_survey_are_ordered_once_for_all_calls() -> None:
 
     class Counted(Surveyed):
         def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-            reads.extend([name] * (stop is None))  # of all features
+            if stop is None:
+                reads.append(name)  # of all features
             shape = {"active": [1], "mean": [1], "tokens": [2, 3], "around": [2, 3]}.get(name, [2])
             return np.arange(300 * np.prod(shape)).reshape(300, *shape)[start:stop]
 

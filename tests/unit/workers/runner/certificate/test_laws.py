@@ -74,7 +74,8 @@ def model(
     stream = rounded(torch.randn(ROWS, HIDDEN))
     tables = torch.randn(LAYERS, HIDDEN, HIDDEN) / 6
     for layer in range(LAYERS):
-        entered = stream = met("pre_attn", layer, stream)
+        stream = met("pre_attn", layer, stream)
+        entered = stream
         branch = met("attn_out", layer, rounded(norm(stream) @ tables[layer]))
         if "post_attn" in laws:
             factor = laws["post_attn"]["attn_out"]
@@ -274,10 +275,10 @@ def edits(
         shape,
         hook,
         layer,
-        lambda each, at: edited[each, at][3:4],
-        lambda each, at: plain[each, at][3:4],
-        vector[3:4],
-        entered,
+        edited=lambda each, at: edited[each, at][3:4],
+        plain=lambda each, at: plain[each, at][3:4],
+        added=vector[3:4],
+        entered=entered,
     )
     if hook == "mlp_in":
         own.append(

@@ -27,6 +27,13 @@ R, M = RNG.normal(size=(2, 2, HIDDEN)).astype(np.float32)
 B = RNG.normal(size=2).astype(np.float32)
 MASK = np.array([1, 0, 0, 1, 0], dtype=np.float32)
 
+
+def with_feature(s: np.ndarray) -> np.ndarray:
+    reading = s @ (V + R[0] + R[1]) - 0.1
+    activation = np.where(reading > 0.2, reading, 0)
+    return s + 0.5 * (2.0 - activation)[:, None] * UNIT
+
+
 #: Family → (its numbers, what it makes of rows `[n, HIDDEN]`); the vector is V.
 FORMULAS: dict[OpFamily, tuple[list[float], Any]] = {
     "replace": ([0.25], lambda s: 0.75 * s + 0.25 * V),
@@ -35,13 +42,7 @@ FORMULAS: dict[OpFamily, tuple[list[float], Any]] = {
     "add": ([], lambda s: s + V),
     "add_matched": ([0.1], lambda s: s + 0.1 * np.linalg.norm(s, axis=-1, keepdims=True) * UNIT),
     "ablate": ([1.0], lambda s: s - (s @ UNIT)[:, None] * UNIT),
-    "feature": (
-        [0.5, 2.0, -0.1, 0.2, 0.0],
-        lambda s: (
-            s
-            + 0.5 * (2.0 - np.where((p := s @ (V + R[0] + R[1]) - 0.1) > 0.2, p, 0))[:, None] * UNIT
-        ),
-    ),
+    "feature": ([0.5, 2.0, -0.1, 0.2, 0.0], with_feature),
     "clamp": (
         [1.0, -2.0, 3.0],
         lambda s: s + (np.clip(s @ UNIT, -2, 3) - s @ UNIT)[:, None] * UNIT,

@@ -73,7 +73,9 @@ class Reader:
         self.tokens = [self.rng.randrange(3) for _ in range(60)]
         self.search = search_of(self.trigger, self.tokens[:30], self.table)
         self.right = open_of(self.trigger, self.tokens)
-        self.first = self.reached = self.cached = self.rng.choice([0, 7])
+        self.cached = self.rng.choice([0, 7])
+        self.first = self.cached
+        self.reached = self.cached
 
     def window(self) -> tuple[Search, int, list[int]]:
         self.stop = min(self.first + self.rng.choice([1, 1, 1, 9]), len(self.tokens))

@@ -40,7 +40,7 @@ def test_another_process_writes_the_rows_where_they_are(
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     rig = Rig(tmp_path, connect=delivery.connected, **options)
     two = (capturing(1), capturing(2))
-    rig.plane._delivery.backlog.send((2 << 20) * bool(options))
+    rig.plane._delivery.backlog.send(2 << 20 if options else 0)
     for request in two:
         request.max_tokens = 4
     run(rig, *two)

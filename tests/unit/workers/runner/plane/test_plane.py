@@ -580,7 +580,7 @@ def test_a_failed_request_reports_what_its_policies_decided_so_far(
     request = probed(rig, "none", weight=weight, total=10)
     (plain,) = request.tracked.spec.probes
     condition = Condition(at_least=first + 4, schedule=Schedule(tokens="all"))
-    policy = StoredPolicy("guard", 1, "d", condition, [action], "active", True)
+    policy = StoredPolicy("guard", 1, "d", condition, [action], mode="active", acts=True)
     read = msgspec.structs.replace(plain, name="policy:guard", actions=[action], policy=policy)
     request.tracked.spec.probes.append(read)
     edit = steering(rig.vector(1e3), [1], "post_block", [late])
@@ -630,7 +630,8 @@ def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> 
         ]
         assert found[1].all()
         edited[position] = bool(found[0].all())
-        planned += not rig.plane._banks.first.planner.repeats
+        if not rig.plane._banks.first.planner.repeats:
+            planned += 1
     # the score of the position before decides
     assert edited == {
         position: (position > 8) == (sign > 0) or position == 9 for position in edited

@@ -583,7 +583,8 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
     original = deciders.Deciders.quiet
 
     def kept(*arguments: Any) -> Any:
-        quiet.extend((result := original(*arguments))[0].tolist())
+        result = original(*arguments)
+        quiet.extend(result[0].tolist())
         return result
 
     monkeypatch.setattr(deciders.Deciders, "quiet", kept)

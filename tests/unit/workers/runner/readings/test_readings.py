@@ -274,7 +274,8 @@ def test_autoencoders_encode_on_the_device_where_there_is_room(
     reader = features.FeatureReader([("post_block", 1)], torch.device("cuda"))
     reader.put(digest, "post_block", 1, str(folder))
     named = StoredSae(name="s", digest=digest, path="s", hook="post_block", layer=1, bytes=1)
-    sae = reader.prepare(asked := StoredFeatures(sae=named, top_k=2))
+    asked = StoredFeatures(sae=named, top_k=2)
+    sae = reader.prepare(asked)
     assert sae is not None
     width = sae.form.d_in
     rows = np.ones((len(POSITIONS), width), dtype=np.float32)
@@ -288,7 +289,8 @@ def test_autoencoders_encode_on_the_device_where_there_is_room(
         ),
         0,
     )
-    assert log == ["to the device", "loaded"] * on_device + ["own stream", "encode"]
+    loading = ["to the device", "loaded"] if on_device else []
+    assert log == [*loading, "own stream", "encode"]
 
 
 #: What a part has apart from its positions, at most.

@@ -419,7 +419,7 @@ def test_a_capture_without_a_place_fails_alone(
     late.tracked.recordings[0].block = 3
     rank.step((early, 0, 3))
     rest = None if disk else without(rank.arena, taken(2, 6) - 1)
-    rank.backlog.send(101 * disk)
+    rank.backlog.send(101 if disk else 0)
     full = OSError("the disk is full")
     monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=full))
     rank.step((early, 3, 3), (late, 0, 6))
@@ -431,7 +431,7 @@ def test_a_capture_without_a_place_fails_alone(
     with pytest.raises(RuntimeError, match="disk is full" if disk else "no room for"):
         rank.finish(late)
     free = rank.arena._disk
-    spilled = disk * taken(2, 6)
+    spilled = taken(2, 6) if disk else 0
     assert late.tracked.recordings[0].nbytes == 0
     assert rank.arena.spilled == spilled
     assert not rank.arena.bytes[ROW_BYTES:VOID].any()

@@ -313,7 +313,7 @@ def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
     for position in range(6, last + 1):
         rig.step((request, position, 1))
     view = view_of(("1", last, 1))
-    finding = _Finding(9, view, None, NONE, torch.empty(0), {}, event)  # type: ignore[arg-type]
+    finding = _Finding(9, view, None, NONE, torch.empty(0), {}, event=event)  # type: ignore[arg-type]
     rig.plane._banks.first.finite.pending.append(finding)
     rig.plane.begin([], {"1": Finish(list(range(1000, 1008)), False)}, 0)
     assert event.landed == waits

@@ -216,7 +216,8 @@ def _calls(rank: Rank, windows: list[tuple[Request, int, int]], *, repeated: boo
 
     def count(_frame: object, event: str, _argument: object) -> None:
         nonlocal counted
-        counted += event in ("call", "c_call")
+        if event in ("call", "c_call"):
+            counted += 1
 
     gc.disable()  # finalisers of what earlier tests left would be counted
     sys.setprofile(count)

@@ -163,12 +163,10 @@ def test_everything_in_place_of_vllms_is_compared() -> None:
                 }
                 missed += [f"{path.name}: {node.name}.{name}" for name in extended & seam_names]
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and isinstance(
-                target := node.targets[0], ast.Attribute
-            ):
-                replaced = target.attr in seam_names - known - {"forward"}
-                if replaced and isinstance(node.value, ast.Name | ast.Lambda):
-                    missed.append(f"{path.name}: {ast.unparse(node)}")
+            match node:
+                case ast.Assign([ast.Attribute(attr=name), *_], ast.Name() | ast.Lambda()):
+                    if name in seam_names - known - {"forward"}:
+                        missed.append(f"{path.name}: {ast.unparse(node)}")
     assert missed == []
 
 

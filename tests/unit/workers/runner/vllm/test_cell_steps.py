@@ -140,5 +140,6 @@ def test_a_queue_of_priorities_gets_back_what_a_step_does_not_take(number: int) 
         assert list(queue) == requests[1:]
         for _ in range(number):
             queue.pop_request()  # scheduled
-        queue.add_request(preempted := Request("a preempted one", 9))  # type: ignore[arg-type]
+        preempted = Request("a preempted one", 9)
+        queue.add_request(preempted)  # type: ignore[arg-type]
     assert list(queue) == [preempted, requests[0], *requests[1 + number :]]

@@ -219,7 +219,8 @@ def test_simulated_steps_fit_the_ring_and_no_request_starves(
             and sum(shares[r.name] for r in waiting + running) + shares[outside[0].name] <= room
         ):
             # the worker's admission
-            waiting.append(joining := outside.pop(0))
+            joining = outside.pop(0)
+            waiting.append(joining)
             ring.join(
                 joining.name, joining.captures, joining.prompt, joining.total - joining.prompt + 1
             )

@@ -129,7 +129,7 @@ def captured(manager: ModelCudaGraphManager, model: Any) -> None:
         **{name: torch.zeros(max(SIZES)) for name in ("input_ids", "positions", "is_padding")}
     )
     state = SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
-    manager.capture(model, state, buffers, None, None, [], None)  # type: ignore[arg-type]
+    manager.capture(model, state, buffers, None, None, [], kv_cache_config=None)  # type: ignore[arg-type]
 
 
 # --- the v1 runner
