@@ -22,8 +22,8 @@ NAMES = {
 }
 
 
-NAMES = [str(path.relative_to(ROOT)) for path in sources(*PACKAGES)]
-MODULES = [name for name in NAMES if not name.startswith("storage/")]
+SOURCES = [str(path.relative_to(ROOT)) for path in sources(*PACKAGES)]
+MODULES = [name for name in SOURCES if not name.startswith("storage/")]
 
 
 def test_the_capture_root_is_only_handed_to_open_store() -> None:
