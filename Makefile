@@ -179,7 +179,7 @@ test-faults: $(READY) model ## fault gate: 10,000 jobs with a fixed seed and wit
 	@echo "== fault gate"
 	@$(PYTEST) -s tests/faults; $(DONE)
 
-test-machines: $(READY) model ## network namespaces as machines, killed, cut off and slow; failovers of Redis; needs root (MACHINES="-k outlive": some)
+test-machines: $(READY) model ## network namespaces as machines, killed, cut off and slow; needs root (MACHINES="-k relay": some)
 	@test "$$(id -u)" = 0 || { echo "make test-machines needs root: it lays out network namespaces"; exit 2; }
 	@echo "== machines"
 	@$(ONE_THREAD); $(PYTEST) -s tests/machines $(MACHINES); $(DONE)
@@ -196,8 +196,8 @@ fidelity: $(READY) ## measure every architecture, hook, runner and mode; write d
 perturbed: $(READY) ## change fields of configs, one by one; write the table of docs/fidelity.md (NAMES=…: only these classes)
 	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(MEASURE) tools/pages/perturbed.py $(NAMES)
 
-quantised: $(READY) ## measure quantised checkpoints; write the table of docs/vllm.md (FORMATS="…": only this format)
-	@$(MEASURE) tools/pages/quantised_page.py $(if $(FORMATS),"$(FORMATS)")
+quantised: $(READY) ## measure quantised checkpoints; write the table of docs/vllm.md
+	@$(MEASURE) tools/pages/quantised_page.py
 
 walk: $(READY) ## try a tiny checkpoint of every class that vLLM has; write docs/models.md (NAMES=…: only these classes; ARGS=--rest: what has no result)
 	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(MEASURE) tools/walk/walk.py $(ARGS) $(NAMES)

@@ -9,7 +9,9 @@ import ipaddress
 import logging
 import socket
 import sys
+from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -29,6 +31,7 @@ from ..schemas.settings.settings import (
 )
 from . import openapi
 from .app import make_app
+from .operations.twin import Twin, only_for
 from .web.connections import Connections
 from .web.middleware import App
 
@@ -65,7 +68,9 @@ class ApiServer(uvicorn.Server):
     def __init__(
         self, config: uvicorn.Config, app: App, url: str, undecided: Settings | None = None
     ):
-        """`undecided`: the settings, if it is not known yet whether any API key exists."""
+        """`url`: empty for a twin, which announces nothing. `undecided`: the settings, if it is not
+        known yet whether any API key exists.
+        """
         super().__init__(config)
         self.refused = ""
         self._undecided = undecided
@@ -82,7 +87,8 @@ class ApiServer(uvicorn.Server):
             sys.setswitchinterval(SWITCH_S)
             if self._undecided is not None:
                 self._deciding = self._loop.create_task(self._decide(self._undecided))
-            logs.announce(f"api ready {self._url}")
+            if self._url:
+                logs.announce(f"api ready {self._url}")
 
     async def _decide(self, settings: Settings) -> None:
         while True:
@@ -145,6 +151,7 @@ def serve(settings: Settings) -> None:
     keys.of_settings(settings)  # reports invalid keys before anything listens
     allowed_names(settings)
     proxies = trusted_proxies(settings)
+    twin = Twin(partial(serve_as_twin, settings))  # before there is any thread
     redis_durability.require(settings)
     fitness.require(settings)
     refused = asyncio.run(_refusal(settings))
@@ -159,25 +166,49 @@ def serve(settings: Settings) -> None:
     traces.setup(settings, "api")
     metrics_server.identify("api")
     listening, url = bind(settings.api_host, settings.api_port)
-    app = make_app(settings)
+    app = make_app(settings, twin)
     config = uvicorn.Config(
         app,
         http=Connections(settings),  # type: ignore[arg-type]  # called like the class
-        ws="none",
-        log_level=settings.log_level.lower(),
-        log_config=None,  # uvicorn logs to our handlers
-        access_log=False,
-        timeout_graceful_shutdown=GRACE_S,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        server_header=False,
         proxy_headers=bool(proxies),
         forwarded_allow_ips=proxies,
-        lifespan="on",
+        **options_of(settings),
     )
     server = ApiServer(config, app, url, settings if refused is None else None)
     server.run(sockets=[listening])
     if server.refused:
         raise SettingsError(server.refused)
+
+
+def options_of(settings: Settings) -> dict[str, Any]:
+    """Return uvicorn's options for every process of the API."""
+    return {
+        "ws": "none",
+        "log_level": settings.log_level.lower(),
+        "log_config": None,  # uvicorn logs to our handlers
+        "access_log": False,
+        "timeout_graceful_shutdown": GRACE_S,
+        "timeout_keep_alive": KEEP_ALIVE_S,
+        "server_header": False,
+        "lifespan": "on",
+    }
+
+
+def serve_as_twin(settings: Settings, listening: socket.socket, token: str) -> None:
+    """Serve the calls that another process of the API hands over, until SIGTERM."""
+    faults.arm(settings.fault, settings.data_dir)
+    traces.setup(settings, "api")
+    app = make_app(settings)
+    app.is_twin = True
+    app.access_level = logging.DEBUG  # the other process logs the call
+    config = uvicorn.Config(
+        only_for(token, app),
+        date_header=False,
+        proxy_headers=True,
+        forwarded_allow_ips="*",  # what the other process found out
+        **options_of(settings),
+    )
+    ApiServer(config, app, url="").run(sockets=[listening])
 
 
 async def _refusal(settings: Settings) -> str | None:

@@ -19,6 +19,7 @@ from ..schemas.base import __version__, learn_records
 from ..schemas.settings.settings import Settings
 from . import openapi
 from .context import context_of, open_context
+from .operations.twin import Twin, hand_over
 from .routes import (
     captures,
     completions,
@@ -40,7 +41,7 @@ from .web import problems
 from .web.auth import authorize, caller_of, known_query, well_called
 from .web.body import JsonRequest
 from .web.middleware import App
-from .web.request_context import awaits_log
+from .web.request_context import HandedOver, awaits_log
 
 VERSION_HEADER = "x-midstream-version"
 
@@ -85,14 +86,14 @@ async def _allow(message: Message, scope: Scope) -> None:
             MutableScopeHeaders.from_message(message)["Allow"] = ", ".join(sorted(methods))
 
 
-def make_app(settings: Settings) -> App:
+def make_app(settings: Settings, twin: Twin | None = None) -> App:
     """Return the application, which uses the Redis at `settings.redis_url`; it starts without a
-    worker, relay or Redis.
+    worker, relay or Redis. `twin` answers the calls that take long.
     """
 
     @asynccontextmanager
     async def context(app: Litestar) -> AsyncIterator[None]:
-        async with open_context(settings) as opened:
+        async with open_context(settings, twin) as opened:
             app.state.context = opened
             yield
 
@@ -119,7 +120,7 @@ def make_app(settings: Settings) -> App:
         lifespan=[context],
         request_class=JsonRequest,
         request_max_body_size=settings.tuning.max_body_mib * 1024 * 1024,
-        exception_handlers=problems.HANDLERS,
+        exception_handlers={**problems.HANDLERS, HandedOver: hand_over},
         after_request=keep,
         before_send=[_name_version, _allow],
         guards=[well_called, authorize, known_query],
@@ -133,5 +134,6 @@ def make_app(settings: Settings) -> App:
         logging_config=None,
         debug=False,
     )
+    app.has_twin = twin is not None
     app.access_level = logging.INFO if settings.log_format == "json" else logging.DEBUG
     return app

@@ -37,6 +37,7 @@ from ..storage.store import open_store
 from .operations.disks import CaptureQuota, Disks
 from .operations.job_feed import JobFeed
 from .operations.service_figures import ServiceFigures
+from .operations.twin import Twin
 from .operations.waiting import Waiting, ended
 from .resolve.admission import admission
 from .resolve.admission.names import Names, names_something
@@ -72,7 +73,15 @@ MEASURED_OF_TENANT = 8
 class AppContext:
     """Everything a handler needs. Build with `open_context`."""
 
-    def __init__(self, settings: Settings, ledger: Ledger, watcher: JobWatcher, celery: Any):
+    def __init__(
+        self,
+        settings: Settings,
+        ledger: Ledger,
+        watcher: JobWatcher,
+        celery: Any,
+        twin: Twin | None = None,
+    ):
+        self.twin = twin
         self.settings = settings
         self.ledger = ledger
         self.keys = LedgerKeys(ledger)
@@ -104,6 +113,8 @@ class AppContext:
 
         The jobs continue.
         """
+        if self.twin is not None:
+            self.twin.stop()
         self.key_watch.close()
         self.feed.close()
         self.waiting.close()
@@ -170,6 +181,7 @@ class AppContext:
         `blobs`, `pinned`, `request`: see `Ledger.submit`.
         """
         check_callback(job.callback, self.settings)
+        request_context.keep_call()
         if any(job.steering) or KINDS[job.kind].grid:
             tenant = await reachable(self.ledger.tenants.get)(job.tenant)
             job = admission.under_limit(job, tenant.limits.edit_limit)
@@ -226,12 +238,12 @@ class AppContext:
 
 
 @asynccontextmanager
-async def open_context(settings: Settings) -> AsyncIterator[AppContext]:
+async def open_context(settings: Settings, twin: Twin | None = None) -> AsyncIterator[AppContext]:
     celery = make_celery(settings)
     ledger = Ledger.connect(settings)
     try:
         async with JobWatcher(ledger) as watcher:
-            context = AppContext(settings, ledger, watcher, celery)
+            context = AppContext(settings, ledger, watcher, celery, twin)
             recording = asyncio.create_task(context.figures.record(), name="midstream-history")
             try:
                 yield context
@@ -239,6 +251,8 @@ async def open_context(settings: Settings) -> AsyncIterator[AppContext]:
                 context.close()
                 await ended(recording)
                 await context.served.close()
+                if twin is not None:
+                    await twin.close()
     finally:
         await ledger.close()
 

@@ -2,10 +2,10 @@
 
     python benchmarks/small_jobs.py [--samples 300] [--only NAME …]
 
-A service with a fake engine, beside which a model with the demo model's tokenizer and shape is
-published that no worker serves: work for it costs the API and the broker, and the engine nothing.
-One process asks for one token at a time, as a small job of another tenant would, first alone and
-then while another keeps four requests of a kind under way; a third requests /healthz. For each
+A service with keys and a fake engine, beside which a model with the demo model's tokenizer and
+shape is published that no worker serves: work for it costs the API and the broker, and the engine
+nothing. One process asks for one token at a time, first alone and then while another tenant keeps
+four requests of a kind under way; a third requests /healthz. For each
 kind: the median and the 99th percentile of the small requests, the latter also as a multiple of the
 one alone just before; the longest wait of /healthz; the peak of the API's resident memory. Goal: a
 99th percentile of at most twice that alone, on a quiet machine.
@@ -42,6 +42,7 @@ from services import report, service
 from midstream.client.stack.supervisor import read_state
 
 MIB = 1 << 20
+ADMIN = "ms_admin0000000_" + "a" * 43
 #: Requests of a kind that are under way at once.
 AT_ONCE = 4
 #: Tokens that the model takes.
@@ -106,12 +107,16 @@ KINDS = [
 ]
 
 
-def small(url: str, samples: int, pipe: Connection) -> None:
+def headers_of(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+
+
+def small(url: str, key: str, samples: int, pipe: Connection) -> None:
     """From each `begin`, ask for one token so many times, and send how long each took, in
     seconds.
     """
     asked = {"model": FAKE, "prompt": "hello", "max_tokens": 1}
-    with httpx2.Client(base_url=url, timeout=300) as http:
+    with httpx2.Client(base_url=url, headers=headers_of(key), timeout=300) as http:
         pipe.send("ready")
         while pipe.recv() == "begin":
             taken = []
@@ -125,8 +130,9 @@ def small(url: str, samples: int, pipe: Connection) -> None:
 class Busy:
     """Keeps requests of a kind under way while it is open."""
 
-    def __init__(self, url: str, work: Work):
-        self._url, self._work, self._body = url, work, work.make()
+    def __init__(self, url: str, key: str, work: Work):
+        self._url, self._headers = url, headers_of(key)
+        self._work, self._body = work, work.make()
         self._over = threading.Event()
         self.statuses: list[int] = []
         self._threads = [threading.Thread(target=self._ask) for _ in range(work.at_once)]
@@ -142,13 +148,9 @@ class Busy:
             thread.join()
 
     def _ask(self) -> None:
-        with httpx2.Client(base_url=self._url, timeout=300) as http:
+        with httpx2.Client(base_url=self._url, headers=self._headers, timeout=300) as http:
             while not self._over.is_set():
-                answer = http.post(
-                    self._work.path,
-                    content=self._body,
-                    headers={"Content-Type": "application/json"},
-                )
+                answer = http.post(self._work.path, content=self._body)
                 self.statuses.append(answer.status_code)
 
 
@@ -169,18 +171,25 @@ def main() -> None:
         if not options.only or any(part in work.name for part in options.only)
     ]
     rows = []
-    with service(engine="fake", model=FAKE, log_level="WARNING") as stack:
+    with service(
+        engine="fake", model=FAKE, log_level="WARNING", auth="keys", admin_key=ADMIN
+    ) as stack:
         asyncio.run(publish(stack.settings, LENGTH))
         pid = read_state(stack.data)["processes"]["api"][0]
-        with httpx2.Client(base_url=stack.url, timeout=300) as http:
-            # reads the tokenizer, starts a helper
-            http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})
-            http.put(
-                MODULE, content=module(1), headers={"Content-Type": "application/json"}
-            ).raise_for_status()
+        keys = {}
+        for tenant in ("small", "large"):
+            asked = {"name": tenant, "tenant": tenant}
+            made = httpx2.post(f"{stack.url}/v1/keys", json=asked, headers=headers_of(ADMIN))
+            keys[tenant] = made.raise_for_status().json()["key"]
+        with httpx2.Client(
+            base_url=stack.url, headers=headers_of(keys["large"]), timeout=300
+        ) as http:
+            # reads the tokenizer, starts a helper and the API's second process
+            http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)] * 600})
+            http.put(MODULE, content=module(1)).raise_for_status()
         pipe, there = multiprocessing.Pipe()
         asking = multiprocessing.get_context("spawn").Process(
-            target=small, args=(stack.url, options.samples, there)
+            target=small, args=(stack.url, keys["small"], options.samples, there)
         )
         asking.start()
         pipe.recv()
@@ -194,7 +203,7 @@ def main() -> None:
         for work in kinds:
             alone = percentiles(measured())
             before = mark(pid)
-            with Busy(stack.url, work) as busy, prober.probing():
+            with Busy(stack.url, keys["large"], work) as busy, prober.probing():
                 beside = percentiles(measured())
             worst = max(took for _, took in prober.samples) * 1000
             rows.append(

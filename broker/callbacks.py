@@ -26,7 +26,7 @@ from .ledger.jobs.ledger import Ledger
 from .ledger.recovery.reaper import Reaper
 from .processes.liveness import REAPER_KEY
 from .queue.celery_app import CALLBACKS_QUEUE, make_app
-from .queue.transport import transport_of
+from .queue.transport import TRANSPORT
 from .redis_service import durability as redis_durability
 from .redis_service.availability import is_redis_unavailable
 from .telemetry import metrics, start as observability
@@ -161,7 +161,7 @@ class SenderStep(bootsteps.StartStopStep):
 def make_callbacks_app(settings: Settings) -> Celery:
     """Return the Celery app of the `callbacks` worker."""
     app = make_app(settings)
-    app.conf.broker_transport = transport_of(settings.redis_url)
+    app.conf.broker_transport = TRANSPORT
     app.midstream_settings = settings
     app.steps["worker"].update({ReaperStep, SenderStep})
     return app

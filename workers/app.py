@@ -28,7 +28,7 @@ from celery.worker.components import Pool
 from ..broker.artifacts import fitness
 from ..broker.processes import leftovers
 from ..broker.queue.celery_app import make_app, queue_of
-from ..broker.queue.transport import transport_of
+from ..broker.queue.transport import TRANSPORT
 from ..broker.queue.visibility import LeaseStep
 from ..broker.receipts.curve import client_keys, with_kept_keys
 from ..broker.redis_service import durability as redis_durability
@@ -108,7 +108,7 @@ def make_worker_app(settings: Settings) -> Celery:
     app = make_app(settings)
     # not in `make_app`, which Flower also uses: Flower recognises a broker by its URL's scheme, and
     # this setting would override it
-    app.conf.broker_transport = transport_of(settings.redis_url)
+    app.conf.broker_transport = TRANSPORT
     runs = gradient_runs_of if settings.queue == GRADIENTS else runs_of
     app.engine_host = EngineHost(settings, lambda _: _end_process(), runs)
     # a dead engine's messages must come back to the queue

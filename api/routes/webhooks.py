@@ -1,8 +1,8 @@
-"""Routes of webhooks: deliveries, redelivery, signing secrets, disabled receivers."""
+"""Routes of webhooks: deliveries, redelivery, signing secrets."""
 
 from typing import Annotated, Any
 
-from litestar import Response, delete, get, post
+from litestar import Response, get, post
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
 from ...broker.webhooks.outbox import WebhookOutbox, not_found
@@ -11,12 +11,11 @@ from ...schemas.access.keys import Caller
 from ...schemas.access.webhooks import (
     DeliveryPage,
     DeliveryState,
-    DisabledList,
     RotateRequest,
     SecretList,
     WebhookDelivery,
 )
-from ...schemas.base.limits import MAX_NAME, MAX_URL
+from ...schemas.base.limits import MAX_NAME
 from ..context import AppContext
 from ..web.auth import needs, tenant_asked
 from .jobs import ERRORS, PROBLEM, CursorParameter, PageSize, Whose
@@ -77,10 +76,10 @@ async def get_delivery(
     status_code=202,
     summary="Redeliver a webhook",
     description=(
-        "Keeps the `webhook-id`. Works in any state, unless the receiver is disabled; "
+        "Keeps the `webhook-id`. Works in any state; "
         "a delivery waiting for its next attempt is sent now."
     ),
-    responses={**ERRORS, 409: PROBLEM},
+    responses=ERRORS,
 )
 async def redeliver(
     delivery_id: DeliveryId, context: AppContext, caller: Caller
@@ -134,45 +133,10 @@ async def rotate_secret(
     return Response(made, status_code=201, headers=UNKEPT)
 
 
-@get(
-    "/v1/webhooks/disabled",
-    opt=needs("read"),
-    summary="List disabled receivers: those that responded with 410",
-    responses=ERRORS,
-)
-async def list_disabled(context: AppContext, caller: Caller, tenant: Whose = None) -> DisabledList:
-    whose = tenant_asked(caller, tenant)
-    return DisabledList(endpoints=await WebhookOutbox(context.ledger).disabled(whose))
-
-
-@delete(
-    "/v1/webhooks/disabled",
-    opt=needs("submit"),
-    status_code=204,
-    summary="Re-enable a receiver",
-    description="Deliveries disabled in the meantime are not sent unless you redeliver them.",
-    responses=ERRORS,
-)
-async def enable(
-    context: AppContext,
-    caller: Caller,
-    url: Annotated[
-        str,
-        QueryParameter(
-            max_length=MAX_URL, description="The receiver, as `GET /v1/webhooks/disabled` lists it"
-        ),
-    ],
-    tenant: Whose = None,
-) -> None:
-    await WebhookOutbox(context.ledger).enable(tenant_asked(caller, tenant) or caller.tenant, url)
-
-
 ROUTES: list[Any] = [
     list_deliveries,
     get_delivery,
     redeliver,
     get_secrets,
     rotate_secret,
-    list_disabled,
-    enable,
 ]

@@ -1,4 +1,5 @@
-"""An event loop in a thread of its own, where large requests are decoded and resolved.
+"""Where large requests are decoded and resolved: by the twin, if the process has one and the call
+has changed nothing yet, or on an event loop in a thread of its own.
 
 One thread that computes keeps the loop that answers calls waiting for the interpreter only briefly
 (`SWITCH_S` of `api.__main__`); each further one would do so as often again. Large requests
@@ -10,6 +11,8 @@ import threading
 from collections.abc import Callable, Coroutine
 from functools import cache
 from typing import Any, TypeVar
+
+from .request_context import HandedOver, hand_over
 
 T = TypeVar("T")
 Loop = asyncio.AbstractEventLoop
@@ -23,7 +26,15 @@ async def on(loop: Loop, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def aside(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work` on the loop for large requests."""
+    """Await `work` on the loop for large requests.
+
+    Raises HandedOver if the twin answers the call instead.
+    """
+    try:
+        hand_over()
+    except HandedOver:
+        work.close()  # it was never begun
+        raise
     return await on(_loop(), work)
 
 

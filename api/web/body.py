@@ -36,7 +36,7 @@ DRAIN_S = 5.0
 
 #: Bytes and items of JSON (texts, objects, lists) that are decoded and resolved in the event loop
 #: that answers calls; of larger bodies, `aside` does both.
-INLINE_BYTES, INLINE_ITEMS = 1 << 18, 1 << 10
+INLINE_BYTES, INLINE_ITEMS = 1 << 18, 1 << 9
 #: Bytes per write of a file to disk.
 PIECE = 1 << 20
 
@@ -156,6 +156,7 @@ class JsonRequest(Request[Any, Any, Any]):
         if call is not None:
             call.large = self._large
             call.body = body if len(body) <= MAX_KEPT_BODY else b""
+            call.received = body if call.has_twin else b""
         # free it: it may be large, and its decoded form is larger
         self._body = self._connection_state.body = b""
         with Translated(problems.UNREADABLE, lambda error: problems.malformed(error, kind)):

@@ -25,6 +25,8 @@ from .request_context import TRACED, ApiCall
 
 log = logging.getLogger("midstream.api.access")
 
+#: Header in which a twin names the kind of a refusal to its process, which counts it.
+REFUSED = b"x-midstream-refused"
 REQUEST_ID, TRACEPARENT, CACHE_CONTROL = b"x-request-id", b"traceparent", b"cache-control"
 #: Ids that are accepted from callers: short and plain, so that they cannot forge log lines or
 #: headers.
@@ -64,6 +66,7 @@ class App(Litestar):
     """The application with metrics and logs of its calls."""
 
     access_level = logging.DEBUG  # of a call's log line: INFO if machines read the log
+    has_twin = is_twin = False  # whether it hands calls over, or is who answers them
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -93,6 +96,7 @@ class App(Litestar):
         if not _SANE.fullmatch(request_id):
             request_id = secrets.token_hex(16)
         call, traced = _begin(scope["method"], traces.valid(given.get(TRACEPARENT)), request_id)
+        call.has_twin = self.has_twin
         status = 0
         waiting = anyio.CancelScope()
 
@@ -105,6 +109,10 @@ class App(Litestar):
                     *_with_no_store(message.get("headers", ()), scope),
                     (REQUEST_ID, request_id.encode()),
                 ]
+                if call.refused and self.is_twin:
+                    message["headers"].append((REFUSED, call.refused.encode()))
+                elif call.refused:
+                    metrics.REFUSALS.labels(call.refused).inc()
             await send(message)
 
         token = request_context.CURRENT.set(call)
@@ -173,10 +181,9 @@ def _begin(method: str, parent: str, request_id: str) -> tuple[ApiCall, bool]:
     """Return the call, and whether it is traced here."""
     began = time.perf_counter()
     if not traces.enabled() or not (parent or method in TRACED):
-        return ApiCall(TraceSpan(parent), began, method), False
-    return ApiCall(
-        traces.begin(method, parent, root=True, kind="server", request_id=request_id), began, method
-    ), True
+        return ApiCall(TraceSpan(parent), began, method, request_id), False
+    span = traces.begin(method, parent, root=True, kind="server", request_id=request_id)
+    return ApiCall(span, began, method, request_id), True
 
 
 def _end(span: TraceSpan, scope: Any, status: int) -> None:

@@ -12,7 +12,6 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
-from ...broker.telemetry import metrics
 from ...schemas.base import (
     STATUS_OF_KIND,
     MidstreamError,
@@ -144,8 +143,8 @@ def answer(
         problem = bounded(problem)
     kind = problem.type.rpartition(":")[2]
     headers = {**HEADERS_OF.get(kind, {}), **(headers or {})}
-    if kind in REFUSALS:
-        metrics.REFUSALS.labels(kind).inc()
+    if kind in REFUSALS and (call := CURRENT.get()) is not None:
+        call.refused = kind
     if seconds := RETRY_AFTER_S.get(kind):
         headers.setdefault("Retry-After", str(seconds))
     return Response(

@@ -15,6 +15,10 @@ from ...schemas.jobs.job_requests import MAX_KEPT_BODY
 TRACED = frozenset({"POST", "PUT", "DELETE", "PATCH"})
 
 
+class HandedOver(Exception):
+    """The call is answered by the process's twin; nothing has been changed by it so far."""
+
+
 @dataclass
 class ApiCall:
     """The call that is being answered."""
@@ -22,9 +26,14 @@ class ApiCall:
     span: TraceSpan
     began: float  # by `time.perf_counter`
     method: str
+    request_id: str = ""
     # body to store with the job: as received, if it is small, plus what the URL adds
     body: bytes = b""
     large: bool = False  # whether its body is large: see `JsonRequest.computed`
+    has_twin: bool = False  # whether another process may answer it
+    # body as received, as long as the twin may answer the call
+    received: bytes = b""
+    refused: str = ""  # the kind of its refusal, if a metric counts that
     job: str = ""  # the id under which a job is being accepted
     url: str = ""  # where the job is found
     accepted: bool = False  # whether the ledger has confirmed it
@@ -34,6 +43,22 @@ class ApiCall:
 
 
 CURRENT: ContextVar[ApiCall | None] = ContextVar("midstream_call", default=None)
+
+
+def hand_over() -> None:
+    """Leave the current call to the twin, if there is one and the call has changed nothing yet.
+
+    Raises HandedOver.
+    """
+    call = CURRENT.get()
+    if call is not None and call.received:
+        raise HandedOver
+
+
+def keep_call() -> None:
+    """Note that this process answers the call from here on."""
+    if (call := CURRENT.get()) is not None:
+        call.received = b""
 
 
 def traceparent() -> str:

@@ -1,1 +1,1 @@
-"""Celery: application, messages, consumer, visibility timeout, task events for Flower."""
+"""Celery: application, messages, consumer, visibility timeout, events for Flower."""

@@ -71,11 +71,10 @@ def make_app(settings: Settings) -> Celery:
     """Return the Celery app that API, workers and callbacks share. It has no result backend: the
     ledger holds results.
     """
-    opened = redis_open.broker(settings.redis_url)
-    app = Celery("midstream", broker=opened.url, set_as_current=False)
+    app = Celery("midstream", broker=settings.redis_url, set_as_current=False)
     app.midstream_redis_url = settings.redis_url
     app.conf.update(
-        broker_use_ssl=opened.ssl,
+        broker_use_ssl=redis_open.tls_of(settings.redis_url),
         accept_content=["json"],
         task_serializer="json",
         event_serializer="json",
@@ -121,7 +120,6 @@ def make_app(settings: Settings) -> Celery:
             "socket_keepalive": True,
             "socket_keepalive_options": KEEPALIVE,
             "socket_connect_timeout": 5,
-            **opened.options,
         },
         task_default_queue=CALLBACKS_QUEUE,
         task_create_missing_queues=True,
@@ -134,7 +132,7 @@ def make_app(settings: Settings) -> Celery:
 @functools.cache
 def channels_of(redis_url: str) -> str:
     """Return the prefix of the channels for events and remote control of this URL's database."""
-    return f"/{PREFIX}{redis_open.target_of(redis_url).database}."
+    return f"/{PREFIX}{redis_open.database_of(redis_url)}."
 
 
 def queue(name: str) -> Queue:

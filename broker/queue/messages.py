@@ -1,5 +1,5 @@
-"""Templates of a job's Celery message and of its `task-sent` event, which the Lua scripts fill in
-and send (`lua/shared/message.lua`).
+"""Templates of a job's Celery message and of the events of its tasks that the ledger sends, which
+the Lua scripts fill in (`lua/shared/message.lua`).
 
 Celery itself composes the message once, with placeholders; only what differs between jobs is filled
 in. A test compares a message with the one that `send_task` would send. Nothing in it is specific to
@@ -18,8 +18,9 @@ from .celery_app import task_of
 #: The sender; Celery has a process's name here. No replies are expected: there is no result
 #: backend.
 ORIGIN = "ledger@midstream"
-#: Channel of `task-sent` events; Lua prepends kombu's prefix, which names the Redis database.
-SENT_CHANNEL = "celeryev/task.sent"
+#: Channels of events, without the event's name; Lua prepends kombu's prefix, which names the Redis
+#: database.
+TASK_CHANNELS = "celeryev/task."
 #: Filled in by Lua: `@name@` is a string or a part of one, `"@#name@"` a number.
 _PLACEHOLDER = re.compile(r'"@#(\w+)@"|@(\w+)@')
 
@@ -38,8 +39,8 @@ def job_of_task(task_id: str) -> tuple[str, int]:
 
 
 def templates() -> dict[str, str]:
-    """Return the Lua expressions `MESSAGE` and `SENT`; they read `job`, `task`, `kind`, `queue`,
-    `step` and `at` from a Lua table `of`.
+    """Return the Lua expressions `MESSAGE`, `SENT` and `ENDED`; they read `job`, `task`, `kind`,
+    `queue`, `step`, `at`, and of an event `name` and `body`, from a Lua table `of`.
     """
     app = Celery("midstream", set_as_current=False)
     task = app.amqp.as_task_v2(
@@ -72,7 +73,14 @@ def templates() -> dict[str, str]:
         {"hostname": ORIGIN},
         {"delivery_mode": 1, "delivery_info": route, "priority": 0},
     )
-    return {"MESSAGE": _expression(message), "SENT": _expression(sent)}
+    route = {"exchange": "celeryev", "routing_key": "task.@name@"}
+    ended = _envelope(
+        None, {"hostname": ORIGIN}, {"delivery_mode": 1, "delivery_info": route, "priority": 0}
+    ) | {"body": "@#body@"}
+    return {
+        name: _expression(of)
+        for name, of in (("MESSAGE", message), ("SENT", sent), ("ENDED", ended))
+    }
 
 
 def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) -> dict[str, Any]:

@@ -15,16 +15,14 @@ import logging
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MethodType
 from typing import Any
 
 from kombu.asynchronous import get_event_loop
 from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import base as kombu_virtual
 from kombu.utils.json import dumps, loads
-from redis.exceptions import ConnectionError as RedisConnectionError, RedisError, ResponseError
+from redis.exceptions import ResponseError
 
-from ..redis_service import opening as redis_open
 from ..redis_service.availability import is_redis_unavailable
 
 logger = logging.getLogger(__name__)
@@ -140,8 +138,6 @@ class QoS(kombu_redis.QoS):
 
         If Redis refuses writes, kombu tries again in two seconds; the consumer logs the refusal.
         """
-        if isinstance(self.channel, SentinelChannel):
-            self.channel.check_master()
         try:
             super().restore_visible(*args, **kwargs)
         except ResponseError as error:
@@ -227,47 +223,5 @@ class QueueTransport(kombu_redis.Transport):
     Channel = QueueChannel
 
 
-class SentinelChannel(QueueChannel, kombu_redis.SentinelChannel):
-    """The same channel to the master that Sentinel names."""
-
-    connection_class = redis_open.MasterConnection
-    connection_class_ssl = redis_open.MasterSSLConnection
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._masters: set[tuple[str, int]] = set()  # to which this channel opened connections
-        super().__init__(*args, **kwargs)
-
-    def _sentinel_managed_pool(self, asynchronous: bool = False) -> Any:
-        pool = super()._sentinel_managed_pool(asynchronous)
-        manager = self._async_sentinel_manager if asynchronous else self._sentinel_manager
-        manager.discover_master = MethodType(redis_open.newest_master, manager)
-        return pool
-
-    def check_master(self) -> None:
-        """Raise ConnectionError if Sentinel names another master.
-
-        The channel would listen to a live former master for ever.
-        """
-        self._masters |= {
-            pool.master_address
-            for pool in (self._pool, self._async_pool)
-            if pool is not None and pool.master_address
-        }
-        try:
-            named = self.pool.get_master_address()
-        except (RedisError, OSError):  # no sentinel answers
-            return
-        if self._masters - {named}:
-            raise RedisConnectionError(f"Redis failed over to {named[0]}:{named[1]}")
-
-
-class SentinelTransport(kombu_redis.SentinelTransport):
-    """`QueueTransport` for a `redis_url` that names sentinels."""
-
-    Channel = SentinelChannel
-
-
-def transport_of(redis_url: str) -> str:
-    """Return the name of the transport for `redis_url`, for Celery's setting `broker_transport`."""
-    kind = "SentinelTransport" if redis_open.target_of(redis_url).sentinels else "QueueTransport"
-    return f"{__name__}:{kind}"
+#: For Celery's setting `broker_transport`.
+TRANSPORT = f"{__name__}:{QueueTransport.__name__}"

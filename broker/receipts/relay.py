@@ -36,7 +36,6 @@ from ..ledger.core.aof_barrier import PATIENCE_S, PAUSE_S, Barrier
 from ..ledger.jobs.settlement import mark_key
 from ..processes.liveness import RELAY_ALIVE_S, RELAY_BEAT_S, RELAY_KEY
 from ..redis_service import durability as redis_durability, opening as redis_open
-from ..redis_service.replicas import Replicas
 from ..telemetry import logs, metrics, start as observability
 from . import frames
 from .curve import ServerKeys, server_keys
@@ -130,7 +129,7 @@ class Relay:
     ):
         """Bind immediately; port 0 or `*` takes a free port, see `endpoint`.
 
-        `lossy`: whether a Redis without a log is accepted.
+        `replicas`, `lossy`: as for `Barrier`.
 
         Raises SettingsError if `url` is not an address, is off loopback without `curve` or
         `allow_remote`, or is in use.
@@ -138,9 +137,7 @@ class Relay:
         self._settler = settler
         self._redis = redis_client
         self._lossy = lossy
-        self._replicas = (
-            Replicas(redis_client, replicas) if redis_client is not None and replicas else None
-        )
+        self._replicas = replicas
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._known = curve.clients if curve is not None else None
@@ -326,20 +323,17 @@ class Relay:
         would have lost them.
 
         They are read again on the connection that confirms the write, because Redis may have
-        restarted since. Empty if Redis is unreachable or cannot write: no outbox is answered then,
-        and each asks again.
+        restarted since, or another taken over. Empty if Redis is unreachable or cannot write: no
+        outbox is answered then, and each asks again.
         """
         deadline, barrier = time.monotonic() + PATIENCE_S, Barrier(self._replicas, self._lossy)
         try:
             while True:
                 with client.pipeline(transaction=False) as pipe:
-                    # On this connection, so that a change of master needs no pause here.
                     pipe.mget([mark_key(*stream) for stream in streams])
                     barrier.ask(pipe)
                     result, *answers = pipe.execute()
-                if barrier.passed(*answers) and (
-                    self._replicas is None or self._replicas.suffice(barrier.holders)
-                ):
+                if barrier.passed(*answers):
                     return {
                         stream: int(mark or 0) for stream, mark in zip(streams, result, strict=True)
                     }
@@ -395,8 +389,8 @@ class Relay:
         return None
 
     def _reopen(self) -> None:
-        """Drop the connections, so that the next command connects again: with Sentinel, to the
-        current master.
+        """Drop the connections, so that the next command connects again: the address may lead to
+        another Redis now.
         """
         if self._redis is not None:
             self._redis.connection_pool.disconnect()

@@ -11,7 +11,6 @@ import os
 import secrets
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit, urlunsplit
 
 from ...schemas.base import MidstreamError, Translated
 
@@ -35,10 +34,10 @@ QUEUES = ("~midstream.*",)
 #: remote control.
 QUEUE_KEYS = (*QUEUES, "~midstream:*", "~_kombu.binding*", "~*.pidbox*", "~celeryev*")
 OUR_CHANNELS = ("&ms:changed:*",)
-#: Celery's channels of one database. `SENT_CHANNEL`: the event that a message was sent.
+#: Celery's channels of one database. `TASK_CHANNELS`: the events of tasks, which scripts publish.
 #: `QUEUE_CHANNELS`: all events, and remote control. A pattern subscription requires permission for
 #: exactly that pattern.
-SENT_CHANNEL = "&/midstream:{db}.celeryev/task.sent"
+TASK_CHANNELS = "&/midstream:{db}.celeryev/task.*"
 QUEUE_CHANNELS = ("&/midstream:{db}.celeryev/*", "&/midstream:{db}.celery.pidbox")
 
 DATA = (
@@ -68,26 +67,13 @@ ROLES: dict[str, RedisRole] = {
     "api": RedisRole(("~ms:*", *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     "worker": RedisRole((*OPEN_KEYS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)),
     # if ranks disagree, the relay puts their job back into its queue
-    "relay": RedisRole((*OPEN_KEYS, *QUEUES), (*OUR_CHANNELS, SENT_CHANNEL)),
+    "relay": RedisRole((*OPEN_KEYS, *QUEUES), (*OUR_CHANNELS, TASK_CHANNELS)),
     "callbacks": RedisRole(
         (*OPEN_KEYS, *HOOK_SECRETS, *QUEUE_KEYS), (*OUR_CHANNELS, *QUEUE_CHANNELS)
     ),
     "flower": RedisRole(QUEUE_KEYS, QUEUE_CHANNELS),
 }
-#: Flower reads jobs as a second user, with the same password, which may only read them. Its first
-#: user may write to queues; with access to jobs, it could write those too, because Redis 6.2 has no
-#: read-only key patterns.
-FLOWER, FLOWER_JOBS = "flower", "flower-jobs"
-FLOWER_JOBS_RULES = "resetkeys resetchannels -@all +hmget ~ms:job:*"
-#: Users of the servers, for a Redis with replicas: `replica`, with which a replica logs in to its
-#: master, and `sentinel`, with which a sentinel monitors both.
-SERVERS: dict[str, str] = {
-    "replica": "resetkeys resetchannels -@all +psync +replconf +ping",
-    "sentinel": "resetkeys resetchannels &__sentinel__:hello -@all +multi +exec +ping +info "
-    "+role +slaveof +replicaof +subscribe +publish"
-    " +config|rewrite +client|setname +client|kill +script|kill",
-}
-#: For people: all permissions, with a password.
+#: For people, and for replicas at their master: all permissions, with a password.
 OPERATOR = "operator"
 
 
@@ -97,10 +83,6 @@ def rules(role: str, database: int = 0) -> str:
     """
     if role == OPERATOR:
         return "allkeys allchannels +@all"
-    if role == FLOWER_JOBS:
-        return FLOWER_JOBS_RULES
-    if role in SERVERS:
-        return SERVERS[role]
     return " ".join(
         [
             EVERY_ROLE,
@@ -132,26 +114,14 @@ def write_users(folder: Path, database: int = 0, host: str = HOST) -> list[Path]
     """
     folder.mkdir(parents=True, exist_ok=True)
     lines, written = [DEFAULT_USER], []
-    for role in (*ROLES, *SERVERS, OPERATOR):
+    for role in (*ROLES, OPERATOR):
         password = secrets.token_hex(PASSWORD_BYTES)
         written.append(_write(folder / f"{role}.password", password))
         lines.append(user_line(role, password, database))
         if role in ROLES:
             url = f"rediss://{role}:{password}@{host}/{database}"
             written.append(_write(folder / f"{role}.url", url))
-        if role == FLOWER:
-            lines.append(user_line(FLOWER_JOBS, password))
     return [_write(folder / USERS_FILE, "\n".join(lines)), *written]
-
-
-def jobs_url(redis_url: str) -> str:
-    """Return the URL with which Flower reads jobs. `redis_url`: Flower's own; its user `flower` is
-    replaced by `flower-jobs`, any other user stays.
-    """
-    parts = urlsplit(redis_url)
-    if parts.username != FLOWER:
-        return redis_url
-    return urlunsplit(parts._replace(netloc=FLOWER_JOBS + parts.netloc.removeprefix(FLOWER)))
 
 
 def _write(path: Path, text: str) -> Path:

@@ -11,11 +11,10 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from urllib.parse import urlsplit
 
 import redis
 
-from ...schemas.settings.settings import SENTINEL_SCHEMES, Settings, SettingsError
+from ...schemas.settings.settings import Settings, SettingsError
 from . import opening as redis_open
 from .availability import LossyRedis, is_redis_unavailable
 
@@ -68,14 +67,6 @@ def require(settings: Settings, end: Callable[[int], object] = os._exit) -> None
     A thread checks a Redis that is unreachable, or that loads its log, until it is ready, and ends
     the process if that Redis may forget jobs, or makes no progress in loading.
     """
-    if urlsplit(settings.redis_url).scheme in SENTINEL_SCHEMES and not (
-        settings.redis_replicas or settings.redis_allow_lossy
-    ):
-        raise SettingsError(
-            "redis_replicas is 0, and redis_url names sentinels: a failover would lose "
-            "jobs that no replica had yet; set it to 1 or more, "
-            "or set MIDSTREAM_REDIS_ALLOW_LOSSY=true to allow this"
-        )
     load = LogLoading()
     if not _decide(settings, load):
         threading.Thread(

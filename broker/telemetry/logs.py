@@ -37,7 +37,6 @@ _of_task: ContextVar[Mapping[str, Any]] = ContextVar("midstream_log_fields", def
 #: Each pattern has the part that may be shown in a group, then the secret.
 _SECRETS = re.compile(
     r"(?P<url>\b[a-z][a-z0-9+.-]*://[^\s:/@'\"]*:)[^\s/'\"]+(?=@)"  # a password in a URL
-    r"|(?P<sentinel>\bsentinel_password=)[^&\s'\"]+"
     r"|(?P<key>\bms_[0-9a-z]{12}_)[A-Za-z0-9_-]+"
     r"|(?P<hook>\bwhsec_)[A-Za-z0-9+/=_-]+"
     r"|(?P<bearer>\b[Bb]earer )[^\s'\",]+"

@@ -166,7 +166,7 @@ REFUSALS = Counter(
 #: Created now, so that a scrape right after the start shows zeros instead of nothing.
 for _counter, _values in (
     (RECEIPTS, ("ok", "partial", "error", "duplicate", "stale", "unknown", "beyond_gap")),
-    (WEBHOOK_ATTEMPTS, ("delivered", "retried", "failed", "disabled", "refused")),
+    (WEBHOOK_ATTEMPTS, ("delivered", "retried", "failed", "refused")),
 ):
     for _value in _values:
         _counter.labels(_value)

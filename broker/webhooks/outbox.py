@@ -17,7 +17,6 @@ from ...schemas.access.webhooks import (
     DeliveryAttempt,
     DeliveryPage,
     DeliveryState,
-    DisabledEndpoint,
     HookBody,
     HookData,
     WebhookDelivery,
@@ -40,14 +39,12 @@ LANES_SCANNED = 20_000
 #: Attempts kept per delivery: more than the retry schedule makes, because deliveries can also be
 #: sent again by hand.
 ATTEMPTS_KEPT = 50
-#: Disabled receivers kept for a tenant; the oldest are dropped.
-OFF_KEPT = 1000
 #: Deliveries examined per script call after the clock was set back.
 CLAMPED_AT_ONCE = 500
 #: Deliveries read in total for one page.
 PAGE_SCAN = 2000
 
-FIELDS = ("job", "event", "tenant", "url", "state", "created", "next", "shown", "more")
+FIELDS = ("job", "event", "tenant", "url", "state", "created", "next", "shown")
 
 
 class DeliveryLease(NamedTuple):
@@ -68,7 +65,6 @@ class DeliveryLease(NamedTuple):
     ends: float
     detail: str = ""  # the decision of a policy, as JSON
     shown: str = ""  # the job's id as the receiver may see it; empty: `job`
-    more: int = 0  # decisions of the policy without a delivery
 
     def body(self) -> bytes:
         """Return the body of the request: the same bytes in every attempt."""
@@ -83,7 +79,6 @@ class DeliveryLease(NamedTuple):
             attempt=self.attempt,
             model=self.model,
             decision=from_json(self.detail.encode(), dict[str, Any]) if self.detail else UNSET,
-            more=self.more or UNSET,
         )
         return to_json(HookBody(type=cast(CallbackEvent, self.event), timestamp=stamp, data=data))
 
@@ -126,8 +121,8 @@ class WebhookOutbox:
         leases = []
         for row in rows:
             values = ((part or b"").decode() for part in row)
-            id_, job, event, tenant, key, url, created, state, attempt, model, *more = values
-            tries, detail, shown, merged = more
+            id_, job, event, tenant, key, url, created, state, attempt, model, *rest = values
+            tries, detail, shown = rest
             leases.append(
                 DeliveryLease(
                     id_,
@@ -145,7 +140,6 @@ class WebhookOutbox:
                     at + lease_s,
                     detail,
                     shown,
-                    int(merged or 0),
                 )
             )
         return leases
@@ -174,7 +168,6 @@ class WebhookOutbox:
             attempt=to_json(attempt),
             due=repr(again or 0.0),
             pause=repr(max(0.0, (again or 0.0) - at)),
-            off_kept=OFF_KEPT,
             kept=ATTEMPTS_KEPT,
             well=well,
             most=LANE_ROOM,
@@ -286,8 +279,8 @@ class WebhookOutbox:
     async def redeliver(self, delivery_id: str, viewer: str | None = None) -> WebhookDelivery:
         """Send a delivery in any state again, under its id; a pending one immediately.
 
-        Raises not_found, conflict while its receiver is disabled, and too_many_webhooks at its
-        tenant's, or its policy's, limit of pending ones. `viewer`: see `delivery`.
+        Raises not_found, and too_many_webhooks at its tenant's limit of pending ones. `viewer`: see
+        `delivery`.
         """
         limit = self._settings.tuning.webhook_pending_limit
         outcome = await self._scripts["hooks_redeliver"](
@@ -295,37 +288,10 @@ class WebhookOutbox:
         )
         if outcome == b"unknown":
             raise not_found(delivery_id)
-        if outcome == b"off":
-            raise MidstreamError(
-                "conflict",
-                "its receiver responded with 410 and is disabled",
-                hint="re-enable it with DELETE /v1/webhooks/disabled",
-            )
         if outcome == b"full":
             tenant = (await self.delivery(delivery_id)).tenant
             raise refusal(tenant, "webhooks_pending", limit, limit, 1, None)
-        if outcome == b"crowded":
-            detail = "as many webhooks of its policy wait as may (256)"
-            raise MidstreamError("too_many_webhooks", detail, hint="wait, or fix the receiver")
         return await self.delivery(delivery_id, viewer)
-
-    @reachable
-    async def disabled(self, tenant: str | None) -> list[DisabledEndpoint]:
-        """Return the tenant's receivers (None: all) that responded with 410, by tenant and URL."""
-        raw = await self._redis.hgetall("ms:hook-off")
-        known = [(*field.decode().split("|", 1), float(raw[field])) for field in sorted(raw)]
-        return [
-            DisabledEndpoint(tenant=owner, url=url, since=at)
-            for owner, url, at in known
-            if tenant in (None, owner)
-        ]
-
-    @reachable
-    async def enable(self, tenant: str, url: str) -> None:
-        """Enable a disabled receiver of the tenant. Raises not_found if it is not disabled."""
-        if not await self._redis.hdel("ms:hook-off", f"{tenant}|{url}"):
-            raise MidstreamError("not_found", f"{url} is not disabled", field="url")
-        await self._redis.zrem(f"ms:hook-off-urls:{tenant}", url)
 
 
 def not_found(delivery_id: str) -> MidstreamError:
@@ -348,11 +314,11 @@ def _delivery(
         event=cast(CallbackEvent, record["event"]),
         tenant=record["tenant"],
         url=record["url"],
-        state=cast(DeliveryState, record["state"]),
+        # version 0.1 disabled receivers
+        state=cast(DeliveryState, record["state"].replace("disabled", "failed")),
         created=float(record["created"]),
         next_attempt=float(record["next"]) if "next" in record else None,
         attempts=[from_json(raw, DeliveryAttempt) for raw in log],
-        more=int(record.get("more", 0)),
     )
 
 

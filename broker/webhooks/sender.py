@@ -244,7 +244,7 @@ class WebhookSender:
         if 200 <= answer.status < 300:
             return "delivered", answer.status, "", 0.0
         if answer.status == GONE:
-            return "disabled", GONE, "disabled by the receiver (410)", 0.0
+            return "failed", GONE, "gone: not sent again", 0.0
         wrong = "redirects are not followed" if 300 <= answer.status < 400 else "not accepted"
         return "pending", answer.status, wrong, retry_after(answer.status, answer.retry_after, at)
 

@@ -14,11 +14,6 @@ from ..render.jobs import minute
 from ..sdk.service import key_request
 from .terminal import Connector, err
 
-#: User of a Redis process → where Redis' own configuration names the user and its password.
-SERVER_SETTINGS = {
-    "replica": "masteruser replica, masterauth: the content of",
-    "sentinel": "sentinel auth-user NAME sentinel, sentinel auth-pass NAME: the content of",
-}
 #: The highest database number that a Redis may be configured to have.
 MAX_DATABASE = (1 << 31) - 2
 
@@ -127,12 +122,11 @@ def acl(
     passwords, and the URLs with which they open it. `database`: the number of the database that
     Midstream uses; `host`: Redis' host and port.
     """
-    from ...broker.redis_service.acl import ROLES, SERVERS, USERS_FILE, write_users
+    from ...broker.redis_service.acl import ROLES, USERS_FILE, write_users
 
     place = Path(folder)
     write_users(place, database, host)
     return [
         f"redis: aclfile {(place / USERS_FILE).resolve()}",
         *(f"{role}: MIDSTREAM_REDIS_URL_FILE={place / f'{role}.url'}" for role in ROLES),
-        *(f"{role}: {SERVER_SETTINGS[role]} {place / f'{role}.password'}" for role in SERVERS),
     ]

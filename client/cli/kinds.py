@@ -265,7 +265,6 @@ KINDS = (
     Kind("key", "keys", _calls("keys", "list", "delete") | {"create": keys.key}, keys.show_key),
     Kind("tenant", "tenants", {"list": "tenants.list", "get": _tenant, "put": _put_tenant}),
     Kind("webhook", "webhooks", _calls("webhooks", "list", "get"), paged=True),
-    Kind("disabled", "disabled receivers", _calls("disabled", "list", "delete")),
     Kind(
         "secret",
         "secrets",

@@ -36,7 +36,6 @@ _COLOURS = {
     "ready": "green",
     "deleted": "dim",
     "delivered": "green",
-    "disabled": "yellow",
     "refused": "red",
 }
 #: Columns that are never folded, because users copy their values.

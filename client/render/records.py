@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.access.keys import KeyView, TenantView
-from ...schemas.access.webhooks import DeliveryAttempt, DisabledEndpoint, WebhookDelivery
+from ...schemas.access.webhooks import DeliveryAttempt, WebhookDelivery
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
@@ -580,14 +580,6 @@ SHOWN: dict[type, Shown] = {
             ),
         },
         lambda delivery: [listed(delivery.attempts, DeliveryAttempt)] if delivery.attempts else [],
-    ),
-    DisabledEndpoint: Shown(
-        "Disabled receivers",
-        {
-            "receiver": _text("url"),
-            "since": lambda endpoint: moment(endpoint.since),
-            "tenant": _text("tenant"),
-        },
     ),
     DeliveryAttempt: Shown(
         "Attempts",

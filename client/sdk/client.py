@@ -25,7 +25,7 @@ from .registered import (
     SourceRuns,
 )
 from .server import ServerCalls
-from .service import Disabled, Keys, Secrets, Tenants, Webhooks
+from .service import Keys, Secrets, Tenants, Webhooks
 from .sweeps import Attributions, Sweeps
 from .transport import AwaitingTransport, BlockingTransport, Transport
 
@@ -96,7 +96,6 @@ class Verbs(Calls[M]):
         self.tenants: Tenants[M] = Tenants(io, blocking)
         self.webhooks: Webhooks[M] = Webhooks(io, blocking)
         self.secrets: Secrets[M] = Secrets(io, blocking)
-        self.disabled: Disabled[M] = Disabled(io, blocking)
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 

@@ -20,8 +20,6 @@ from ...schemas.access.keys import (
 from ...schemas.access.webhooks import (
     DeliveryPage,
     DeliveryState,
-    DisabledEndpoint,
-    DisabledList,
     RotateRequest,
     SecretList,
     WebhookDelivery,
@@ -32,11 +30,7 @@ from .calls import Calls, M, call
 from .wire import HttpCall, JobLike
 
 _KEYS, _TENANTS = "/v1/keys", "/v1/tenants"
-_DELIVERIES, _SECRETS, _DISABLED = (
-    "/v1/webhooks/deliveries",
-    "/v1/webhooks/secrets",
-    "/v1/webhooks/disabled",
-)
+_DELIVERIES, _SECRETS = "/v1/webhooks/deliveries", "/v1/webhooks/secrets"
 _DAY_S = 24 * 3600.0
 
 
@@ -145,8 +139,6 @@ class Webhooks(Calls[M]):
     async def redeliver(self, delivery_id: str) -> WebhookDelivery:
         """Send a webhook again under the same id; if it is waiting for its next attempt, send it
         immediately.
-
-        Raises `conflict` while its receiver is disabled.
         """
         return await self._ask(
             HttpCall("POST", f"{_delivery(delivery_id)}/redeliver"), WebhookDelivery
@@ -172,20 +164,3 @@ class Secrets(Calls[M]):
         """
         body = wire.checked({"keep_former_s": keep_former_s, "own": own}, RotateRequest)
         return await self._ask(HttpCall("POST", _SECRETS, body=body), SecretList)
-
-
-class Disabled(Calls[M]):
-    """Receivers of webhooks that are disabled because they responded with 410
-    (docs/webhooks.md#disabled-receivers).
-    """
-
-    @call
-    async def list(self, *, tenant: str | None = None) -> Listing[DisabledEndpoint]:
-        """Return them, by default those of all tenants that the key may see."""
-        call = HttpCall("GET", _DISABLED, params=wire.given(tenant=tenant))
-        return Listing((await self._ask(call, DisabledList)).endpoints)
-
-    @call
-    async def delete(self, url: str, *, tenant: str | None = None) -> None:
-        """Resume webhooks to this receiver. Raises `not_found` when it is not disabled."""
-        await self._do(HttpCall("DELETE", _DISABLED, params=wire.given(url=url, tenant=tenant)))

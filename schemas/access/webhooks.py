@@ -8,9 +8,9 @@ from msgspec import UNSET, UnsetType
 from ..base import CallbackEvent, Record
 
 #: `pending`: waits for its first attempt or a retry. `delivered`: answered with 2xx. `failed`: the
-#: last retry was not answered with 2xx. `disabled`: its receiver responded with 410, now or
-#: earlier. `refused`: its address may not be called.
-DeliveryState = Literal["pending", "delivered", "failed", "disabled", "refused"]
+#: last retry was not answered with 2xx, or an attempt with 410. `refused`: its address may not be
+#: called.
+DeliveryState = Literal["pending", "delivered", "failed", "refused"]
 
 
 class HookData(Record):
@@ -22,8 +22,6 @@ class HookData(Record):
     model: str
     # with `job.decided`: {policy, version, digest, request, triggers, inherited, first}
     decision: dict[str, Any] | UnsetType = UNSET
-    # decisions of the policy that have no webhook of their own, because too many were pending
-    more: int | UnsetType = UNSET
 
 
 class HookBody(Record):
@@ -53,26 +51,11 @@ class WebhookDelivery(Record):
     created: float
     next_attempt: float | None = None
     attempts: list[DeliveryAttempt] = []
-    more: int = 0  # decisions of a policy that it also stands for
 
 
 class DeliveryPage(Record):
     deliveries: list[WebhookDelivery]
     next: str | None = None
-
-
-class DisabledEndpoint(Record):
-    """A receiver that responded with 410: nothing is sent to it until it is enabled again."""
-
-    tenant: str
-    url: str
-    since: float
-
-
-class DisabledList(Record):
-    """Answer of `GET /v1/webhooks/disabled`."""
-
-    endpoints: list[DisabledEndpoint]
 
 
 class Secret(Record):

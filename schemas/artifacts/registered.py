@@ -1,5 +1,6 @@
 """Registered artifacts: the fields that all kinds share, and the description of a kind."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, Generic, Self, TypeVar
@@ -83,6 +84,8 @@ class ArtifactKind(Generic[T]):
     # whether each tenant has names of its own, `scoped`, and limits of them in place of `limit`
     of_tenants: bool = False
     shown: type[Registered] | None = None  # what `shown_to` returns, if it is not a `record`
+    # makes a `record` of what an earlier build stored, both as plain values
+    of_former: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
     @property
     def view(self) -> type[Any]:

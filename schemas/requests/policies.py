@@ -3,7 +3,7 @@
 A policy reads the scores of a registered probe, and acts when its condition is met.
 """
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -219,8 +219,26 @@ def _without_owner(version: PolicyVersion) -> PolicyVersion:
     )
 
 
+def _of_former(stored: dict[str, Any]) -> dict[str, Any]:
+    """Return a policy as it is stored now. Earlier builds stored a `share` of the requests, on
+    which a version of the mode `canary` acted; it becomes `shadow`, which changes no request.
+    """
+    for version in stored.get("versions", []):
+        version["content"].pop("share", None)
+        if version["content"]["mode"] == "canary":
+            version["content"]["mode"] = "shadow"
+    return stored
+
+
 POLICIES = ArtifactKind(
-    "policies", "policy", "policy", Policy, PolicyRequest, "ms:policies:", MAX_POLICIES
+    "policies",
+    "policy",
+    "policy",
+    Policy,
+    PolicyRequest,
+    "ms:policies:",
+    MAX_POLICIES,
+    of_former=_of_former,
 )
 #: The policies that a request names.
 PolicyList = Annotated[list[Reference], msgspec.Meta(max_length=MAX_REQUEST_POLICIES)]

@@ -50,11 +50,8 @@ SECRETS = (
 #: Parameters of a `redis_url` that name files: the authorities that sign Redis' certificate, and
 #: the client certificate with its key, if Redis requires one.
 TLS_FILES = ("ssl_ca_certs", "ssl_certfile", "ssl_keyfile")
-#: Schemes of a `redis_url` that names Redis itself.
+#: Schemes of a `redis_url`.
 REDIS_SCHEMES = ("redis", "rediss", "unix")
-#: Schemes of a `redis_url` that names sentinels, without and with TLS: see
-#: `broker.redis_service.opening`.
-SENTINEL_SCHEMES = ("redis+sentinel", "rediss+sentinel")
 
 
 #: The end of a setting's name → the unit of its value.
@@ -113,16 +110,15 @@ class Settings(Record):
     # limit
     redis_maxmemory_mib: Natural = 0
     # With user, password and TLS files (docs/machines.md#redis-tls-and-users), so in a file if it
-    # has a password (`MIDSTREAM_REDIS_URL_FILE`): a Redis ≥ 6.2 with AOF and `noeviction`, or
-    # sentinels (docs/machines.md#replicas-and-sentinel). Empty: `midstream up` starts its own on a
-    # free loopback port
+    # has a password (`MIDSTREAM_REDIS_URL_FILE`): one Redis ≥ 6.2 with AOF and `noeviction`, or the
+    # address that always leads to the master (docs/machines.md#failover). Empty: `midstream up`
+    # starts its own on a free loopback port
     redis_url: str = ""
     # Accept a Redis that has no AOF or evicts keys: accepted jobs may then be lost. By default,
     # API, worker, relay and callbacks reject such a Redis
     redis_allow_lossy: bool = False
-    # At least this many replicas must have a write before it is acknowledged; with Sentinel, also
-    # every replica that it could promote: docs/machines.md#replicas-and-sentinel. Required with a
-    # Sentinel URL
+    # So many replicas must have a write before it is acknowledged. With fewer than there are, a
+    # failover may lose what was acknowledged: docs/machines.md#failover
     redis_replicas: Natural = 0
     # `tcp://host:port` that the relay binds to and the ranks connect to. For workers and followers,
     # several addresses separated by commas: without a connection for 2 s, a rank tries the next
@@ -604,8 +600,8 @@ def _check_redis(redis_url: str) -> None:
     that do not exist: redis-py reads them only when it connects.
     """
     parts = urlsplit(redis_url)
-    if redis_url and parts.scheme not in (*REDIS_SCHEMES, *SENTINEL_SCHEMES):
-        valid = ", ".join(f"{scheme}://…" for scheme in (*REDIS_SCHEMES, *SENTINEL_SCHEMES))
+    if redis_url and parts.scheme not in REDIS_SCHEMES:
+        valid = ", ".join(f"{scheme}://…" for scheme in REDIS_SCHEMES)
         raise SettingsError(f"redis_url: not a URL of Redis, such as redis://HOST:6379/0 ({valid})")
     for name, path in parse_qsl(parts.query):
         if name not in TLS_FILES:

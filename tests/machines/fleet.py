@@ -5,33 +5,29 @@ judged.
         verdict, observed = fleet.run(steps, seed=1)
 
 Processes without a machine run here, with the API. With a machine for `store`, captures and
-harvests are in a bucket there. Redis has TLS and a user per role, the relay CURVE keys;
-`SentinelFleet` opens Redis through Sentinel, without TLS, which the redis-server of the lock files
-lacks.
+harvests are in a bucket there. Redis has TLS and a user per role, the relay CURVE keys.
 """
 
 import asyncio
 import os
-import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
 import s3_kit
-from clients import Clients, Observed, plans
-from judge import Verdict, judge_jobs
+from clients import Observed
+from judge import Verdict
+from load import Step, judged, load
 from machines_rig import Machines
 from network import HERE, Network
-from redis_group import RedisGroup
 
-from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.redis_service.acl import OPERATOR
-from midstream.schemas.settings.settings import Settings, load_settings, values_of
+from midstream.schemas.settings.settings import Settings
 
 SETTINGS: dict[str, Any] = {
     "engine_options": {"token_s": 0.02},
@@ -43,19 +39,11 @@ SETTINGS: dict[str, Any] = {
     "engine.max_num_seqs": 64,
     "log_level": "WARNING",
 }
-#: Clients at a time, and the pause of each between two jobs: these machines share two cores.
-AT_ONCE = 24
-PAUSE_S = 0.2
-#: After the last step the load goes on for so long; then everything under way ends within
-#: `SETTLE_S`.
-AFTER_S = 5.0
-SETTLE_S = 60.0
+AT_ONCE = 24  # clients
 STORE = Path(__file__).with_name("store_machine.py")
 STORE_PORT = 9000
 BUCKET = "machines"
 PROCESSES = ("relay", "callbacks", "worker", "worker-2", "api")
-
-Step = tuple[str, Callable[[], object]]
 
 
 class Fleet(Machines):
@@ -154,59 +142,17 @@ class Fleet(Machines):
 
     # Load
 
-    def run(
-        self, steps: list[Step], seed: int, say: Callable[[str], object] = print
-    ) -> tuple[Verdict, list[Observed]]:
-        """Clients that submit, wait and repeat, while `steps` happen one after the other; then what
-        became of every job.
-        """
-        observed = asyncio.run(self._load(steps, random.Random(seed), say))
-        verdict = Verdict()
-        asyncio.run(self._settle())
-        asyncio.run(judge_jobs(self.judges_settings(), observed, verdict))
-        say(f"{len(observed)} jobs: {dict(verdict.seen)}")
-        if not verdict.clean:
-            say(self.account())
-        return verdict, observed
+    def run(self, steps: list[Step], seed: int) -> tuple[Verdict, list[Observed]]:
+        """What became of every job of clients that submit while `steps` happen."""
 
-    def account(self) -> str:
-        """What may explain a verdict."""
-        return ""
+        def supervised(act: Callable[[], object]) -> None:
+            act()
+            self._supervise()
 
-    async def _load(
-        self, steps: list[Step], rng: random.Random, say: Callable[[str], object]
-    ) -> list[Observed]:
-        clients = Clients(
-            {"api": self.url},
-            f"machines-{os.urandom(4).hex()}",
-            rng,
-            SETTINGS["max_wait_s"],
-            lambda *_: True,
-        )
-        todo = iter(plans(rng, 100_000))
-        observed = list[Observed]()
-        over = asyncio.Event()
-
-        async def one() -> None:
-            while not over.is_set():
-                observed.append(await clients.follow(next(todo)))
-                await asyncio.sleep(PAUSE_S)
-
-        async def happen() -> None:
-            try:
-                for name, act in steps:
-                    say(f"{time.strftime('%H:%M:%S')} {name} ({len(observed)} jobs are over)")
-                    await asyncio.to_thread(act)
-                    await asyncio.to_thread(self._supervise)
-                await asyncio.sleep(AFTER_S)
-            finally:
-                over.set()
-
-        try:
-            await asyncio.gather(happen(), *[one() for _ in range(AT_ONCE)])
-        finally:
-            await clients.close()
-        return observed
+        steps = [(name, partial(supervised, act)) for name, act in steps]
+        observed = asyncio.run(load(self.url, steps, seed, SETTINGS["max_wait_s"], AT_ONCE))
+        self._supervise()
+        return asyncio.run(judged(self.judges_settings(), observed)), observed
 
     def _supervise(self) -> None:
         """Start the relay again, as every deployment does, if libzmq has ended it: version 4.3.5
@@ -216,56 +162,3 @@ class Fleet(Machines):
         if self.processes["relay"].poll() == -signal.SIGABRT:
             print("libzmq has ended the relay: it is started again")
             self.revive("relay")
-
-    async def _settle(self) -> None:
-        self._supervise()
-        ledger = Ledger.connect(self.judges_settings())
-        deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline and await ledger.redis.zcard("ms:live"):  # noqa: ASYNC110
-            await asyncio.sleep(0.2)
-        await ledger.close()
-
-
-class SentinelFleet(Fleet):
-    """The same over a `RedisGroup` on `redis`; `replicas` must have what is acknowledged."""
-
-    def __init__(
-        self,
-        directory: Path,
-        network: Network,
-        where: dict[str, str],
-        redis: tuple[str, ...],
-        replicas: int,
-        **settings: Any,
-    ):
-        super().__init__(directory, network, where, redis_replicas=replicas, **settings)
-        self.group = RedisGroup(network, redis, directory / "redis", self.acl)
-
-    def _start_redis(self) -> None:
-        self.group.__enter__()
-
-    def settings(self, name: str, **changed: Any) -> Settings:
-        found = super().settings(name, **{"redis_url": ""} | changed)
-        role = name.partition("-")[0]
-        return (
-            found
-            if found.redis_url
-            else load_settings({}, **{**_given(found), "redis_url": self.group.url(role)})
-        )
-
-    def redis_url(self, role: str) -> str:
-        return self.group.url(role)
-
-    def account(self) -> str:
-        return self.group.account()
-
-    def stop(self) -> None:
-        try:
-            super().stop()
-        finally:
-            self.group.__exit__()
-
-
-def _given(settings: Settings) -> dict[str, Any]:
-    default = values_of(Settings())
-    return {name: value for name, value in values_of(settings).items() if value != default[name]}

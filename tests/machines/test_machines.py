@@ -11,7 +11,8 @@ import httpx2
 import numpy as np
 import pytest
 import s3_kit
-from fleet import Fleet, Step
+from fleet import Fleet
+from load import Step
 from network import HERE, Network
 from tolerances import FP32_ROWS_30_LAYERS
 from wait_kit import wait_until

@@ -6,11 +6,12 @@ A kind has a row in `KINDS`. The engine is a fake.
 import asyncio
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
+import msgspec
 import numpy as np
 import pytest
 from edge import refused
@@ -27,7 +28,12 @@ from midstream.api.resolve.admission.served import Served
 from midstream.api.resolve.prompts.request_parsing import parse_job
 from midstream.api.routes import registered
 from midstream.api.routes.registered import ROWS, RegisteredKind, from_folder, routes_of
-from midstream.broker.ledger.named.registry import PUT_TRIES, Registry, look_up
+from midstream.broker.ledger.named.registry import (
+    PUT_TRIES,
+    Registry,
+    _say_former,
+    look_up,
+)
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.client import Client
 from midstream.client.cli.kinds import KINDS as COMMANDS
@@ -38,11 +44,13 @@ from midstream.schemas.artifacts.registered import ArtifactKind, FolderRequest, 
 from midstream.schemas.base import MidstreamError, from_json, to_json
 from midstream.schemas.jobs.jobs import JobRequest
 from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.requests.policies import POLICIES, Policy
 from midstream.schemas.settings.settings import Settings
 
 pytest_plugins = ["shared_stack"]
 pytestmark = [pytest.mark.xdist_group("shared_stack")]
 
+DATA = Path(__file__).parents[1] / "data"
 MODEL = "fake-model"
 ONES = [1.0] * HIDDEN_SIZE
 PROBE = {"weight": [ONES], "layer": 1, "labels": ["x"], "thresholds": [1.5]}
@@ -264,6 +272,42 @@ async def test_what_another_version_stored_is_refused_with_both_versions(
             with refuses(said, kind="version_mismatch"):
                 await read
         assert await registry.names(OTHER) == ["mine"], "what cannot be read is not deleted"
+
+
+@pytest.fixture
+async def former_policy(
+    redis_url: str, tmp_path: Path
+) -> AsyncIterator[tuple[Registry[Policy], dict[str, Any]]]:
+    """A policy as a build stored it that had the mode `canary` and the field `share`: an active
+    version, and then a canary.
+    """
+    stored = json.loads((DATA / "former_policy.json").read_text())
+    async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
+        await ledger.redis.hset(POLICIES.key + OTHER, "guard", msgspec.msgpack.encode(stored))
+        yield Registry(ledger, POLICIES), stored
+
+
+async def test_a_policy_of_the_former_mode_canary_only_records(
+    former_policy: tuple[Registry[Policy], dict[str, Any]],
+) -> None:
+    registry, stored = former_policy
+    policy = await registry.known(OTHER, "guard")
+    assert [version.content.mode for version in policy.versions] == ["active", "shadow"]
+    for version in stored["versions"]:
+        del version["content"]["share"]
+    stored["versions"][1]["content"]["mode"] = "shadow"
+    assert msgspec.to_builtins(policy) == stored, "all else is as it was stored"
+
+
+async def test_a_policy_of_a_former_build_is_logged_once(
+    former_policy: tuple[Registry[Policy], dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    registry, _ = former_policy
+    _say_former.cache_clear()
+    for _ in range(2):
+        await registry.known(OTHER, "guard")
+    said = f"the policy 'guard' of {OTHER!r} was stored by an earlier build"
+    assert caplog.text.count(said) == 1
 
 
 def test_a_request_looks_up_all_names_together(

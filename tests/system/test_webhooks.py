@@ -33,7 +33,6 @@ from refusal_kit import refuses
 from standardwebhooks.webhooks import WebhookVerificationError
 
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.broker.webhooks import outbox
 from midstream.broker.webhooks.http import CheckedBackend, NoAnswer, Poster, TargetRefused
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.broker.webhooks.secrets import WebhookSecrets
@@ -243,46 +242,15 @@ async def test_a_receiver_that_asks_for_a_pause_gets_it(made: Service, receiver:
     assert await made.sender.round() == 1
 
 
-async def test_a_receiver_that_answers_410_gets_no_delivery_until_it_is_enabled(
+async def test_a_webhook_answered_with_410_is_not_sent_again(
     made: Service, receiver: Receiver
 ) -> None:
     receiver.replies["/hook"] = [(410, {}, b""), OK]
     await made.told(receiver.url())
-    later = await made.job(receiver.url())
-    await made.told(receiver.url("/other"))
-    assert [len(receiver.at(path)) for path in ("/hook", "/other")] == [1, 1]
-    [delivery] = (await made.outbox.deliveries("default", job=later.id)).deliveries
-    assert delivery.state == "disabled"
-    assert delivery.attempts == []
-    [disabled] = await made.outbox.disabled("default")
-    assert disabled.url == receiver.url()
-    with refuses(kind="conflict"):
-        await made.outbox.redeliver(delivery.id)
-    await made.outbox.enable("default", receiver.url())
-    await made.outbox.redeliver(delivery.id)
-    await made.sender.round()
-    assert receiver.at("/hook")[-1].id == delivery.id
-    assert (await made.outbox.delivery(delivery.id)).state == "delivered"
-
-
-async def test_the_disabled_receivers_of_a_tenant_are_bounded(
-    made: Service, receiver: Receiver, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The oldest make room, and are disabled again when they answer the same."""
-    monkeypatch.setattr(outbox, "OFF_KEPT", 3)
-    paths = [f"/hook/{number}" for number in range(5)]
-    receiver.replies = {path: [(410, {}, b"")] for path in paths}
-    for path in paths:
-        await made.told(receiver.url(path))
-    disabled = [receiver.url(path) for path in paths[2:]]
-    assert [endpoint.url for endpoint in await made.outbox.disabled("default")] == disabled
-    await made.outbox.enable("default", disabled[0])
-    await made.told(receiver.url(paths[0]))
-    assert {endpoint.url for endpoint in await made.outbox.disabled(None)} == {
-        receiver.url(paths[0]),
-        *disabled[1:],
-    }
-    assert await made.ledger.redis.zcard("ms:hook-off-urls:default") == 3
+    assert (await made.only()).state == "failed"
+    assert await made.run_out() == 0
+    await made.told(receiver.url())
+    assert len(receiver.at("/hook")) == 2, "the next job's is sent"
 
 
 @pytest.mark.parametrize("restarted", [False, True])

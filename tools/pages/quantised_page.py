@@ -1,8 +1,7 @@
-"""How far are the rows of quantised checkpoints from transformers' rows of the same weights,
+"""How far are the rows of checkpoints quantised to FP8 from transformers' rows of the same weights,
 dequantised?
 
-    make quantised                  # 15 minutes; writes the table of docs/vllm.md
-    make quantised FORMATS=awq      # only this format; other rows stay
+    make quantised                  # some minutes; writes the table of docs/vllm.md
 
 Each checkpoint is run as in `fidelity.py`: all hooks, plain and edited. A part of this runs in
 `test_quantised.py`.
@@ -10,12 +9,12 @@ Each checkpoint is run as in `fidelity.py`: all hooks, plain and edited. A part 
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from fidelity import judge, nursery_for, run
 from fidelity_page import SHORT, Figure, Way
-from quantised import FORMATS, Made, QuantisedTruth, make
+from quantised import DTYPES, Made, QuantisedTruth, make
 from tolerances import QUANTISED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "vllm.md"
@@ -29,21 +28,17 @@ CHECKPOINTS = ("llama", "qwen3", "gemma3", "opt", "gpt-neox")
 #: With every checkpoint and dtype; the others with `llama` in bf16 only, to which compiling takes a
 #: minute each.
 EVERYWHERE, LLAMA = ("v1 eager",), ("v1 compiled", "v2 eager")
-REFUSED = ("gemma3", "float16")  # by vLLM, which says that it is unstable
-Row = tuple[str, str, str]  # format, checkpoint, dtype as the page has it
+Row = tuple[str, str]  # checkpoint, dtype as the page has it
 Table = dict[Row, dict[str, str]]  # → runner and mode → figure as text
 
 
-def cases(formats: Sequence[str] = ()) -> Iterator[tuple[Row, str, Way]]:
+def cases() -> Iterator[tuple[Row, str, Way]]:
     """Row and column of the table, and how to run it."""
-    for form in formats or FORMATS:
-        for name in CHECKPOINTS:
-            for dtype in (each for each in FORMATS[form].dtypes if (name, each) != REFUSED):
-                for column in EVERYWHERE + (
-                    LLAMA if (name, dtype) == ("llama", "bfloat16") else ()
-                ):
-                    runner, mode = column.split()
-                    yield (form, name, SHORT[dtype]), column, Way(runner, mode, dtype)
+    for name in CHECKPOINTS:
+        for dtype in DTYPES:
+            for column in EVERYWHERE + (LLAMA if (name, dtype) == ("llama", "bfloat16") else ()):
+                runner, mode = column.split()
+                yield (name, SHORT[dtype]), column, Way(runner, mode, dtype)
 
 
 def tolerance(dtype: str) -> float:
@@ -69,9 +64,7 @@ def read_page(text: str) -> Table:
     ]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {
-        (row[0].strip("`"), row[1].strip("`"), row[2]): dict(
-            zip(EVERYWHERE + LLAMA, row[3:], strict=True)
-        )
+        (row[0].strip("`"), row[1]): dict(zip(EVERYWHERE + LLAMA, row[2:], strict=True))
         for row in rows
     }
 
@@ -84,12 +77,12 @@ def write_page(text: str, table: Table) -> str:
     ]
     lines += [
         "",
-        "| format | checkpoint | dtype | " + " | ".join(columns) + " |",
-        "|---|---|---|" + "---|" * len(columns),
+        "| checkpoint | dtype | " + " | ".join(columns) + " |",
+        "|---|---|" + "---|" * len(columns),
     ]
     order = dict.fromkeys(row for row, _, _ in cases() if row in table)
     lines += [
-        f"| `{row[0]}` | `{row[1]}` | {row[2]} | "
+        f"| `{row[0]}` | {row[1]} | "
         + " | ".join(table[row].get(each, "") for each in columns)
         + " |"
         for row in order
@@ -101,21 +94,19 @@ def write_page(text: str, table: Table) -> str:
     )
 
 
-def main(formats: Sequence[str]) -> None:
-    table: Table = read_page(PAGE.read_text()) if formats else {}
+def main() -> None:
+    table: Table = {}
     exceeded = []
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         started = {runner: nursery_for(runner, folder / runner) for runner in ("v1", "v2")}
         try:
-            for row, column, way in cases(formats):
-                made = make(row[1], row[0], folder / "checkpoints")
-                found = figure(
-                    started.__getitem__, folder / way.runner, made, way, f"{row[1]} {row[0]}"
-                )
+            for row, column, way in cases():
+                made = make(row[0], folder / "checkpoints")
+                found = figure(started.__getitem__, folder / way.runner, made, way, row[0])
                 table.setdefault(row, {})[column] = str(found)
                 print(*row, column, found, flush=True)
-                if found.worst > tolerance(row[2]):
+                if found.worst > tolerance(row[1]):
                     exceeded.append(f"{row} {column}: {found}")
                 PAGE.write_text(write_page(PAGE.read_text(), table))
         finally:
@@ -126,4 +117,4 @@ def main(formats: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

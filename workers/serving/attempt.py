@@ -121,7 +121,7 @@ SHARED_DIVISOR = 16
 
 
 class AttemptOutcome(StrEnum):
-    """The end of an attempt; the Celery task returns it, so that Flower shows it."""
+    """The end of an attempt, which the Celery task returns."""
 
     SUCCEEDED = "succeeded"  # outputs and receipts are complete
     GENERATED = "generated"  # outputs are stored; receipts may still settle

@@ -25,8 +25,7 @@ from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
 from ...broker.ledger.named.steering import LedgerSteering
 from ...broker.ledger.recovery.reaper import Reaper
-from ...schemas.base import MidstreamError, Translated, __version__, now
-from ...schemas.jobs.jobs import JobView
+from ...schemas.base import MidstreamError, __version__, now
 from ...schemas.jobs.models import WorkerInfo, encode_bundle
 from ...schemas.requests.attributions import GRADIENTS
 from ...schemas.settings.settings import Settings
@@ -201,20 +200,6 @@ class EngineHost:
         """
         assert self._attempts is not None, "start() first"
         return self._schedule(self._attempts.run(job_id, kind)).result()
-
-    def view(self, job_id: str) -> JobView:
-        """Return the ledger's view of a job. Raises MidstreamError: `not_found`, `unavailable`."""
-
-        async def look() -> JobView:
-            return await self._ledger.view(job_id)
-
-        # the loop may have stopped
-        with Translated(
-            TimeoutError,
-            lambda error: MidstreamError("unavailable", f"no outcome for {job_id} in time"),
-        ):
-            view: JobView = self._schedule(look()).result(DEATH_GRACE_S)
-        return view
 
     def cancel(self, job_id: str) -> None:
         """Stop a job if it runs here; returns immediately."""

@@ -1,20 +1,50 @@
-"""Celery tasks of a worker: one per kind of job, with the same body; their argument is a job id."""
+"""Celery tasks of a worker: one per kind of job, with the same body; their argument is a job id.
+
+A task is over when the worker has done its part. Its job may end later, with its receipts, or in
+another attempt: so the ledger, not the worker, sends Celery's events for the end of a job's tasks
+(`report_end` in `broker/ledger/lua/shared/message.lua`).
+"""
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from celery import Celery, Task
+from celery.exceptions import Ignore
+from celery.worker.request import Request
 
-from ...schemas.base import MidstreamError, Translated
-from ...schemas.jobs.jobs import TERMINAL, JobView, State
 from ...schemas.jobs.kinds import KINDS
 from .attempt import AttemptOutcome, JobFailed
 from .host import EngineHost
-from .task_states import PutBack, TaskRequest, Told
 
 #: Pause before a message goes back to the queue because the engine is dead or does not serve:
 #: without it messages would circulate rapidly until the consumer closes.
 REJECT_PAUSE_S = 0.2
+#: Events that the ledger sends.
+ENDS = ("task-succeeded", "task-failed")
+
+
+class PutBack(Ignore):
+    """The message goes back to the queue.
+
+    Celery's own `Reject` is not used, because Celery logs it as a warning with a traceback.
+    """
+
+
+class TaskRequest(Request):
+    """Celery's side of one task."""
+
+    def send_event(self, type: str, **fields: Any) -> None:
+        if type not in ENDS:
+            super().send_event(type, **fields)
+
+    def on_failure(
+        self, exc_info: Any, send_failed_event: bool = True, return_ok: bool = False
+    ) -> Any:
+        error = exc_info.exception
+        if isinstance(getattr(error, "exc", error), PutBack):  # Celery wraps some exceptions
+            self.reject(requeue=True)  # keeps `on_failure` from acknowledging the message
+        return super().on_failure(exc_info, send_failed_event, return_ok)
 
 
 class JobTask(Task):
@@ -30,39 +60,11 @@ def register_tasks(app: Celery, host: EngineHost) -> None:
 def _body(host: EngineHost, kind: str) -> Callable[[str], str]:
     def run(job_id: str) -> str:
         outcome = host.run(job_id, kind)
-        if outcome is AttemptOutcome.SUCCEEDED:
-            return outcome.value
-        if outcome is AttemptOutcome.GENERATED:
-            raise Told(None, "its receipts are on their way")
         if outcome is AttemptOutcome.PUT_BACK or (
             host.death and outcome is AttemptOutcome.NOT_OURS
         ):
             time.sleep(REJECT_PAUSE_S)
             raise PutBack(host.death or outcome.value)
-        # the job was removed; or Redis is unreachable, and Flower misses the job's end
-        with Translated(
-            MidstreamError,
-            lambda error: Told(State.EXPIRED if error.kind == "not_found" else None, str(error)),
-        ):
-            view = host.view(job_id)
-        return _became(view, outcome)
+        return outcome.value
 
     return run
-
-
-def _became(view: JobView, outcome: AttemptOutcome) -> str:
-    """Reports a job that did not end here by its state in the ledger: returns for a success,
-    otherwise raises JobFailed or Told.
-    """
-    if view.state is State.SUCCEEDED:
-        return outcome.value
-    if view.state is State.FAILED:
-        raise JobFailed(
-            f"{view.error.title}: {view.error.detail}"
-            if view.error
-            else "the ledger gives no reason"
-        )
-    if view.state is State.QUEUED or view.state in TERMINAL:
-        raise Told(view.state, outcome.value)
-    # another message's attempt runs it; this task ends as that one does
-    raise Told(None, outcome.value)

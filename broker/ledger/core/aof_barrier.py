@@ -1,6 +1,6 @@
 """The durability barrier: waits until Redis has logged every write that it has confirmed, so that a
 kill loses none. With the setting `redis_replicas`, also waits until that many replicas have the
-writes, and all that Sentinel could promote, so that a failover loses none.
+writes, so that a failover to one of them loses none.
 
 With `appendfsync everysec` Redis writes to the kernel before it answers, with one exception: while
 a background fsync runs, which takes long on a busy disk, it holds writes back for up to 2 s but
@@ -18,12 +18,9 @@ import redis.exceptions
 
 from ...redis_service.availability import PROBE_KEY
 from ...redis_service.durability import refuse_lossy
-from ...redis_service.replicas import AsyncReplicas, Holders, Replicas, holders
 
 #: Seconds between two polls while a sync is running.
 PAUSE_S = 0.01
-#: Seconds between two polls while replicas are missing, which takes seconds to change.
-MISSING_PAUSE_S = 0.1
 #: A Redis that cannot write for this long counts as unavailable.
 PATIENCE_S = 10.0
 #: A killed Redis takes longer than this to return, so an answer within this time comes from the
@@ -34,8 +31,8 @@ BACK_S = 0.2
 MARGIN_S = 2.0
 #: WAIT blocks its connection for at most this long; the barrier then asks again.
 REPLICAS_MS = 500
-#: Nothing is acknowledged for this long after a new master was found: the write to be acknowledged
-#: may have been confirmed by the previous one.
+#: With replicas, nothing is acknowledged for this long after another Redis has answered: the write
+#: to be acknowledged may have been confirmed by the previous one.
 SETTLED_S = 3.0
 
 
@@ -43,28 +40,26 @@ class Barrier:
     """One wait: the query to send, and whether its answer is sufficient.
 
     Both users, the asynchronous ledger and the synchronous relay, queue `ask` on a pipeline and
-    pass its answers to `passed`. With `replicas` they then ask these whether `holders` suffice.
+    pass its answers to `passed`.
     """
 
-    def __init__(self, replicas: Replicas | None = None, lossy: bool = False) -> None:
-        """`lossy`: whether a Redis without a log is accepted."""
+    def __init__(self, replicas: int = 0, lossy: bool = False) -> None:
+        """`replicas`: how many must have the writes; `lossy`: whether a Redis without a log is
+        accepted.
+        """
         self._replicas = replicas
         self._lossy = lossy
         self._base = self._size = -1
-        self._written: dict[str, int] = {}  # replication id → offset when it was first queried
-        self.holders = Holders("", 0, 0, frozenset())
 
     def ask(self, pipe: Any) -> None:
         """Queue the query on a pipeline, synchronous or not.
 
         Its answers are the last of the pipeline.
         """
-        if self._replicas is not None:
+        if self._replicas:
             # WAIT covers only its own connection's writes: this write follows all that were
             # confirmed on other connections.
-            pipe.info("server").set(PROBE_KEY, 1, ex=60).info("replication")
-            pipe.wait(self._replicas.wait_for, REPLICAS_MS)
-            pipe.info("replication")
+            pipe.set(PROBE_KEY, 1, ex=60).wait(self._replicas, REPLICAS_MS)
         pipe.info("persistence")
 
     def passed(self, *answers: Any) -> bool:
@@ -72,12 +67,8 @@ class Barrier:
 
         `answers`: to the commands of `ask`, in order. Raises LossyRedis for a Redis without a log.
         """
-        if self._replicas is not None:
-            server, _, before, confirmed, after, _ = answers[-6:]
-            if before["role"] != "master" or before["master_replid"] != after["master_replid"]:
-                return False
-            offset = self._written.setdefault(before["master_replid"], before["master_repl_offset"])
-            self.holders = holders(server["run_id"], confirmed, after, offset)
+        if self._replicas and answers[-2] < self._replicas:
+            return False
         return self._logged(answers[-1])
 
     def _logged(self, persistence: dict[str, Any]) -> bool:
@@ -121,16 +112,17 @@ class AofBarrier:
     def __init__(self, client: Any, replicas: int = 0, lossy: bool = False) -> None:
         self._client = client
         self._lossy = lossy
-        self._replicas = AsyncReplicas(client, replicas) if replicas else None
+        self._replicas = replicas
         self._run = ""  # id of the Redis process that answered last
+        self._changed = float("-inf")  # when another one did (monotonic)
         self._asking = asyncio.Lock()
         self._next: asyncio.Task[None] | None = None
 
     async def __call__(self) -> None:
         """Wait until everything confirmed so far is written. Concurrent callers share one query.
 
-        Raises redis.RedisError: a TimeoutError if Redis cannot write or has too few replicas, a
-        ConnectionError if it was restarted or failed over meanwhile, so that writes it had
+        Raises redis.RedisError: a TimeoutError if Redis cannot write or too few replicas confirm, a
+        ConnectionError if it was restarted or another took over meanwhile, so that writes it had
         confirmed may be lost; LossyRedis if its log is switched off.
         """
         if self._next is None:
@@ -143,34 +135,40 @@ class AofBarrier:
         """`run`: the Redis process that was known at `since` (monotonic)."""
         async with self._asking:
             self._next = None  # the query is sent now: later callers need another
-            deadline = time.monotonic() + PATIENCE_S
-            barrier = Barrier(self._replicas, self._lossy)
-            while True:
-                pause = PAUSE_S
-                if barrier.passed(*await self._answers(barrier, since, run)):
-                    if self._replicas is None or await self._replicas.sufficient(barrier.holders):
-                        self._check_master(since)
-                        return
-                    pause = MISSING_PAUSE_S
-                if time.monotonic() >= deadline:
-                    cause = (
-                        ", or too few replicas have its writes (redis_replicas)"
+            try:
+                await self._confirmed(since, run)
+            except redis.exceptions.RedisError:
+                # They may lead to a former master, and the address elsewhere.
+                await self._client.connection_pool.disconnect(inuse_connections=False)
+                raise
+
+    async def _confirmed(self, since: float, run: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        barrier = Barrier(self._replicas, self._lossy)
+        while not barrier.passed(*await self._answers(barrier, since, run)):
+            if time.monotonic() >= deadline:
+                raise redis.exceptions.TimeoutError(
+                    "Redis cannot write its log"
+                    + (
+                        f", or fewer than {self._replicas} replicas have its writes"
                         if self._replicas
                         else ""
                     )
-                    raise redis.exceptions.TimeoutError(f"Redis cannot write its log{cause}")
-                await asyncio.sleep(pause)
+                )
+            await asyncio.sleep(PAUSE_S)
 
     async def _answers(self, barrier: Barrier, since: float, run: str) -> list[Any]:
-        """Return the answers to `barrier.ask`. Raises ConnectionError if Redis was restarted or
-        failed over after `since`.
+        """Return the answers to `barrier.ask`. Raises ConnectionError if Redis was restarted, or
+        another took over, after `since`.
         """
         async with self._client.pipeline(transaction=False) as pipe:
             pipe.info("server")
             barrier.ask(pipe)
             answers: list[Any]
             server, *answers = await pipe.execute()
-        self._run = server["run_id"]
+        previous, self._run = self._run, server["run_id"]
+        if previous not in ("", self._run):
+            self._changed = time.monotonic()
         waited = time.monotonic() - since
         if (
             run not in ("", self._run)
@@ -180,11 +178,8 @@ class AofBarrier:
             raise redis.exceptions.ConnectionError(
                 "Redis was restarted and may have lost writes that it had already acknowledged"
             )
-        self._check_master(since)
-        return answers
-
-    def _check_master(self, since: float) -> None:
-        if getattr(self._client.connection_pool, "switched", float("-inf")) > since - SETTLED_S:
+        if self._replicas and self._changed > since - SETTLED_S:
             raise redis.exceptions.ConnectionError(
-                "Redis failed over, and may have lost writes that the previous master had confirmed"
+                "another Redis answers, which may lack writes that the previous one had confirmed"
             )
+        return answers

@@ -40,7 +40,7 @@ from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import RunRecord
 from ....schemas.settings.settings import Settings
 from ...queue.celery_app import SEPARATOR, channels_of
-from ...queue.messages import SENT_CHANNEL, templates
+from ...queue.messages import ORIGIN, TASK_CHANNELS, templates
 from . import script_arguments
 from .auto_pipeline import Parts
 from .dispatch import STEPS, URGENCY
@@ -164,7 +164,8 @@ def _tables() -> str:
                 for name, expression in templates().items()
             ],
             f"local SEPARATOR = {_lua(SEPARATOR)}",
-            f"local SENT_CHANNEL = {_lua(SENT_CHANNEL)}",
+            f"local TASK_CHANNELS = {_lua(TASK_CHANNELS)}",
+            f"local ORIGIN = {_lua(ORIGIN)}",
             f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
             f"local SWEEP_EVENTS = {SWEEP_EVENTS}",
             f"local READS_RECEIPTS = {_lua({of: row.reads_receipts for of, row in KINDS.items()})}",

@@ -287,7 +287,7 @@ class JobWatcher:
         # A separate connection that reports failures immediately instead of reconnecting silently;
         # read directly, because redis-py's PubSub takes several times as long over each message
         # (and more still with RESP3).
-        client = redis_open.async_client(
+        pool: Any = redis_open.async_pool(  # without types
             settings.redis_url,
             retry=None,
             socket_connect_timeout=5,
@@ -295,25 +295,21 @@ class JobWatcher:
             socket_keepalive=True,
             protocol=2,
         )
-        async with client:
-            pool: Any = client.connection_pool  # without types
-            connection = await pool.get_connection()
-            try:
-                await connection.send_command("PSUBSCRIBE", PATTERN)
-                while True:
-                    message = await connection.read_response(timeout=HEALTH_CHECK_S)
-                    if message is None:
-                        if isinstance(pool, redis_open.MasterPool):
-                            await pool.look()  # closes this connection after a failover
-                        # the answer is a message; a dead peer makes the next read or write fail
-                        await connection.send_command("PING")
-                    elif message[0] == b"psubscribe":
-                        self._hearing.set()
-                        self._wake_all()  # changes may have been missed while disconnected
-                    elif message[0] == b"pmessage":
-                        self._wake(message[2][PREFIX:].decode(), message[3])
-            finally:
-                await connection.disconnect()
+        connection = await pool.get_connection()
+        try:
+            await connection.send_command("PSUBSCRIBE", PATTERN)
+            while True:
+                message = await connection.read_response(timeout=HEALTH_CHECK_S)
+                if message is None:
+                    # the answer is a message; a dead peer makes the next read or write fail
+                    await connection.send_command("PING")
+                elif message[0] == b"psubscribe":
+                    self._hearing.set()
+                    self._wake_all()  # changes may have been missed while disconnected
+                elif message[0] == b"pmessage":
+                    self._wake(message[2][PREFIX:].decode(), message[3])
+        finally:
+            await connection.disconnect()
 
     def _wake(self, job_id: str, message: bytes) -> None:
         self._messages += 1

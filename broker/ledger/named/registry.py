@@ -1,5 +1,7 @@
 """Artifacts that are registered by name, for each model, by operators or by tenants."""
 
+import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -21,6 +23,8 @@ from ....schemas.jobs.models import GradientInfo
 from ..core import scripts
 from ..core.tenants import MIB, refusal
 from ..jobs.ledger import Ledger, reachable
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Registered)
 #: Fields of a model's global steering.
@@ -236,9 +240,29 @@ class Registry(Generic[T]):
 
     async def read(self, model: str, name: str, packed: bytes) -> T:
         """Decode a stored artifact. Raises MidstreamError("version_mismatch")."""
+        what = f"the {self._kind.noun} {unscoped(name)[1]!r} of {model!r}"
         try:
-            return from_msgpack(packed, self._kind.record)
+            return self._decode(what, packed)
         except msgspec.DecodeError as error:
-            what = f"the {self._kind.noun} {unscoped(name)[1]!r} of {model!r}"
             by = await self._redis.hget(f"ms:steering:{model}", f"{self._kind.plural}_by:{name}")
             raise unreadable(what, (by or b"").decode(), error) from error
+
+    def _decode(self, what: str, packed: bytes) -> T:
+        try:
+            return from_msgpack(packed, self._kind.record)
+        except msgspec.DecodeError:
+            if self._kind.of_former is None:
+                raise
+            renewed = self._kind.of_former(msgspec.msgpack.decode(packed))
+            artifact = from_msgpack(to_msgpack(renewed), self._kind.record)
+            _say_former(what)
+            return artifact
+
+
+@functools.cache
+def _say_former(what: str) -> None:
+    log.warning(
+        "%s was stored by an earlier build; its mode, if that was `canary`, is now `shadow`, which "
+        "only records",
+        what,
+    )

@@ -4,12 +4,7 @@ local function hook_end(id, lane, state)
   redis.call('HSET', 'ms:hook:' .. id, 'state', state)
   redis.call('HDEL', 'ms:hook:' .. id, 'next', 'pause', 'lease')
   redis.call('ZREM', 'ms:hooks', id)
-  local policy = redis.call('HGET', 'ms:hook:' .. id, 'policy')
-  if policy then
-    redis.call('ZREM', 'ms:hook-policy:' .. policy, id)
-  else
-    redis.call('SREM', 'ms:hook-pending:' .. hook_owner(lane), id)
-  end
+  redis.call('SREM', 'ms:hook-pending:' .. hook_owner(lane), id)
   redis.call('ZREM', 'ms:hook-lane:' .. lane, id)
   redis.call('ZREM', 'ms:hook-busy:' .. lane, id)
   redis.call('ZADD', 'ms:hook-done', args.at, id)

@@ -1,7 +1,7 @@
 -- Lease due deliveries to a sender: oldest lanes first, and per lane no more concurrently than it has room for.
 -- args: ends (of the lease), token (of it), limit (how many at most), share (how many of one tenant at most), scan (lanes examined at
 --       most), under_way: tenant -> how many of its deliveries this sender already holds
--- returns per delivery {id, job, event, tenant, key, url, created, job_state, attempt, model, tries, detail, shown, more}
+-- returns per delivery {id, job, event, tenant, key, url, created, job_state, attempt, model, tries, detail, shown}
 local limit, share, has = args.limit, args.share, args.under_way
 local LANES_AT_ONCE = 1000
 local leased = {}
@@ -30,17 +30,13 @@ for _, lane in ipairs(lanes) do
   if room > 0 then
     for _, id in ipairs(redis.call('ZRANGEBYSCORE', waiting, '-inf', now, 'LIMIT', 0, room)) do
       local values = redis.call('HMGET', 'ms:hook:' .. id, 'job', 'event', 'tenant', 'key', 'url', 'created', 'job_state', 'attempt',
-        'model', 'tries', 'detail', 'shown', 'more')
-      if redis.call('HEXISTS', 'ms:hook-off', tenant .. '|' .. values[5]) == 1 then -- its URL
-        hook_end(id, lane, 'disabled')
-      else
-        redis.call('ZREM', waiting, id)
-        redis.call('ZADD', busy, args.ends, id)
-        redis.call('HSET', 'ms:hook:' .. id, 'lease', args.token)
-        table.insert(values, 1, id)
-        leased[#leased + 1] = values
-        has[tenant] = (has[tenant] or 0) + 1
-      end
+        'model', 'tries', 'detail', 'shown')
+      redis.call('ZREM', waiting, id)
+      redis.call('ZADD', busy, args.ends, id)
+      redis.call('HSET', 'ms:hook:' .. id, 'lease', args.token)
+      table.insert(values, 1, id)
+      leased[#leased + 1] = values
+      has[tenant] = (has[tenant] or 0) + 1
     end
   end
   hook_plan(lane)

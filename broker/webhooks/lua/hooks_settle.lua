@@ -1,6 +1,6 @@
 -- Record the outcome of a delivery attempt.
--- args: id, token (of the lease), verdict ('delivered' | 'pending' (again later) | 'failed' | 'disabled' | 'refused'), attempt (JSON),
---       due (when it is due again), pause (seconds until then), off_kept (disabled receivers kept for a tenant), kept (attempts kept),
+-- args: id, token (of the lease), verdict ('delivered' | 'pending' (again later) | 'failed' | 'refused'), attempt (JSON),
+--       due (when it is due again), pause (seconds until then), kept (attempts kept),
 --       well (whether the response was quick and successful), most (concurrent deliveries of a lane)
 -- returns 'unknown' | 'stale' (another sender has it, or it is settled: the attempt is still logged) | the new state
 local id, verdict = args.id, args.verdict
@@ -27,14 +27,6 @@ if verdict == 'pending' then
   redis.call('HSET', hook, 'pause', args.pause)
   hook_put(id, lane, args.due)
   return verdict
-end
-if verdict == 'disabled' then
-  redis.call('HSETNX', 'ms:hook-off', tenant .. '|' .. url, args.at)
-  local urls = 'ms:hook-off-urls:' .. tenant
-  redis.call('ZADD', urls, 'NX', args.at, url)
-  for _ = args.off_kept + 1, redis.call('ZCARD', urls) do -- the oldest gets its next webhook, and answers 410 again
-    redis.call('HDEL', 'ms:hook-off', tenant .. '|' .. redis.call('ZPOPMIN', urls)[1])
-  end
 end
 hook_end(id, lane, verdict)
 hook_plan(lane)

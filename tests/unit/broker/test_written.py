@@ -50,3 +50,8 @@ def test_unsynced_writes_are_synced_before_the_answer() -> None:
 def test_the_barrier_passes_once_the_log_is_written_as_far(looks: list[dict[str, Any]]) -> None:
     barrier = Barrier()
     assert [barrier.passed(look) for look in looks] == [False] * (len(looks) - 1) + [True]
+
+
+@pytest.mark.parametrize(("confirmed", "passes"), [(0, False), (1, False), (2, True), (3, True)])
+def test_the_barrier_passes_once_enough_replicas_confirm(confirmed: int, passes: bool) -> None:
+    assert Barrier(2).passed(True, confirmed, told(500, 0)) is passes

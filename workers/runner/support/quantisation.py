@@ -5,11 +5,10 @@ The rows of a quantised checkpoint are defined as those of its dequantised weigh
 rounding of activations that the checkpoint specifies. A checkpoint whose rows would differ from
 these is refused, or served with a caveat: see `docs/vllm.md`.
 
-vLLM's kernel for quantised layers is tried on this processor before any weights are read: in a
-rank, the same error would end the engine, and the caller would not see it. vLLM chooses a kernel by
-the format only, and one that the processor does not support fails or errs when it runs, not when
-the layer is loaded: without VNNI, oneDNN's int8 products saturate in 16 bits or come from halved
-weights, and vLLM's build for AVX2 has no kernel for 4-bit weights.
+On a CPU, vLLM's kernel for quantised layers is tried before any weights are read: in a rank, the
+same error would end the engine, and the caller would not see it. vLLM chooses a kernel by the
+format only, and one that the processor does not support fails or errs when it runs, not when the
+layer is loaded.
 """
 
 import contextlib
@@ -33,20 +32,15 @@ from vllm.platforms import current_platform
 
 from ....schemas.base import MidstreamError, Translated
 from ....schemas.jobs.certificates import UNPROVEN
-from . import cpu_fp8
 
 #: (vLLM's method, weights, activations) whose rows tests compared with transformers', on a CPU.
 #: Kept because an engine's start cannot compare quantised weights: all others have a caveat.
 MEASURED = frozenset(
     {
-        ("compressed-tensors", "int8", "int8"),
         ("compressed-tensors", "fp8", "fp8"),
-        ("compressed-tensors", "int4", ""),
-        ("fp8", "fp8", "fp8"),
-        *((method, "int4", "") for method in ("awq", "auto_awq", "gptq", "auto_gptq")),
     }
 )
-#: Environment variable: unless it is 0, 4-bit weights run with 8-bit activations on CPUs with AMX,
+#: Environment variable: unless it is 0, 4-bit weights run with 8-bit activations on some CPUs,
 #: see `engine.options.engine_arguments`.
 W4A8 = "VLLM_CPU_INT4_W4A8"
 #: `repository:QUANTISATION`, as the GGUF plugin of vLLM takes it.
@@ -93,7 +87,6 @@ class WeightFacts(NamedTuple):
     experts: bool = False  # the model has experts, and they are quantised
     ranks: int = 1  # tensor-parallel
     cpu: bool = True
-    amx: bool = False
 
     @property
     def name(self) -> str:
@@ -128,8 +121,8 @@ class WeightRule(NamedTuple):
 
 REFUSED = (
     WeightRule(
-        lambda facts: facts.cpu and not facts.amx and facts.experts,
-        "vLLM needs a GPU or a CPU with AMX for quantised experts; this is a CPU without AMX",
+        lambda facts: facts.cpu and facts.experts,
+        "quantised experts need a GPU",
     ),
     WeightRule(
         lambda facts: (
@@ -140,9 +133,11 @@ REFUSED = (
         "4-bit weights are not served in float32: set dtype to bfloat16 or float16",
     ),
     WeightRule(
-        lambda facts: facts.amx and any(rounding.static for rounding in facts.activations),
-        "on a CPU with AMX, vLLM does not round activations with the checkpoint's scale: use a CPU "
-        "without AMX, or dequantise the checkpoint",
+        lambda facts: (
+            facts.cpu and any(rounding.scale == "tensor" for rounding in facts.activations)
+        ),
+        "on CPUs, vLLM may round activations with other scales than the checkpoint's one for a "
+        "matrix, or not at all: use a GPU, or dequantise the checkpoint",
     ),
 )
 CAVEATS = (
@@ -151,13 +146,6 @@ CAVEATS = (
         "the quantised layers round their input, as the checkpoint specifies: rows are "
         "those of the dequantised weights with this rounding, "
         "and differ from those of the dequantised weights alone",
-    ),
-    WeightRule(
-        lambda facts: facts.shares_scales and facts.amx,
-        (
-            "the checkpoint asks for rounded activations, which vLLM leaves out on this "
-            "CPU: rows are those of the dequantised weights"
-        ),
     ),
     WeightRule(
         lambda facts: (
@@ -186,12 +174,12 @@ CAVEATS = (
     ),
     WeightRule(
         lambda facts: (
-            facts.amx
+            facts.cpu
             and os.environ.get(W4A8, "1") != "0"
             and any("int4" in rounding.kind for rounding in facts.weights)
         ),
         (
-            f"with {W4A8}=1, vLLM rounds the inputs of 4-bit layers to 8 bits on this CPU, "
+            f"with {W4A8}=1, vLLM rounds the inputs of 4-bit layers to 8 bits on some CPUs, "
             "which the checkpoint does not ask for"
         ),
     ),
@@ -220,7 +208,6 @@ def quantisation_of(config: VllmConfig) -> Quantisation:
             and not _leaves_out_experts(raw),
             ranks=config.parallel_config.tensor_parallel_size,
             cpu=current_platform.is_cpu(),
-            amx=current_platform.is_cpu() and torch.cpu._is_amx_tile_supported(),
         )
     )
 
@@ -388,7 +375,6 @@ def check_kernels(config: VllmConfig, name: str) -> None:
         return
     refuse_shared_scales(torch.nn.ModuleDict({"down_proj": layer}))
     if current_platform.is_cpu():
-        cpu_fp8.install()  # the layer must round to FP8 as the layers of the ranks do
         _try(config, name)
 
 
@@ -448,8 +434,7 @@ def _try(config: VllmConfig, name: str) -> None:
             Exception,
             lambda error: UnsupportedQuantisationError(
                 f"quantisation {name} is not served on this processor: vLLM's kernel fails: "
-                f"{error}. Use one with AVX-512, or dequantise "
-                "the checkpoint"
+                f"{error}. Use a GPU, or dequantise the checkpoint"
             ),
         ),
         _building(config),
@@ -459,9 +444,8 @@ def _try(config: VllmConfig, name: str) -> None:
     if not error_size <= _TOLERANCE:  # true of NaN too
         raise UnsupportedQuantisationError(
             f"quantisation {name} is not served on this processor: the kernel's sums of "
-            f"products are wrong by up to {error_size:.2g} of their "
-            "size. Int8 products need VNNI (avx512_vnni or avx_vnni in /proc/cpuinfo). Use "
-            "such a processor, or dequantise the checkpoint"
+            f"products are wrong by up to {error_size:.2g} of their size. Use a GPU, or dequantise "
+            "the checkpoint"
         )
 
 

@@ -510,15 +510,9 @@ SEAMS: tuple[Seam, ...] = (
     ),
     # Quantised checkpoints
     Seam(
-        "vllm._custom_ops",
-        ("scaled_fp8_quant(input, scale)",),
-        "support/cpu_fp8.py",
-        ("scaled_fp8_quant",),
-    ),
-    Seam(
         "vllm.model_executor.layers.fusion.fused_act_quant",
-        ("_FUSED_ACT_QUANT", "get_input_quant_key"),
-        "support/cpu_fp8.py, plane/inside_hooks.py",
+        ("get_input_quant_key",),
+        "plane/inside_hooks.py",
     ),
     Seam(
         "vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel:FP8ScaledMMLinearKernel",

@@ -53,7 +53,7 @@ from ..plane.reentry import enters_above, install_gate
 from ..readings.features import FeatureReader
 from ..readings.installed_readers import LoadedReader, load_readers
 from ..readings.readers import readers_of
-from ..support import build_errors, cpu_drafts, cpu_fp8
+from ..support import build_errors, cpu_drafts
 from ..support.denylist import UnsupportedConfigurationError, check
 from ..support.drafters import UnsupportedDrafterError, check_loaded
 from ..support.quantisation import (
@@ -75,7 +75,6 @@ logger = logging.getLogger(__name__)
 #: Exit code of a rank whose part of the certification failed while others wait for it.
 EXIT_ALONE = 71
 
-cpu_fp8.install()
 cpu_drafts.install()
 idle_sleep.install()
 zeroed_blocks.install()

@@ -78,7 +78,7 @@ local function act(job, request, decided)
       redis.call('SET', latch(policy), job.id, 'NX', 'EX', entry.latch_s)
     end
     if entry.hook then
-      announce(job, 'decided', {mark = mark .. '_policy', detail = detail, hook = entry.hook, policy = policy})
+      announce(job, 'decided', {mark = mark .. '_policy', detail = detail, hook = entry.hook})
     end
     announce(job, 'decided', {mark = mark, detail = detail})
   end

@@ -3,17 +3,15 @@
 --   ms:hook:{id}            hash: a delivery, with all that its body needs; ms:hook-log:{id}: its latest attempts as JSON
 --   ms:hooks                zset: ids of all pending deliveries, by due time
 --   ms:hook-pending:{tenant} set: a tenant's pending ids, without those of its policies
---   ms:hook-policy:{model}|{policy} zset: a policy's pending ids, by creation
 --   ms:hook-lanes           zset: lanes (a tenant's receivers at one host), by the time of their next delivery
 --   ms:hook-lane:{lane}     zset: its pending ids that no sender holds, by due time
 --   ms:hook-busy:{lane}     zset: its ids that are being sent, by end of lease
 --   ms:hook-room            hash: lane -> number of concurrent deliveries
 --   ms:hook-index           zset: all ids by creation; ms:hook-index:{tenant}: a tenant's; ms:hook-job:{job}: set of a job's
 --   ms:hook-done            zset: settled deliveries, by time
---   ms:hook-off             hash: tenant|url -> time at which this receiver was disabled; ms:hook-off-urls:{tenant}: zset, by time
 
 local HOOK_FIRST_ROOM = 4 -- of a lane without history
-local HOOK_POLICY_ROOM = 256 -- pending deliveries of one policy; as in docs/webhooks.md
+local HOOK_LANE_ROOM = 256 -- deliveries that may wait in a lane when a policy adds one; as in docs/webhooks.md
 
 -- The tenant of a lane.
 local function hook_owner(lane)
@@ -51,10 +49,8 @@ end
 local function hook_put(id, lane, at)
   redis.call('HSET', 'ms:hook:' .. id, 'state', 'pending', 'next', at)
   redis.call('ZADD', 'ms:hooks', at, id)
-  local policy, created = unpack(redis.call('HMGET', 'ms:hook:' .. id, 'policy', 'created'))
-  if policy then -- any tenant's traffic makes it: it must not count against the tenant that registered the policy
-    redis.call('ZADD', 'ms:hook-policy:' .. policy, created, id)
-  else
+  -- Any tenant's traffic makes a policy's: it must not count against the tenant that registered the policy.
+  if redis.call('HEXISTS', 'ms:hook:' .. id, 'policy') == 0 then
     redis.call('SADD', 'ms:hook-pending:' .. hook_owner(lane), id)
   end
   redis.call('ZADD', 'ms:hook-lane:' .. lane, at, id)
@@ -63,9 +59,8 @@ end
 
 -- Add the webhook of the state that `job` has just entered, or of the event `what`, if its callback lists it. No webhook is added
 -- twice: an attempt begins once and a job ends once, and each has one id. `own`, of a policy's decision: detail (for the body), mark
--- (for the id), and, if the webhook is the policy's: its callback, hook, and its name, policy. Then the delivery counts against the
--- policy's own bound: beyond it, the newest pending one says how many `more` there were. The owner of a policy gets a hash for the id of
--- another tenant's job.
+-- (for the id), and, if the webhook is the policy's: its callback, hook. Such a webhook is dropped while too many wait in its lane. The
+-- owner of a policy gets a hash for the id of another tenant's job.
 local function announce(job, what, own)
   local callback = own and own.hook or job.callback and cjson.decode(job.callback)
   if not callback then
@@ -99,14 +94,12 @@ local function announce(job, what, own)
   if redis.call('EXISTS', 'ms:hook:' .. id) == 1 then
     return
   end
-  local policy = own and own.policy and job.model .. '|' .. own.policy
-  if policy then
-    local pending = 'ms:hook-policy:' .. policy
-    if redis.call('ZCARD', pending) >= HOOK_POLICY_ROOM then
-      redis.call('HINCRBY', 'ms:hook:' .. redis.call('ZREVRANGE', pending, 0, 0)[1], 'more', 1)
+  local lane = hook_lane(tenant, callback.url)
+  if own and own.hook then
+    if redis.call('ZCARD', 'ms:hook-lane:' .. lane) >= HOOK_LANE_ROOM then
       return
     end
-    redis.call('HSET', 'ms:hook:' .. id, 'policy', policy)
+    redis.call('HSET', 'ms:hook:' .. id, 'policy', 1)
   end
   redis.call('HSET', 'ms:hook:' .. id, 'created', args.at, 'job', job.id, 'shown', shown, 'event', name, 'tenant', tenant, 'key',
     callback.key or '', 'url', callback.url, 'job_state', job.state, 'attempt', job.attempt, 'model', job.model, 'tries', 0, 'detail',
@@ -114,5 +107,5 @@ local function announce(job, what, own)
   redis.call('ZADD', 'ms:hook-index', args.at, id)
   redis.call('ZADD', 'ms:hook-index:' .. tenant, args.at, id)
   redis.call('SADD', 'ms:hook-job:' .. job.id, id)
-  hook_put(id, hook_lane(tenant, callback.url), args.at)
+  hook_put(id, lane, args.at)
 end

@@ -106,7 +106,7 @@ end
 local function leave(job)
   tally(key('job', job.id), '', 'queued', -1)
   if redis.call('SREM', turn('sent', job.model, job.line), job.id) == 0 then
-    redis.call('ZREM', turn('wait', job.model, job.line, job.tenant), job.id)
+    job.unsent = redis.call('ZREM', turn('wait', job.model, job.line, job.tenant), job.id) == 1
   end
   fill(job.model, job.line)
 end

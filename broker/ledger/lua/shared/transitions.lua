@@ -100,6 +100,9 @@ local function move(job, to, capture_status)
   if on_enter[to] then
     on_enter[to](job, capture_status)
   end
+  if TERMINAL[to] then
+    report_end(job, from == 'queued' and not job.unsent and job.attempt or job.attempt - 1)
+  end
   changed(job)
   return true
 end

@@ -22,8 +22,6 @@ from midstream.schemas.access.keys import Limits, TenantUsage, TenantView
 from midstream.schemas.access.webhooks import (
     DeliveryAttempt,
     DeliveryPage,
-    DisabledEndpoint,
-    DisabledList,
     Secret,
     SecretList,
     WebhookDelivery,
@@ -261,7 +259,7 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
         ("get job job_x", "no Midstream server answers at http://127.0.0.1:1"),
         *(
             (f"list {kind}", "no Midstream server answers")
-            for kind in ("modules", "probe", "saes", "lenses", "loras", "disabled")
+            for kind in ("modules", "probe", "saes", "lenses", "loras")
         ),
         ("get server", "no Midstream server answers"),
         ("submit --file wrong.json", "promts: unknown field; did you mean 'prompts'?"),
@@ -499,13 +497,3 @@ def test_the_new_secret_alone_goes_to_standard_output(cli: Cli) -> None:
     assert json.loads(seen.bodies[0]) == {"keep_former_s": 43200.0, "own": True}
     assert ended.out == "whsec_new\n"
     assert "whsec_old" in ended.err
-
-
-def test_disabled_receivers_are_listed_and_enabled(cli: Cli) -> None:
-    disabled = DisabledEndpoint(tenant="lab", url=SENT.url, since=1.0)
-    with server(reply(DisabledList(endpoints=[disabled])), (204, {}, b"")) as (url, seen):
-        assert SENT.url in cli("list", "disabled", "--url", url).out
-        cli("delete", "disabled", SENT.url, "--url", url)
-    assert seen[1] == (
-        "DELETE /v1/webhooks/disabled?url=https%3A%2F%2Fhooks.lab.example%2Fmidstream"
-    )
