@@ -258,7 +258,8 @@ async def open_context(settings: Settings, twin: Twin | None = None) -> AsyncIte
 
 
 def context_of(request: Request[Any, Any, Any]) -> AppContext:
-    return request.app.state.context
+    context: AppContext = request.app.state.context
+    return context
 
 
 async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:

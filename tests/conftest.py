@@ -73,7 +73,8 @@ SETS = {
 }
 SHARES = 7
 #: The git tree that is tested, and the tests that need not run again.
-TREE, DONE = pytest.StashKey[str](), pytest.StashKey[frozenset[str]]()
+TREE = pytest.StashKey[str]()
+DONE = pytest.StashKey[frozenset[str]]()
 #: Folders in the order in which they run.
 STAGES = ("unit", "system", "web", "engine", "faults", "long", "machines")
 
@@ -144,7 +145,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not worker and config.getoption("resume") and now:
         passed = {"tree": now, "outcome": "passed"}
         done = [name for name, test in read().items() if test.items() >= passed.items()]
-    config.stash[TREE], config.stash[DONE] = now, frozenset(done)
+    config.stash[TREE] = now
+    config.stash[DONE] = frozenset(done)
     config.pluginmanager.register(Durations(now, bounded=config.getoption("set") == "fast"))
 
 
@@ -156,7 +158,8 @@ def pytest_configure_node(node: Any) -> None:
 
 def set_of(item: pytest.Item) -> str:
     """The set that `item` is in, by its folder and its marks."""
-    marks, stage = {mark.name for mark in item.iter_markers()}, stage_of(item.path)
+    marks = {mark.name for mark in item.iter_markers()}
+    stage = stage_of(item.path)
     if marks & {"matrix", "packages"} or stage == "faults":
         return "matrix"
     if (
@@ -181,7 +184,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.xdist_group(item.path.name))
 
     def chosen(item: pytest.Item) -> bool:
-        asked, share = config.getoption("set"), config.getoption("share")
+        asked = config.getoption("set")
+        share = config.getoption("share")
         return (
             item.nodeid not in config.stash[DONE]
             and (asked is None or set_of(item) == asked)

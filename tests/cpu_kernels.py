@@ -26,7 +26,10 @@ from vllm.triton_utils import dispatcher
 
 from midstream.workers.runner.support import cpu_drafts
 
-REQUESTS, DRAFTS, VOCABULARY, BLOCK = 7, 5, 50, 16
+REQUESTS = 7
+DRAFTS = 5
+VOCABULARY = 50
+BLOCK = 16
 ROUNDS = 20
 SAMPLER = "vllm.v1.sample.rejection_sampler"
 EAGLE = "vllm.v1.spec_decode.utils"
@@ -213,7 +216,8 @@ def recovered() -> Launch:
 
 
 def copies() -> Launch:
-    before, after = torch.rand(4, 700), torch.rand(4, 700)
+    before = torch.rand(4, 700)
+    after = torch.rand(4, 700)
     return Launch(
         (4,),
         {

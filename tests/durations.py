@@ -28,11 +28,13 @@ FILE = ROOT / ".cache" / "test" / "durations.json"
 #: A fast test that takes longer is marked `slow`, with the reason; a file of fast tests takes no
 #: longer at all. Both in seconds of a quiet machine: the time that passes, divided by the processes
 #: that run on each core. What takes longer is named at the end, with what to do.
-TEST_S, FILE_S = 5.0, 60.0
+TEST_S = 5.0
+FILE_S = 60.0
 #: With more processes on each core than this, waits grow faster than the load, and there is no
 #: bound. `make test` by itself has up to 4.2.
 BUSY = 6.0
-SAVE_S, NOTED_S = 20.0, 0.01
+SAVE_S = 20.0
+NOTED_S = 0.01
 #: Outcome of a test whose end was not reported: of a run that was killed, it has not passed.
 UNFINISHED = "unfinished"
 #: What follows the id of a test in the processes that share the tests.
@@ -70,7 +72,8 @@ class Durations:
     """
 
     def __init__(self, tree: str, bounded: bool):
-        self.tree, self.bounded = tree, bounded
+        self.tree = tree
+        self.bounded = bounded
         self.fixtures: Counter[str] = Counter()  # of the present test
         self.tests: dict[str, dict[str, Any]] = {}
         self.excused: set[str] = set()
@@ -101,7 +104,8 @@ class Durations:
         new = {"seconds": 0.0, "quiet": 0.0, "fixtures": {}, "tree": self.tree}
         test = self.tests.setdefault(name, new | {"outcome": UNFINISHED})
         # The report of a test whose process crashed comes from another one, which measured nothing.
-        fixtures, busy = getattr(report, "fixtures", {}), getattr(report, "load", 1.0)
+        fixtures = getattr(report, "fixtures", {})
+        busy = getattr(report, "load", 1.0)
         if test["outcome"] == UNFINISHED and (report.when == "teardown" or not report.passed):
             test["outcome"] = report.outcome
         test["fixtures"] |= {key: s for key, s in fixtures.items() if s >= NOTED_S}

@@ -85,10 +85,11 @@ def install_example(folder: Path) -> Path:
     """The package in `examples/extension`."""
     project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
     sources = {str(path.relative_to(EXAMPLE)): path.read_text() for path in EXAMPLE.glob("*/*.py")}
+    groups = project["entry-points"].items()
     entries = "\n".join(
         [
             f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in each.items())
-            for group, each in project["entry-points"].items()
+            for group, each in groups
         ]
     )
     return install(folder, project["name"], project["version"], sources, entries)

@@ -28,7 +28,9 @@ from urllib.parse import parse_qs, parse_qsl, urlencode, urlsplit
 from urllib.request import Request, urlopen
 from weakref import WeakSet
 
-ACCESS_KEY, SECRET_KEY, REGION = "AKIDTESTS", "not-a-secret-but-long-enough", "us-east-1"
+ACCESS_KEY = "AKIDTESTS"
+SECRET_KEY = "not-a-secret-but-long-enough"
+REGION = "us-east-1"
 #: Seconds by which a request's time may differ from the server's.
 SKEW_S = 900
 
@@ -54,7 +56,8 @@ class Fault:
 class Refused(Exception):
     def __init__(self, status: int, code: str) -> None:
         super().__init__(code)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 @dataclass
@@ -102,7 +105,8 @@ class FaultProxy:
             def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
                 # here: a task that is cancelled before it begins closes nothing
                 writers.add(writer)
-                serving.add(task := asyncio.create_task(self._serve(reader, writer)))
+                task = asyncio.create_task(self._serve(reader, writer))
+                serving.add(task)
                 task.add_done_callback(serving.discard)
 
             server = await asyncio.start_server(accept, self.host, self.port, limit=1 << 20)
@@ -147,7 +151,8 @@ class FaultProxy:
             None,
         )
         if fault is not None:
-            fault.times, fault.seen = fault.times - 1, fault.seen + 1
+            fault.times -= 1
+            fault.seen += 1
             await asyncio.sleep(fault.seconds)
         kind = fault.kind if fault else ""
         length = int(headers.get("content-length", 0))
@@ -223,24 +228,21 @@ class FaultProxy:
             for name, values in parse_qs(urlsplit(target).query, keep_blank_values=True).items()
         }
         if "X-Amz-Signature" in query:
-            credential, signed, signature = (
-                query["X-Amz-Credential"],
-                query["X-Amz-SignedHeaders"],
-                query["X-Amz-Signature"],
-            )
-            stamp, allowed = query["X-Amz-Date"], float(query["X-Amz-Expires"])
+            credential = query["X-Amz-Credential"]
+            signed = query["X-Amz-SignedHeaders"]
+            signature = query["X-Amz-Signature"]
+            stamp = query["X-Amz-Date"]
+            allowed = float(query["X-Amz-Expires"])
             if not -SKEW_S < self._age(stamp) < allowed:
                 raise Refused(403, "AccessDenied")
         else:
             parts = dict(re.findall(r"(\w+)=([^, ]+)", headers.get("authorization", "")))
             if not parts.keys() >= {"Credential", "SignedHeaders", "Signature"}:
                 raise Refused(403, "AccessDenied")
-            credential, signed, signature, stamp = (
-                parts["Credential"],
-                parts["SignedHeaders"],
-                parts["Signature"],
-                headers["x-amz-date"],
-            )
+            credential = parts["Credential"]
+            signed = parts["SignedHeaders"]
+            signature = parts["Signature"]
+            stamp = headers["x-amz-date"]
             if abs(self._age(stamp)) > SKEW_S:
                 raise Refused(403, "RequestTimeTooSkewed")
             if headers["x-amz-content-sha256"] != hashlib.sha256(body).hexdigest():
@@ -248,9 +250,10 @@ class FaultProxy:
         key, day, region, service, _ = credential.split("/")
         if key not in self.keys:
             raise Refused(403, "InvalidAccessKeyId")
-        if not hmac.compare_digest(
-            self._signature(method, target, headers, signed, stamp, key, region), signature
-        ):
+        computed = self._signature(
+            method, target, headers, signed, stamp=stamp, key=key, region=region
+        )
+        if not hmac.compare_digest(computed, signature):
             raise Refused(403, "SignatureDoesNotMatch")
         token, until = self.tokens.get(key, ("", float("inf")))
         if headers.get("x-amz-security-token", query.get("X-Amz-Security-Token", "")) != token:

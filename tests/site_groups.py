@@ -30,12 +30,22 @@ class Group:
 
     def run(self, pair_site: Op, single_site: Op, *, together: bool) -> dict[str, torch.Tensor]:
         """What the sites wrote, launched `together` or one after the other."""
-        width, dtype = self.stream.shape[1], self.stream.dtype
+        width = self.stream.shape[1]
+        dtype = self.stream.dtype
         ring = torch.full((self.ring_rows, width), math.nan, dtype=dtype)
-        stream, hidden = self.stream.clone(), None if self.hidden is None else self.hidden.clone()
+        stream = self.stream.clone()
+        hidden = None if self.hidden is None else self.hidden.clone()
         planned = build_group(self.plans, self.capacity, dtype)
         if together:
-            self._launch(pair_site, single_site, hidden, stream, ring, planned, self.branches)
+            self._launch(
+                pair_site,
+                single_site,
+                hidden,
+                stream,
+                ring,
+                planned=planned,
+                branches=self.branches,
+            )
         else:
             for number in range(len(self.plans)):
                 one = slice(number, number + 1)
@@ -44,7 +54,9 @@ class Group:
                     assert hidden is not None
                     single_site(hidden, ring, *mine)
                 else:
-                    self._launch(pair_site, single_site, hidden, stream, ring, mine, 0)
+                    self._launch(
+                        pair_site, single_site, hidden, stream, ring, planned=mine, branches=0
+                    )
         wrote = {"stream": stream, "ring": ring, "counts": planned.counts, "sizes": planned.sizes}
         return wrote if hidden is None else wrote | {"hidden": hidden}
 
@@ -90,7 +102,8 @@ def random_group(
     ]
     edits = cases[0].plan.edits
     most = max(itertools.chain([0], *edits.values()))
-    row, plans = 0, []
+    row = 0
+    plans = []
     for number, case in enumerate(cases):
         known = [dict(each) if choose.random() < 0.7 else {} for each in case.plan.configurations]
         known = (known + [{}] * most)[:most]
@@ -117,13 +130,13 @@ def random_group(
         stream[:: 2 + tokens // 3] = torch.finfo(dtype).max
     name = f"seed {seed}, {dtype}, width {width}, {tokens} tokens, {kind}"
     return Group(
-        plans,
-        branches,
-        hidden if pair else None,
-        stream,
-        row + 2,
-        tokens + choose.randint(0, 4),
-        name,
+        plans=plans,
+        branches=branches,
+        hidden=hidden if pair else None,
+        stream=stream,
+        ring_rows=row + 2,
+        capacity=tokens + choose.randint(0, 4),
+        name=name,
     )
 
 
@@ -169,10 +182,8 @@ def check_groups_against(
         group = random_group(
             new_seed(), dtype=dtype, width=width, tokens=7, kind=kind, families=EXACT
         )
-        found, expected = (
-            group.run(pair_site, single_site, together=True),
-            group.run(*reference, together=True),
-        )
+        found = group.run(pair_site, single_site, together=True)
+        expected = group.run(*reference, together=True)
         for name, values in expected.items():
             if name == "sizes":
                 same = torch.allclose(found[name], values, rtol=1e-5, atol=0, equal_nan=True)

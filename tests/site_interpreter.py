@@ -33,10 +33,8 @@ def a_random_step_without_sums_gives_the_references_bits(pair_site: Op, single_s
                 case = random_case(
                     new_seed(), dtype=dtype, width=37, tokens=11, pair=pair, families=EXACT
                 )
-                found, expected = (
-                    run(case, pair_site, single_site),
-                    run(case, reference.pair_site, reference.single_site),
-                )
+                found = run(case, pair_site, single_site)
+                expected = run(case, reference.pair_site, reference.single_site)
                 assert same_bits(found.stream, expected.stream), case.name
                 assert same_bits(found.ring, expected.ring), case.name
                 assert found.hidden is None or same_bits(found.hidden, expected.hidden), case.name
@@ -52,7 +50,8 @@ def few_programs_walk_over_many_tokens(pair_site: Op, single_site: Op) -> None:
         after_row=23,
     )
     case = Case(plan, None, torch.zeros(23, 5), 46, 23)
-    most, triton_site.MAX_PROGRAMS = triton_site.MAX_PROGRAMS, 4
+    most = triton_site.MAX_PROGRAMS
+    triton_site.MAX_PROGRAMS = 4
     try:
         found = run(case, pair_site, single_site)
     finally:
@@ -87,13 +86,13 @@ def a_kernel_that_leaves_a_row_out_counts_one_fewer(pair_site: Op, single_site: 
     """
     for pair in (True, False):
         plan = SitePlan(
-            5,
-            [{"add": Does(torch.ones(1, 5))}],
-            {token: [1] for token in range(9)},
-            range(9),
-            range(9),
-            0,
-            9,
+            hidden_size=5,
+            configurations=[{"add": Does(torch.ones(1, 5))}],
+            edits={token: [1] for token in range(9)},
+            before=range(9),
+            after=range(9),
+            before_row=0,
+            after_row=9,
             site=3,
         )
         case = Case(plan, torch.zeros(9, 5) if pair else None, torch.zeros(9, 5), 18, 9)
@@ -130,9 +129,11 @@ def tensors_with_gaps_are_refused(pair_site: Op, single_site: Op) -> None:
 def copied_rows_are_in_their_places(pair_site: Op, single_site: Op) -> None:
     for dtype in DTYPES:
         for width in (1, 37, 5000):
-            ring, memory = torch.randn(50, width).to(dtype), torch.zeros(60, width, dtype=dtype)
+            ring = torch.randn(50, width).to(dtype)
+            memory = torch.zeros(60, width, dtype=dtype)
             wanted = memory.clone()
-            rows, places = torch.randperm(50)[:20], torch.randperm(60)[:20]
+            rows = torch.randperm(50)[:20]
+            places = torch.randperm(60)[:20]
             wanted[places] = ring[rows]
             triton_rows.scatter(memory, ring, rows, places)
             assert same_bits(memory, wanted), (dtype, width)

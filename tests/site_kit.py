@@ -129,7 +129,8 @@ def _poisoned(planned: OpInputs, plan: SitePlan) -> OpInputs:
     used = torch.zeros_like(planned.scalars, dtype=torch.bool)
     for row, configuration in enumerate(plan.configurations, 1):
         for name, does in configuration.items():
-            family, entry = FAMILIES[PLACE[name]], int(planned.site_rows[0, PLACE[name], row])
+            family = FAMILIES[PLACE[name]]
+            entry = int(planned.site_rows[0, PLACE[name], row])
             used[entry, [*range(len(family.scalars)), LIMIT, OWNER]] = True
             for scalar in family.of_each_term:
                 used[
@@ -186,7 +187,8 @@ def checked(case: Case, pair_site: Op, single_site: Op) -> Outcome:
 
 
 def _check_token(case: Case, found: Outcome, token: int, where: str) -> None:
-    expected, dtype = truth(case.plan, case.hidden, case.stream, token), case.stream.dtype
+    expected = truth(case.plan, case.hidden, case.stream, token)
+    dtype = case.stream.dtype
     stream = found.stream[token]
     if expected.open:
         stream = found.sum[
@@ -206,7 +208,8 @@ def _check_token(case: Case, found: Outcome, token: int, where: str) -> None:
             ):
                 stream = found.sum[token]  # it came out as it was, and is left alone
             elif expected.rewritten:
-                assert same_bits(found.hidden[token], torch.full_like(found.hidden[token], -0.0)), (
+                minus_zero = torch.full_like(found.hidden[token], -0.0)
+                assert same_bits(found.hidden[token], minus_zero), (
                     f"{where}: rewritten, but hidden is not −0"
                 )
             else:
@@ -269,7 +272,8 @@ def check_sizes(case: Case, found: Outcome) -> None:
     """Each edited row has the relative size of what was done to it, or since when it is not finite,
     and no other row has one.
     """
-    before, after = case.sum.double(), found.sum.double()
+    before = case.sum.double()
+    after = found.sum.double()
     for token, size in enumerate(found.sizes[case.plan.site - 1].tolist()):
         rows = case.plan.edits.get(token, ()) if token < len(before) else ()
         edited = any(row and len(case.plan.configurations[row - 1]) for row in rows)
@@ -363,7 +367,8 @@ def random_case(
         ]
         for token in edited
     }
-    before, after = _random_tokens(choose, tokens), _random_tokens(choose, tokens)
+    before = _random_tokens(choose, tokens)
+    after = _random_tokens(choose, tokens)
     gap = choose.randint(0, 3)
     first = (gap, gap + len(before) + choose.randint(0, 3))
     if choose.random() < 0.5:

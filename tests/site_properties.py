@@ -115,7 +115,8 @@ def _lanes(case: Case, token: int, *values: float) -> None:
     """
     _fill(case, token, torch.tensor([*values, *[0.0] * (WIDTH - len(values))]))
     if case.hidden is not None:
-        case.hidden[token, 0], case.stream[token, 0] = values[0], 0.0
+        case.hidden[token, 0] = values[0]
+        case.stream[token, 0] = 0.0
 
 
 def _assert_untouched(case: Case, found: Outcome) -> None:
@@ -155,7 +156,8 @@ def a_rewrite_that_gives_the_row_back_leaves_both_halves_of_a_pair(
         case = _case(SitePlan(WIDTH), dtype=dtype, name="gives back")
         assert case.hidden is not None
         own = (case.hidden + case.stream)[2:3].float()
-        replaced, one = Does(own, (1.0,)), Does(torch.ones(1, WIDTH))
+        replaced = Does(own, (1.0,))
+        one = Does(torch.ones(1, WIDTH))
         configurations = [{"replace": replaced}, {"replace": replaced, "add": one}]
         back = Case(
             SitePlan(WIDTH, configurations, {2: [1]}, after=[2]),
@@ -234,7 +236,8 @@ def a_masked_replacement_writes_its_dimensions_and_leaves_the_others_their_bits(
         target = torch.randn(1, WIDTH)
         target[0, :2] = torch.tensor([-0.0, 0.0])
         both = some_of(target)
-        written, left = both[1] == 1, both[1] == 0
+        written = both[1] == 1
+        left = both[1] == 0
         configurations = [{"replace_masked": Does(both, (alpha,))} for alpha in (1.0, 0.25)]
         case = _case(
             SitePlan(WIDTH, configurations, {1: [1], 4: [2], 5: [1], 6: [2]}, after=[5]),
@@ -308,7 +311,9 @@ def an_addition_of_nothing_leaves_the_rows_bits(pair_site: Op, single_site: Op) 
         case = _case(
             SitePlan(WIDTH, [none, none], {0: [1], 2: [1, 2], 3: [2]}), dtype=dtype, pair=pair
         )
-        case.stream[0], case.stream[2, :3], case.stream[3] = -0.0, -0.0, 0.0
+        case.stream[0] = -0.0
+        case.stream[2, :3] = -0.0
+        case.stream[3] = 0.0
         assert same_bits(run(case, pair_site, single_site).stream, case.stream), case.name
 
 
@@ -321,7 +326,9 @@ def a_strength_of_zero_leaves_the_rows_bits(pair_site: Op, single_site: Op) -> N
             {0: [1, 2, 3, 4], 2: [5], 3: [6], 6: [6, 5]},
         )
         case = _case(plan, dtype=dtype, pair=pair)
-        case.stream[0], case.stream[2, :3], case.stream[3, 4] = -0.0, math.inf, math.nan
+        case.stream[0] = -0.0
+        case.stream[2, :3] = math.inf
+        case.stream[3, 4] = math.nan
         _assert_untouched(case, run(case, pair_site, single_site))
 
 
@@ -505,7 +512,8 @@ def the_families_follow_each_other_in_the_documented_order(pair_site: Op, single
 
 def a_low_rank_edit_sets_what_its_rows_read(pair_site: Op, single_site: Op) -> None:
     # Orthonormal R: the coordinates along its rows become W·s + b; the rest stays.
-    rotation, weight = torch.eye(2, WIDTH), torch.eye(WIDTH)[[4, 1]] * 2
+    rotation = torch.eye(2, WIDTH)
+    weight = torch.eye(WIDTH)[[4, 1]] * 2
     for pair in (True, False):
         case = _case(
             SitePlan(
@@ -540,10 +548,10 @@ def before_sees_the_stream_unedited_and_after_edited(pair_site: Op, single_site:
             WIDTH,
             [{"replace": _replace(1.0)}, {"add": _add()}],
             {0: [1], 1: [2], 2: [2]},
-            [0, 1, 5],
-            [1, 6, 0],
-            4,
-            9,
+            before=[0, 1, 5],
+            after=[1, 6, 0],
+            before_row=4,
+            after_row=9,
         )
         case = _case(plan, pair=pair)
         found = checked(case, pair_site, single_site)
@@ -557,10 +565,10 @@ def a_stream_with_a_leading_one_is_the_same_stream(pair_site: Op, single_site: O
         WIDTH,
         [{"add": _add()}, {"replace": _replace(0.3)}],
         {0: [1], 4: [2, 1]},
-        [0, 1],
-        [4, 3],
-        0,
-        5,
+        before=[0, 1],
+        after=[4, 3],
+        before_row=0,
+        after_row=5,
     )
     for pair in (True, False):
         case = _case(plan, pair=pair)
@@ -580,7 +588,8 @@ def a_stream_with_a_leading_one_is_the_same_stream(pair_site: Op, single_site: O
 
 def edits_beyond_their_limit_are_scaled_to_it(pair_site: Op, single_site: Op) -> None:
     """Rows of length 1 get edits of 0.5, and of 2 and more; those of tokens 0 to 4 are limited."""
-    unit, limit = torch.zeros(1, WIDTH), 0.7
+    unit = torch.zeros(1, WIDTH)
+    limit = 0.7
     unit[0, 3] = 1
     others = {
         "add_matched": Does(torch.randn(1, WIDTH), (2.0,), limit),
@@ -653,7 +662,8 @@ def a_limit_bounds_the_edits_of_its_owner(pair_site: Op, single_site: Op) -> Non
     has a limit, which bounds its part alone.
     """
     first, second = torch.zeros(2, 1, WIDTH).unbind()
-    first[0, 3], second[0, 5] = 2, 3
+    first[0, 3] = 2
+    second[0, 5] = 3
     third = second / 3
     for dtype in (torch.float32, torch.bfloat16):
         for pair, own, higher in itertools.product(

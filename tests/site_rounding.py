@@ -14,8 +14,7 @@ def round_as_gpus_do() -> None:
     def create_fp_trunc(self: object, source: object, target: object) -> object:
         if target.scalar != tl.bfloat16:
             return plain(self, source, target)
-        return interpreter.TensorHandle(
-            torch.from_numpy(source.data).to(torch.bfloat16).view(torch.uint16).numpy(), tl.bfloat16
-        )
+        rounded = torch.from_numpy(source.data).to(torch.bfloat16).view(torch.uint16).numpy()
+        return interpreter.TensorHandle(rounded, tl.bfloat16)
 
     interpreter.InterpreterBuilder.create_fp_trunc = create_fp_trunc

@@ -43,7 +43,8 @@ def truth(plan: SitePlan, hidden: torch.Tensor | None, stream: torch.Tensor, tok
         here = [row[name] for row in rows if name in row]
         if name == "add":
             _add(state, here, stream.dtype)
-        for does in here if name != "add" else ():
+            continue
+        for does in here:
             # as the buffers hold them
             scalars = torch.as_tensor(does.scalars, dtype=torch.float32).double()
             if scalars.flatten()[0]:
@@ -76,7 +77,8 @@ def _change(state: Truth, step: torch.Tensor, error: torch.Tensor | float) -> No
     """s ← s + step, of which `error` is not known."""
     state.error = state.error + error + FEW * (state.row.abs() + step.abs())
     state.row = state.row + step
-    state.rewritten, state.exact = True, None
+    state.rewritten = True
+    state.exact = None
 
 
 def _dot(state: Truth, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,20 +92,20 @@ def _dot(state: Truth, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def _replace(
     state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    alpha, target = scalars[0], rounded(vectors[0], dtype)
+    alpha = scalars[0]
+    target = rounded(vectors[0], dtype)
     if alpha == 1:
-        state.row, state.error, state.rewritten, state.exact = (
-            target,
-            torch.zeros_like(target),
-            True,
-            vectors[0].to(dtype),
-        )
+        state.row = target
+        state.error = torch.zeros_like(target)
+        state.rewritten = True
+        state.exact = vectors[0].to(dtype)
         return
     state.error = (1 - alpha).abs() * state.error + FEW * (
         ((1 - alpha) * state.row).abs() + (alpha * target).abs()
     )
     state.row = (1 - alpha) * state.row + alpha * target
-    state.rewritten, state.exact = True, None
+    state.rewritten = True
+    state.exact = None
 
 
 def _replace_masked(
@@ -113,10 +115,8 @@ def _replace_masked(
     before = (state.row, state.error, state.row.to(dtype) if untouched else state.exact)
     _replace(state, vectors[:1], scalars, dtype)
     written = vectors[1] == 1
-    state.row, state.error = (
-        torch.where(written, state.row, before[0]),
-        torch.where(written, state.error, before[1]),
-    )
+    state.row = torch.where(written, state.row, before[0])
+    state.error = torch.where(written, state.error, before[1])
     if state.exact is not None:
         state.exact = None if before[2] is None else torch.where(written, state.exact, before[2])
 
@@ -124,17 +124,17 @@ def _replace_masked(
 def _lowrank(
     state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    strength, terms = scalars[0, 0], len(vectors) // 2
+    strength = scalars[0, 0]
+    terms = len(vectors) // 2
     assert scalars[0, 1] == terms
     step = torch.zeros_like(state.row)
     error = torch.zeros_like(state.row)
     for term in range(terms):
-        rotation, weight, bias = (
-            rounded(vectors[2 * term], dtype),
-            rounded(vectors[2 * term + 1], dtype),
-            scalars[2 * term, 2],
-        )
-        (turned, off), (learned, also_off) = _dot(state, rotation), _dot(state, weight)
+        rotation = rounded(vectors[2 * term], dtype)
+        weight = rounded(vectors[2 * term + 1], dtype)
+        bias = scalars[2 * term, 2]
+        turned, off = _dot(state, rotation)
+        learned, also_off = _dot(state, weight)
         wanted = learned + bias - turned
         step += strength * wanted * rotation
         error += (
@@ -151,13 +151,15 @@ def _add(state: Truth, here: list[Does], dtype: torch.dtype) -> None:
         vectors = torch.stack([rounded(does.vectors[0], dtype) for does in here])
         rewritten = state.rewritten
         _change(state, vectors.sum(0), FEW * vectors.abs().sum(0))
-        state.rewritten, state.shifted = rewritten, True
+        state.rewritten = rewritten
+        state.shifted = True
 
 
 def _add_matched(
     state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    scale, v = scalars[0], direction(vectors, dtype)
+    scale = scalars[0]
+    v = direction(vectors, dtype)
     length = state.row.norm()
     off = (state.row.abs() * state.error).sum() / length.clamp_min(1e-30) + (
         len(v) + 2
@@ -166,13 +168,15 @@ def _add_matched(
 
 
 def _ablate(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype) -> None:
-    strength, v = scalars[0], direction(vectors, dtype)
+    strength = scalars[0]
+    v = direction(vectors, dtype)
     component, off = _dot(state, v)
     _change(state, -strength * component * v, (strength * v).abs() * off)
 
 
 def _clamp(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype) -> None:
-    (strength, low, high), v = scalars, direction(vectors, dtype)
+    strength, low, high = scalars
+    v = direction(vectors, dtype)
     component, off = _dot(state, v)
     state.open = state.open or bool(min((component - low).abs(), (component - high).abs()) <= off)
     if not low <= component <= high:
@@ -187,22 +191,27 @@ def _clamp(state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: to
 def _feature(
     state: Truth, vectors: torch.Tensor, scalars: torch.Tensor, dtype: torch.dtype
 ) -> None:
-    (strength, target, bias, threshold, norm), d = scalars, rounded(vectors[3], dtype)
+    strength, target, bias, threshold, norm = scalars
+    d = rounded(vectors[3], dtype)
     encoder = sum(rounded(vectors[part], dtype) for part in range(3))
     assert isinstance(encoder, torch.Tensor)
     read, spread, unsure_spread = _normalised(state, int(norm))
     component, off = _dot(read, encoder)
-    reading, off = component + bias, off + FEW * (component.abs() + bias.abs())
+    reading = component + bias
+    off = off + FEW * (component.abs() + bias.abs())
     room = 2 * NEAR * ((read.row * encoder).abs().sum() + bias.abs()) + off
     unsure = torch.zeros(())
     if (reading - threshold).abs() <= off:  # it jumps there
-        state.open, unsure = True, reading.abs() + off
+        state.open = True
+        unsure = reading.abs() + off
     activation = torch.where(reading > threshold, reading, 0.0)
-    gap, known = target - activation, off if reading > threshold else 0.0
+    gap = target - activation
+    known = off if reading > threshold else 0.0
     if gap == 0 and not unsure:
         return
     if gap.abs() <= room:
-        state.open, unsure = True, unsure + room
+        state.open = True
+        unsure = unsure + room
     off = spread * (known + unsure + FEW * (target.abs() + activation)) + gap.abs() * unsure_spread
     _change(state, strength * gap * spread * d, (strength * d).abs() * off)
 
@@ -211,7 +220,9 @@ def _normalised(state: Truth, norm: int) -> tuple[Truth, torch.Tensor, torch.Ten
     """(The row that the encoder reads, what it was divided by, and how far float32 may be from
     that.)
     """
-    row, error, width = state.row, state.error, len(state.row)
+    row = state.row
+    error = state.error
+    width = len(state.row)
     if norm == 0:
         return state, row.new_ones(()), row.new_zeros(())
     if norm == 1:

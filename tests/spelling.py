@@ -49,7 +49,8 @@ def covering(spelled: list[bytes], text: str, pieces: list[tuple[int, int]]) -> 
         for start, stop in pieces
         for byte in range(len(text[:start].encode()), len(text[:stop].encode()))
     }
-    found, at = [], 0
+    found = []
+    at = 0
     for index, token in enumerate(spelled):
         if wanted & set(_whole_characters(text, at, at + len(token))):
             found.append(index)

@@ -26,8 +26,10 @@ def kernels() -> None:
         group = random_group(new_seed(), dtype=torch.bfloat16, width=WIDTH, tokens=7, kind=kind)
         group.run(triton_site.pair_site, triton_site.single_site, together=True)
     for dtype, width in itertools.product(DTYPES, (1, WIDTH, 3000)):
-        ring, memory = torch.randn(50, width).to(dtype), torch.empty(90, width, dtype=dtype)
-        rows, places = torch.randperm(50)[:20], torch.randperm(90)[:20]
+        ring = torch.randn(50, width).to(dtype)
+        memory = torch.empty(90, width, dtype=dtype)
+        rows = torch.randperm(50)[:20]
+        places = torch.randperm(90)[:20]
         triton_rows.scatter(memory, ring, rows, places)
         assert torch.equal(memory[places], ring[rows])
 
@@ -48,7 +50,8 @@ def race() -> None:
 
 def unwritten() -> None:
     """A row that nobody wrote is copied."""
-    memory, ring = torch.zeros(4, WIDTH), torch.empty(4, WIDTH)
+    memory = torch.zeros(4, WIDTH)
+    ring = torch.empty(4, WIDTH)
     triton_rows.scatter(memory, ring, torch.tensor([0]), torch.tensor([0]))
     assert not memory.isnan().any(), "memory that nobody wrote"
 

@@ -166,7 +166,8 @@ def with_extra(folder: Path, wheel: Path, extra: str, python: str) -> Path:
 
     Returns its interpreter.
     """
-    requirements, promised = ROOT / "requirements", EXTRAS[extra]
+    requirements = ROOT / "requirements"
+    promised = EXTRAS[extra]
     if promised.torch:
         run(requirements / "install.sh", folder, promised.lock, wheel, cwd=ROOT, PYTHON=python)
         return folder / "bin" / "python"

@@ -77,16 +77,10 @@ async def make_policy(
 ) -> Made:
     found = await context.names.look_up(info, (PROBES, data.probe))
     named = [action.module for action in data.actions if isinstance(action, Steer)]
-    made = await call_aside(
-        resolve_policy,
-        data,
-        name,
-        info,
-        found.known(PROBES, data.probe, "probe"),
-        await context.names.state(info, named, caller),
-        caller,
-        context.settings,
-    )
+    probe = found.known(PROBES, data.probe, "probe")
+    state = await context.names.state(info, named, caller)
+    resolved = partial(resolve_policy, model_state=state, caller=caller, settings=context.settings)
+    made = await call_aside(resolved, data, name, info, probe)
     return lambda former: _with(replaceable(former, data), made, info.name, name), {}
 
 

@@ -36,7 +36,8 @@ DRAIN_S = 5.0
 
 #: Bytes and items of JSON (texts, objects, lists) that are decoded and resolved in the event loop
 #: that answers calls; of larger bodies, `aside` does both.
-INLINE_BYTES, INLINE_ITEMS = 1 << 18, 1 << 9
+INLINE_BYTES = 1 << 18
+INLINE_ITEMS = 1 << 9
 #: Bytes per write of a file to disk.
 PIECE = 1 << 20
 
@@ -101,7 +102,8 @@ class JsonRequest(Request[Any, Any, Any]):
         if self._file_decoder:
             # Litestar checks for a body before it calls `json`, which reads the file
             return b"file"
-        receive, counter = self.receive, JsonCounter()
+        receive = self.receive
+        counter = JsonCounter()
         limit = self.route_handler.resolve_request_max_body_size() or 0
 
         async def noting() -> Any:
@@ -189,7 +191,8 @@ class JsonRequest(Request[Any, Any, Any]):
         announced = self.content_length
         if announced is not None and announced > limit:
             raise await self._too_large(limit, "max_file_mib")
-        piece, size = bytearray(), 0
+        piece = bytearray()
+        size = 0
         while self._more:
             message = await self.receive()
             if message["type"] != "http.request":

@@ -80,10 +80,8 @@ def merged(base: Path, adapter: Path, path: Path) -> Path:
     """`base` with W + scale · B · A in place of W, in float64 until it is written."""
     from safetensors.torch import load_file
 
-    config, tensors = (
-        json.loads((adapter / "adapter_config.json").read_text()),
-        load_file(adapter / "adapter_model.safetensors"),
-    )
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    tensors = load_file(adapter / "adapter_model.safetensors")
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     scale = config["lora_alpha"] / (config["r"] ** 0.5 if config.get("use_rslora") else config["r"])
     with torch.no_grad():

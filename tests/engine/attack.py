@@ -38,7 +38,8 @@ ATTACKS = (
 )
 #: So few that the blocks of one round are used again in the next. Of 128 tokens each.
 BLOCKS = 24
-ATTACKERS, VICTIMS = 4, 4
+ATTACKERS = 4
+VICTIMS = 4
 LAYERS = [0, 1, 2]
 #: Pairs of runs until two are composed alike.
 TRIES = 5
@@ -49,7 +50,8 @@ def edits(host: Host, attack: str, large: float) -> list[StoredSteering]:
     where it is 1.
     """
     width = host.info["hidden_size"]
-    one, vector = host.vector(np.ones(width)), host.vector(np.full(width, large))
+    one = host.vector(np.ones(width))
+    vector = host.vector(np.full(width, large))
     common: dict[str, Any] = {
         "layers": LAYERS,
         "hook": "post_block",
@@ -126,7 +128,8 @@ def rounds(host: Host, dtype: str, seconds: float, first: int = 0) -> Iterator[S
 
     Raises AssertionError where a victim could notice.
     """
-    seen, end = Seen(), time.monotonic() + seconds
+    seen = Seen()
+    end = time.monotonic() + seconds
     for number in itertools.count(first):
         if number - first >= len(ATTACKS) and time.monotonic() > end:
             return
@@ -147,9 +150,11 @@ def _round(host: Host, dtype: str, number: int, seen: Seen) -> None:
     for attacker in attackers:
         (receipt,) = host.receipts(attacker)
         assert receipt.status == "ok" or receipt.kind == "intervention_failed", receipt
-        seen.failed += receipt.status == "error"
-        seen.by_attack[attack] = seen.by_attack.get(attack, 0) + (receipt.status == "error")
-    plain = host.run_together(*(after := _victims(host, number)))
+        failed = 1 if receipt.status == "error" else 0
+        seen.failed += failed
+        seen.by_attack[attack] = seen.by_attack.get(attack, 0) + failed
+    after = _victims(host, number)
+    plain = host.run_together(*after)
     for same in (victims, siblings, undisturbed, after):
         for victim in same:
             _check(host, victim, seen)

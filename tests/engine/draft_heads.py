@@ -100,8 +100,10 @@ def _with_next_layer(made: Checkpoint, path: Path) -> Path:
     weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
     save_file(weights, file, metadata={"format": "pt"})
     _make_faint(path)
-    weights, noise = load_file(file), _Noise()
-    last, after = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
+    weights = load_file(file)
+    noise = _Noise()
+    last = f"model.layers.{LAYERS - 1}."
+    after = f"model.layers.{LAYERS}."
     copied = {
         name.replace(last, after): weight
         for name, weight in weights.items()

@@ -110,7 +110,8 @@ def keep_aux(folder: str) -> None:
             )
         return propose(self, batch, *args, **options)
 
-    EagleProposer.propose, EagleSpeculator.propose = of_v1, of_v2
+    EagleProposer.propose = of_v1
+    EagleSpeculator.propose = of_v2
 
 
 def route_in_one_group() -> None:
@@ -162,9 +163,12 @@ def draw_weights() -> None:
             *((name, each) for name, each in model.named_buffers() if name.endswith("bias")),
         ):
             if each.is_floating_point():
-                norm = each.ndim == 1 and ("norm" in name or "ln_" in name)
-                size = 0.2 if norm else 0.1 if each.ndim == 1 else INITIALIZER
-                each.data.copy_(norm + size * torch.randn(each.shape, generator=generator))
+                mean = 0.0
+                size = 0.1 if each.ndim == 1 else INITIALIZER
+                if each.ndim == 1 and ("norm" in name or "ln_" in name):
+                    mean = 1.0
+                    size = 0.2
+                each.data.copy_(mean + size * torch.randn(each.shape, generator=generator))
 
     DummyModelLoader.load_weights = draw
 
@@ -188,23 +192,23 @@ async def serve(reply: Any) -> None:
     for line in iter(lambda: sys.stdin.readline(), ""):
         command = from_json(line, Command)
         if command.call:
+            on_ranks = command.call.startswith("midstream_")
             result = (
                 engine._call(command.call, tuple(command.arguments))
-                if command.call.startswith("midstream_")
+                if on_ranks
                 else getattr(engine, command.call)(*command.arguments)
             )
             reply(Answer(result=await result))
             continue
-        answer, before = Answer(), len(called)
+        answer = Answer()
+        before = len(called)
         if command.together:
             await engine._llm.pause_generation(mode="keep", clear_cache=False)
-        beside = (
-            [look(engine)]
-            if command.look
-            else [resume(engine, command, answer)]
-            if command.together
-            else []
-        )
+        beside = []
+        if command.look:
+            beside.append(look(engine))
+        elif command.together:
+            beside.append(resume(engine, command, answer))
         await asyncio.gather(*(run(engine, job, command, answer) for job in command.jobs), *beside)
         answer.rank_calls = len(called) - before
         reply(answer)

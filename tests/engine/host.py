@@ -258,7 +258,8 @@ class Host:
 
     def keep(self, job: Job, request: int = 0) -> str:
         """Make the first capture of a finished job's prompt a source run; its key."""
-        reader, tag = self.capture(job), job.captures[request][0].tag
+        reader = self.capture(job)
+        tag = job.captures[request][0].tag
         files = [
             file
             for receipt in self.receipts(job)

@@ -73,7 +73,8 @@ class InsideReference:
         """Of one forward with these edits; also `post_block` of each layer, and `logits` as layer
         −1.
         """
-        self._edits, self._found = edits, {}
+        self._edits = edits
+        self._found = {}
         attentions = {
             id(_child(layer, ATTENTION)): number for number, layer in enumerate(self.layers)
         }
@@ -169,10 +170,8 @@ class InsideReference:
             or config.hidden_size // heads
         )
         if (fused := _child(attention, ("c_attn", "qkv_proj"))) is not None:
-            size, keys = (
-                heads * width,
-                (getattr(config, "num_key_value_heads", None) or heads) * width,
-            )
+            size = heads * width
+            keys = (getattr(config, "num_key_value_heads", None) or heads) * width
             return {fused: {"q_proj": slice(0, size), "k_proj": slice(size, size + keys)}}
         if (
             fused := _child(attention, ("query_key_value",))

@@ -94,7 +94,8 @@ class Truth:
 
 def check(reading: LensReading, wanted: np.ndarray, nats: float = LENS_NATS) -> None:
     """`wanted`: as `Truth.logprobs` of the prompt and what was generated."""
-    top, values = np.array(reading.top_tokens), np.array(reading.top_logprobs)
+    top = np.array(reading.top_tokens)
+    values = np.array(reading.top_logprobs)
     for i, layer in enumerate(reading.layers):
         for j, position in enumerate(reading.positions):
             truth = wanted[layer, position]

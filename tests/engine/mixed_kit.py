@@ -7,7 +7,8 @@ import numpy as np
 from host import Host, prompt_of
 from reference import Reference
 
-TOP_K, TOP_P = 3, 0.5
+TOP_K = 3
+TOP_P = 0.5
 #: Those of the last two restrict tokens to some that the model's logits tell.
 SAMPLED: list[dict[str, Any]] = [
     {"temperature": 0.7},
@@ -38,11 +39,13 @@ def check_mixed(host: Host, reference: Reference, ways: Sequence[dict[str, Any]]
         return np.asarray(reference.logits[len(prompt) - 1 : -1])
 
     for job in greedy:
-        ((output,), prompt) = outputs[job.id], job.prompts[0].token_ids
+        (output,) = outputs[job.id]
+        prompt = job.prompts[0].token_ids
         logits = choices(prompt, output.token_ids)
         assert output.token_ids == np.argmax(logits, axis=-1).tolist()
     for job, options in sampled:
-        ((output,), prompt) = outputs[job.id], job.prompts[0].token_ids
+        (output,) = outputs[job.id]
+        prompt = job.prompts[0].token_ids
         assert len(output.token_ids) == 20
         for token, of_step in zip(output.token_ids, choices(prompt, output.token_ids), strict=True):
             larger = of_step > of_step[token] + 1e-4

@@ -117,7 +117,9 @@ class _Fork:
     """As much of `subprocess.Popen` as `Host` uses."""
 
     def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes]):
-        self.stdin, self.stdout, self._pid = stdin, stdout, pid
+        self.stdin = stdin
+        self.stdout = stdout
+        self._pid = pid
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -142,16 +144,20 @@ class InprocLLM:
     """
 
     def __init__(self, llm: Any, thread: ThreadPoolExecutor):
-        self._llm, self._thread = llm, thread
+        self._llm = llm
+        self._thread = thread
         self._core = llm.engine_core.engine_core
         self._outputs: dict[str, asyncio.Queue[Any]] = {}
         self._internal: dict[str, str] = {}
         self._stepping: asyncio.Task[None] | None = None
         self._paused = False
         self.renderer = llm.renderer
-        self.model_config, self.vllm_config = llm.model_config, llm.vllm_config
+        self.model_config = llm.model_config
+        self.vllm_config = llm.vllm_config
         self.engine_core = self  # of which `call_utility_async` is used
-        self.errored, self.dead_error, self.output_handler = False, None, None
+        self.errored = False
+        self.dead_error = None
+        self.output_handler = None
 
     @classmethod
     def from_vllm_config(cls, config: Any, disable_log_stats: bool) -> "InprocLLM":
@@ -212,7 +218,8 @@ class InprocLLM:
                         self._outputs[output.request_id].put_nowait(output)
                 await asyncio.sleep(0)
         except Exception as error:
-            self.errored, self.dead_error = True, error
+            self.errored = True
+            self.dead_error = error
             for queue in self._outputs.values():
                 queue.put_nowait(error)
 

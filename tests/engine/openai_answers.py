@@ -34,7 +34,8 @@ IGNORED = {
 #: vLLM's own server and our worker get the same engine.
 ENGINE: dict[str, Any] = {"dtype": "float32", "max_model_len": 1024, "max_num_seqs": 16}
 TOOL_PARSER = "hermes"
-START_S, CALL_S = 400.0, 300.0
+START_S = 400.0
+CALL_S = 300.0
 
 
 @contextmanager

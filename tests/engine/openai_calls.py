@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MODEL = "demo"
-COMPLETION, CHAT = "completions", "chat/completions"
+COMPLETION = "completions"
+CHAT = "chat/completions"
 
 #: Why an answer differs by design; the page lists the calls under it.
 REFUSED = (
@@ -99,6 +100,7 @@ ONE_CALL = (
     r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": '
     r'"(Paris|Rome)"\}\}\n</tool_call>'
 )
+TEXT_AND_CALL = "Let me look\\." + ONE_CALL
 BROKEN_CALL = r'<tool_call>\n\{"name": "get_weather", "arguments": \{"city": </tool_call>'
 PERSON = {
     "type": "object",
@@ -229,7 +231,7 @@ TOOLS: dict[str, dict[str, Any]] = {
     },
     "auto, text and a call": {
         "tools": [WEATHER],
-        "structured_outputs": {"regex": ("Let me look\\." + ONE_CALL)},
+        "structured_outputs": {"regex": TEXT_AND_CALL},
         "max_tokens": 60,
     },
     "auto, two calls": {

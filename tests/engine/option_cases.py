@@ -60,9 +60,8 @@ def copied(folder: Path, path: Path) -> Path:
 
 def changed(path: Path, **values: Any) -> Path:
     """Overwrite fields of the config."""
-    (path / "config.json").write_text(
-        json.dumps(json.loads((path / "config.json").read_text()) | values)
-    )
+    config = json.loads((path / "config.json").read_text()) | values
+    (path / "config.json").write_text(json.dumps(config))
     return path
 
 

@@ -132,7 +132,8 @@ def patched_batch(
     """
     source = host.job(prompt_of(longest, seed=70), max_tokens=1, capture=everything("all_prompt"))
     host.run(source)
-    key, rows = host.keep(source), rows_of(host, source)
+    key = host.keep(source)
+    rows = rows_of(host, source)
     vector = np.random.default_rng(7).normal(size=rows["post_block", 0].shape[1]).astype(np.float32)
     mean = rows["post_attn", 2][:5].astype(np.float64).mean(0).astype(np.float32)
     scattered = [

@@ -43,9 +43,8 @@ class Weights:
             "labels": labels,
             **content,
         }
-        made = ProbeContent(
-            layer=layer, tensors=[host.vector(self.weight), host.vector(self.bias)], **fields
-        )
+        tensors = [host.vector(self.weight), host.vector(self.bias)]
+        made = ProbeContent(layer=layer, tensors=tensors, **fields)
         return StoredProbe(
             name=name,
             digest=made.digest,
@@ -168,7 +167,8 @@ def flapping(
     """A gate that is open at some generated tokens and closed at others, between open ones too; and
     what `generate` gives.
     """
-    weights, vector = Weights(seed, k=8), np.random.default_rng(seed).normal(size=HIDDEN)
+    weights = Weights(seed, k=8)
+    vector = np.random.default_rng(seed).normal(size=HIDDEN)
     free, _, rows = Gate(weights, site, 0, np.inf, vector, **content).generate(
         reference, prompt, number
     )

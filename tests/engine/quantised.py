@@ -20,7 +20,8 @@ from safetensors.torch import load_file, save_file
 from tiny import checkpoint
 from tolerances import FP32_CODES
 
-FP8, FP8_MAX = torch.float8_e4m3fn, 448.0
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
 DTYPES = ("float32", "bfloat16")
 
 Tensors = dict[str, torch.Tensor]
@@ -100,7 +101,9 @@ def make(name: str, folder: Path) -> Made:
     plain = checkpoint(name, folder / name / "plain")
     quantised, dequantised = (folder / name / kind for kind in ("quantised", "dequantised"))
     weights = load_file(plain / "model.safetensors")
-    compact, restored, layers = dict(weights), dict(weights), _layers(weights)
+    compact = dict(weights)
+    restored = dict(weights)
+    layers = _layers(weights)
     for layer in layers:
         codes, scale = _codes(weights[f"{layer}.weight"])
         compact |= {f"{layer}.weight": codes, f"{layer}.weight_scale": scale}

@@ -186,7 +186,8 @@ def _points(
     branch = _normed(calls, attention[0]) if len(attention) == 1 else None
     if not mlp:
         return found | _mixer_only(branch, before, after, scale)
-    first, last = calls[mlp[0]], _normed(calls, mlp[0])
+    first = calls[mlp[0]]
+    last = _normed(calls, mlp[0])
     middle, reader = _middle(calls, mlp[0], before, after, scale)
     if middle is None:
         # A parallel residual has no sum of stream and attention alone.
@@ -382,9 +383,8 @@ class Reference:
 
 def load(path: Path, dtype: torch.dtype) -> Any:
     """transformers' model of the class that the checkpoint names."""
-    kind = getattr(
-        transformers, AutoConfig.from_pretrained(path).architectures[0], AutoModelForCausalLM
-    )
+    config = AutoConfig.from_pretrained(path)
+    kind = getattr(transformers, config.architectures[0], AutoModelForCausalLM)
     return kind.from_pretrained(path, dtype=dtype, attn_implementation="eager").eval()
 
 
@@ -405,13 +405,9 @@ def _layer_list(model: torch.nn.Module, number: int) -> torch.nn.ModuleList:
 
 def _first(values: Any, named: Mapping[str, Any]) -> torch.Tensor | None:
     """What a module was given, or gives."""
-    first = (
-        values
-        if isinstance(values, torch.Tensor)
-        else values[0]
-        if values
-        else named.get("hidden_states")
-    )
+    if isinstance(values, torch.Tensor):
+        return values
+    first = values[0] if values else named.get("hidden_states")
     return first if isinstance(first, torch.Tensor) else None
 
 
@@ -421,7 +417,8 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 def _recorder(path: str, into: list[_Call]) -> Callable[..., None]:
     def record(_module: Any, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
-        given, gives = _first(inputs, named), _first(output, {})
+        given = _first(inputs, named)
+        gives = _first(output, {})
         if given is not None and gives is not None:
             into.append(_Call(path, _flat(given), _flat(gives)))
 
@@ -430,7 +427,8 @@ def _recorder(path: str, into: list[_Call]) -> Callable[..., None]:
 
 def _ends(into: list[tuple[torch.Tensor, torch.Tensor]]) -> Callable[..., None]:
     def record(_module: Any, inputs: Any, named: Mapping[str, Any], output: Any) -> None:
-        given, gives = _first(inputs, named), _first(output, {})
+        given = _first(inputs, named)
+        gives = _first(output, {})
         assert given is not None
         assert gives is not None
         into.append((_flat(given), _flat(gives)))

@@ -28,7 +28,8 @@ async def certify_with(engine: Any, fault: str) -> dict[str, Any]:
     await llm._in_thread(_install, worker, fault)
     adapter, *_ = worker._certified
     taps = str([adapter.of(layer).taps for layer in range(adapter.num_layers)])
-    bare, settings = engine.info, engine._settings
+    bare = engine.info
+    settings = engine._settings
     engine._settings = msgspec.structs.replace(settings, certify=True, compare="off")
     try:
         with unittest.mock.patch.object(llm, "shutdown"):  # the next one needs the engine
@@ -37,7 +38,8 @@ async def certify_with(engine: Any, fault: str) -> dict[str, Any]:
     except Uncertified as error:
         return {"taps": taps, "refused": error.detail}
     finally:
-        engine.info, engine._settings = bare, settings
+        engine.info = bare
+        engine._settings = settings
         engine._vectors.forget()
         await llm.reset_prefix_cache()
 

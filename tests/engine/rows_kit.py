@@ -28,7 +28,8 @@ def check_rows(
 
     Returns how many rows were compared.
     """
-    reader, compared = host.capture(job), 0
+    reader = host.capture(job)
+    compared = 0
     for output in outputs:
         prompt = job.prompts[output.index].token_ids
         capture = job.captures[output.index][0]

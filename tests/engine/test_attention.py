@@ -29,7 +29,8 @@ from midstream.schemas.model.attention import AttentionKind
 from midstream.schemas.requests.specs import CaptureSpec, PatchSource, PatchSpec
 
 #: Of the tiny models whose heads have a width of their own.
-HEADS, HEAD_DIM = 4, 32
+HEADS = 4
+HEAD_DIM = 32
 QUERIES_AND_KEYS = CaptureSpec(hooks={"q": "all", "k": "all"}, positions="all", at="after")
 #: Every kind that is served: plain, window in all or in some layers, softcap, sinks, chunks, fused
 #: projections, the Transformers backend.
@@ -90,9 +91,10 @@ def largest_error(reader: CaptureReader, tokens: Sequence[int], path: Path) -> f
 
     The last token was never fed back.
     """
+    expected = transformers_patterns(path, tokens[:-1])
     return max(
         float(np.abs(reader.attention(layer) - pattern).max())
-        for layer, pattern in enumerate(transformers_patterns(path, tokens[:-1]))
+        for layer, pattern in enumerate(expected)
     )
 
 
@@ -130,7 +132,8 @@ def test_patterns_are_transformers_on_every_engine(
     """
     host: Host = request.getfixturevalue(engine)
     path = qwen3 if engine in ("tp2", "pp2") else llama
-    long, short = prompt_of(140), prompt_of(12, seed=5)
+    long = prompt_of(140)
+    short = prompt_of(12, seed=5)
     for reader, tokens in [*captured(host, long, short), *captured(host, [*long[:130], *short])]:
         assert largest_error(reader, tokens, path) <= FP32_ATTENTION
         assert reader.attention(0, [1], queries=[-1]).shape == (1, 1, len(tokens) - 1)
@@ -142,12 +145,10 @@ def test_a_patched_pattern_gives_the_rows_of_a_transformers_model_that_attends_s
     """Of two layers, the higher with the values that the lower gives it, beside an edit of values;
     and the same prompt without it.
     """
-    rng, prompt, lowest, edited = (
-        np.random.default_rng(4),
-        prompt_of(150, seed=9),
-        1,
-        np.full(64, 0.5, np.float32),
-    )
+    rng = np.random.default_rng(4)
+    prompt = prompt_of(150, seed=9)
+    lowest = 1
+    edited = np.full(64, 0.5, np.float32)
     patterns = {
         place: np.tril(rng.uniform(0, 0.2, (150, 150)))
         for place in ((1, 1), (1, 2), (1, 3), (2, 0))

@@ -85,7 +85,8 @@ def test_weights_that_cannot_be_read_are_named(llama: Path, tmp_path: Path) -> N
 def test_remote_code_is_refused_without_permission_and_does_not_run(
     llama: Path, tmp_path: Path
 ) -> None:
-    made, ran = remote(tmp_path, llama), tmp_path / "ran"
+    made = remote(tmp_path, llama)
+    ran = tmp_path / "ran"
     (made / "configuration_remote.py").write_text(f"open({str(ran)!r}, 'w')\n")
     assert "--engine trust_remote_code=true" in refusal(made, tmp_path).detail
     assert not ran.exists()

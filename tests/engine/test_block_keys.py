@@ -57,11 +57,9 @@ def scheduler_of(module: ModuleType) -> Any:
 
         def __init__(self) -> None:
             self.requests: dict[str, Any] = {}
-            self._midstream_rows, self._midstream_capturing, self._midstream_bases = (
-                RowIndex(0, 1, BLOCK),
-                {},
-                {},
-            )
+            self._midstream_rows = RowIndex(0, 1, BLOCK)
+            self._midstream_capturing = {}
+            self._midstream_bases = {}
             self._midstream_arrived: dict[str, Any] = {}
             self._midstream_blocks = SimpleNamespace(clear=lambda: None)  # nothing is kept here
             self._midstream_probes = module.ProbeNews()
@@ -86,27 +84,22 @@ def test_blocks_from_before_a_cache_reset_serve_no_request(
     scheduler: ModuleType, when: str
 ) -> None:
     # field case 13
-    ours, former = scheduler_of(scheduler), request(1, "d")
+    ours = scheduler_of(scheduler)
+    former = request(1, "d")
     ours.add_request(former)
     old = list(former.block_hashes)
-    steps = {
-        "it is on its way": lambda: (
-            later := request(2, "d"),
-            ours.reset_prefix_cache(),
-            ours.add_request(later),
-        ),
-        "it waits": lambda: (
-            later := request(2, "d"),
-            ours.add_request(later),
-            ours.reset_prefix_cache(),
-        ),
-        "before it comes": lambda: (
-            ours.reset_prefix_cache(),
-            later := request(2, "d"),
-            ours.add_request(later),
-        ),
-    }
-    steps[when]()
+    if when == "it is on its way":
+        later = request(2, "d")
+        ours.reset_prefix_cache()
+        ours.add_request(later)
+    elif when == "it waits":
+        later = request(2, "d")
+        ours.add_request(later)
+        ours.reset_prefix_cache()
+    else:
+        ours.reset_prefix_cache()
+        later = request(2, "d")
+        ours.add_request(later)
     hashes = ours.requests["2"].block_hashes
     assert hashes[0] == old[0], "what lies below the first steered position stays shared"
     assert not set(hashes[1:]) & set(old[1:])
@@ -121,11 +114,14 @@ def test_blocks_after_a_non_finite_row_are_not_shared(scheduler: ModuleType, dig
     manager = SimpleNamespace(
         coordinator=SimpleNamespace(single_type_managers=[group]), evict_blocks=evicted.extend
     )
-    ours, mine, other = scheduler_of(scheduler), request(1, digest), request(2, digest)
+    ours = scheduler_of(scheduler)
+    mine = request(1, digest)
+    other = request(2, digest)
     ours._midstream_quarantine = quarantine = scheduler.Quarantine(manager)
     ours.add_request(mine)
     ours.update_from_output(None, SimpleNamespace(midstream_non_finite=[("1", 2 * BLOCK + 3)]))
-    assert (sorted(evicted), mine.block_hashes[:2]) == ([2, 3], other.block_hashes[:2])
+    assert sorted(evicted) == [2, 3]
+    assert mine.block_hashes[:2] == other.block_hashes[:2]
     assert not set(mine.block_hashes[2:]) & set(other.block_hashes[2:])
     assert not quarantine.is_clean(mine)
     evicted.clear()
@@ -136,7 +132,8 @@ def test_blocks_after_a_non_finite_row_are_not_shared(scheduler: ModuleType, dig
 
 
 def test_plain_requests_share_blocks_in_every_epoch(scheduler: ModuleType) -> None:
-    ours, before = scheduler_of(scheduler), request(1, "")
+    ours = scheduler_of(scheduler)
+    before = request(1, "")
     ours.reset_prefix_cache()
     after = request(2, "")
     ours.add_request(before)

@@ -70,7 +70,8 @@ def drafting(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Drafting]:
     runner, name = request.param
-    folder, drafter = tmp_path_factory.mktemp("-".join(request.param)), name.partition("-")[0]
+    folder = tmp_path_factory.mktemp("-".join(request.param))
+    drafter = name.partition("-")[0]
     target = TARGETS[name](folder / "target")
     head = {"draft_model": str(eagle3_head(folder / "head", target))} if drafter == "eagle3" else {}
     (folder / "aux").mkdir()
@@ -116,16 +117,20 @@ def check(drafting: Drafting, job: Job, output: Output, edits: list[Edit]) -> No
     """Each token is what the model says after those before it, and each row of those that were fed
     is there once.
     """
-    host, reference = drafting.host, drafting.reference
+    host = drafting.host
+    reference = drafting.reference
     check_rows(host, reference, job, [output], edits)
-    start, fed = len(job.prompts[0].token_ids) - 1, len(job.prompts[0].token_ids + output.token_ids)
+    start = len(job.prompts[0].token_ids) - 1
+    fed = len(job.prompts[0].token_ids + output.token_ids)
     assert output.token_ids == np.argmax(reference.logits[start:], axis=-1).tolist()
     (receipt,) = host.receipts(job)
     edited = sum(
         fed - 1 if edit.positions is None else sum(place < fed - 1 for place in edit.positions)
         for edit in edits
     )
-    assert (receipt.status, receipt.message, receipt.applied) == ("ok", "", edited)
+    assert receipt.status == "ok"
+    assert receipt.message == ""
+    assert receipt.applied == edited
 
 
 def test_tokens_rows_and_edits_are_those_without_drafts(drafting: Drafting) -> None:
@@ -207,7 +212,8 @@ def test_a_request_ends_where_it_ends_without_drafts(drafting: Drafting) -> None
     host = drafting.host
     whole = host.job(prompt(1), max_tokens=30)
     (output,) = host.run(whole)[whole.id]
-    tokens, space = output.token_ids, " " if " " in output.text else ""
+    tokens = output.token_ids
+    space = " " if " " in output.text else ""
     ends: dict[str, tuple[Job, int]] = {}
     for length in range(2, 14):
         options: list[dict[str, Any]] = [{"max_tokens": length}]
@@ -245,7 +251,8 @@ def test_cached_prompts_and_kept_rows_stay_right(drafting: Drafting) -> None:
     """The second request is served blocks and rows of the first, the third, edited behind them,
     blocks.
     """
-    host, long = drafting.host, prompt_of(110, seed=40)
+    host = drafting.host
+    long = prompt_of(110, seed=40)
     edit = Edit(1, vector(9, 2.0), [100, 111, 112], "pre_attn")
     jobs = [
         host.job(long, max_tokens=12, capture=EVERYTHING),
@@ -284,7 +291,8 @@ def test_cells_are_graded_by_their_last_token(drafting: Drafting) -> None:
     """Also where the forward begins above the first layer, and a head gets nothing of those
     below.
     """
-    host, reference = drafting.host, drafting.reference
+    host = drafting.host
+    reference = drafting.reference
     short = prompt_of(40, seed=42)
     key = base_run(host, short, blocks=True)
     edits = [
@@ -356,10 +364,8 @@ def test_two_ranks_agree_on_tokens_rows_and_receipts(two_ranks: None, tmp_path: 
             **drafts,
         )
     ) as host:
-        reference, edit = (
-            Reference(target),
-            Edit(2, vector(3), [37, 41, 42, 43], "mlp_out", "replace"),
-        )
+        reference = Reference(target)
+        edit = Edit(2, vector(3), [37, 41, 42, 43], "mlp_out", "replace")
         job = host.job(prompt(6), max_tokens=24, capture=EVERYTHING, steering=host.steering(edit))
         outputs, steps, _ = counted(host, job)
         check_rows(host, reference, job, outputs.values(), [edit])
@@ -507,7 +513,8 @@ def test_prompts_cached_up_to_their_last_token_are_graded_by_its_row(
         answer = speculating.run_any(job, grades={job.id: [Grade(EVERY)]})
         assert answer.outputs[job.id][0].cached_tokens == hit
         (receipt,) = speculating.receipts(job)
-        assert (receipt.status, receipt.message) == ("ok", "")
+        assert receipt.status == "ok"
+        assert receipt.message == ""
         np.testing.assert_allclose(receipt.graded, right, atol=FP32_LOGPROBS, rtol=0)
     assert speculating.call("midstream_status")[0]["token_rows"] - before >= 4, (
         "the last token was computed without drafts"
@@ -524,7 +531,8 @@ def test_a_probe_ends_a_request_among_its_drafts(speculating: Host) -> None:
     nothing.
     """
     for seed in range(3):
-        weights, prompt = Weights(100 + seed, k=16), prompt_of(12, seed=seed) * 3
+        weights = Weights(100 + seed, k=16)
+        prompt = prompt_of(12, seed=seed) * 3
         free = speculating.job(
             prompt, max_tokens=24, probes=[weights.probe(speculating, LAYERS - 1)]
         )
@@ -538,6 +546,7 @@ def test_a_probe_ends_a_request_among_its_drafts(speculating: Host) -> None:
             prompt, max_tokens=24, probes=[probe], capture=capture_of([LAYERS - 1], "all")
         )
         (output,) = speculating.run(job)[job.id]
-        assert (output.finish_reason, output.token_ids) == ("probe:p", tokens[: position - 36 + 1])
+        assert output.finish_reason == "probe:p"
+        assert output.token_ids == tokens[: position - 36 + 1]
         assert speculating.capture(job).positions(0) == list(range(position + 1))
         assert scores_of(speculating, job)["p"].crossed[label] == position

@@ -35,7 +35,9 @@ def test_a_site_that_did_not_capture_fails_those_who_capture_there(
     host.call("midstream_fault", "skip_site")
     host.run_together(here, elsewhere, edited)
     receipt = host.receipts(here)[0]
-    assert (receipt.status, receipt.kind, receipt.files) == ("error", "capture_failed", [])
+    assert receipt.status == "error"
+    assert receipt.kind == "capture_failed"
+    assert receipt.files == []
     assert re.search(
         (rf"rows captured before edits at post_block of layer {LAST}: \d+ planned, 0 " r"counted"),
         receipt.message,
@@ -56,7 +58,8 @@ def test_a_site_that_did_not_edit_fails_its_request(
     host.call("midstream_fault", "skip_site")
     host.run(job)
     receipt = host.receipts(job)[0]
-    assert (receipt.status, receipt.kind) == ("error", "intervention_failed")
+    assert receipt.status == "error"
+    assert receipt.kind == "intervention_failed"
     assert "edits at post_block of layer 2: 2 planned, 0 counted" in receipt.message
     again = host.job(
         prompt_of(12, seed=604),
@@ -64,9 +67,8 @@ def test_a_site_that_did_not_edit_fails_its_request(
         steering=[steer(host.vector(direction(3)), [0, 2], positions=[3, 4])],
     )
     host.run(again)
-    assert (host.receipts(again)[0].status, host.receipts(again)[0].applied) == ("ok", 4), (
-        "the steps that follow are sound"
-    )
+    assert host.receipts(again)[0].status == "ok", "the steps that follow are sound"
+    assert host.receipts(again)[0].applied == 4, "the steps that follow are sound"
 
 
 def test_ranks_agree_on_the_sizes_of_limited_edits(tp2: Host) -> None:
@@ -82,7 +84,9 @@ def test_ranks_agree_on_the_sizes_of_limited_edits(tp2: Host) -> None:
     (largest,) = check_sizes(tp2, job, [2])
     assert 0.39 < largest <= 0.4
     first, second = tp2.receipts(job)
-    assert (first.checksum, first.actions, second.sizes) == (second.checksum, second.actions, [])
+    assert first.checksum == second.checksum
+    assert first.actions == second.actions
+    assert second.sizes == []
 
 
 @pytest.mark.parametrize("hook", ["z", "k", "mlp_act"])
@@ -115,7 +119,9 @@ def test_each_rank_answers_for_its_own_columns_of_sites_inside(tp2: Host, hook: 
         tp2.call("midstream_fault", "skip_site:rank=1")
         tp2.run_any(mine)
         first, second = tp2.receipts(mine)
-        assert (first.status, second.status, second.kind) == ("ok", "error", kind)
+        assert first.status == "ok"
+        assert second.status == "error"
+        assert second.kind == kind
         assert re.search(rf"{hook} of layer 1: \d+ planned, 0 counted", second.message)
     tp2.call("midstream_fault", "")
     tp2.call("restart_ledgers")
@@ -151,7 +157,8 @@ def test_an_edit_that_overflows_fails_its_request_and_names_the_row(
     engine: str, request: pytest.FixtureRequest
 ) -> None:
     host: Host = request.getfixturevalue(engine)
-    prompt, other = prompt_of(12, seed=500), prompt_of(9, seed=501)
+    prompt = prompt_of(12, seed=500)
+    other = prompt_of(9, seed=501)
     first = capturing(host, other)
     alone = host.run_together(first)[first.id][0]
     attacks = [

@@ -15,12 +15,21 @@ from processors import flags
 
 pytestmark = pytest.mark.long
 
-FP32, BF16 = Way("v1", "eager", "float32"), Way("v1", "eager", "bfloat16")
+FP32 = Way("v1", "eager", "float32")
+BF16 = Way("v1", "eager", "bfloat16")
 #: A hybrid, and experts with sinks: the others take minutes.
 SHORT = {("falcon-h1", FP32), ("gpt-oss", FP32)}
 #: What exceeds its bound with AMX: by 3.2 times. The others' rows, and its own at other hooks, do
 #: not.
 WITH_AMX = {("gpt-oss", BF16): {"patched attn_out"}} if "amx_tile" in flags() else {}
+CASES = [
+    pytest.param(
+        name, way, id=f"{name} {way.name}", marks=[] if (name, way) in SHORT else pytest.mark.matrix
+    )
+    for name in FAMILIES
+    for way in (FP32, BF16)
+    if way == BF16 or name not in BF16_ONLY
+]
 #: Of layers that keep a state; in steps of 32 tokens their prompts of 40 take two.
 RECURRENT = [("falcon-h1", FP32), ("nemotron-h", FP32), ("granite4", FP32), ("qwen3-next", BF16)]
 #: Sizes of latent attention that vLLM's kernel for it does not take on a CPU: its plain attention
@@ -30,7 +39,8 @@ SMALL_LATENT = {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "qk_head_dim": 64, "
 
 #: A layer in the middle, and the positions there that get the rows of other positions of the
 #: source.
-LAYER, PLACES = 1, (1, 2, 8, 20, PROMPT - 1)
+LAYER = 1
+PLACES = (1, 2, 8, 20, PROMPT - 1)
 
 
 def patched(host: Host, hooks: tuple[str, ...], draw: int) -> dict[str, Outcome]:
@@ -44,8 +54,11 @@ def patched(host: Host, hooks: tuple[str, ...], draw: int) -> dict[str, Outcome]
         capture=capture_of([], "all", sites=dict.fromkeys(hooks, ALL)),
     )
     host.run(source)
-    rows, key, above = rows_of(host, source), host.keep(source), dict.fromkeys(hooks, ALL[LAYER:])
-    wanted, jobs = {}, {}
+    rows = rows_of(host, source)
+    key = host.keep(source)
+    above = dict.fromkeys(hooks, ALL[LAYER:])
+    wanted = {}
+    jobs = {}
     for number, hook in enumerate(hooks):
         cells = [Cell(hook, LAYER, position, PROMPT - 1 - position) for position in PLACES]
         put = capture_of([LAYER], list(PLACES), "after", hook, at="after")
@@ -61,6 +74,9 @@ def patched(host: Host, hooks: tuple[str, ...], draw: int) -> dict[str, Outcome]
             wanted[hook], host.capture(job).token_ids(), rows_of(host, job), put_rows
         )
     return outcomes
+
+
+RUNS = {"edited": capture, "patched": patched}
 
 
 def exceeded(
@@ -88,7 +104,7 @@ def exceeded(
         draws = DRAWS if name in ROUTED and way == BF16 else 1
         runs = {
             kind: [run(host, host.info["hooks"], draw) for draw in range(draws)]
-            for kind, run in {"edited": capture, "patched": patched}.items()
+            for kind, run in RUNS.items()
         }
     # a median may hide a patch; fp32 shows it
     shows = way != BF16 or name not in ROUTED - BF16_ONLY
@@ -106,20 +122,7 @@ def exceeded(
 
 
 # field case 2, field case 3
-@pytest.mark.parametrize(
-    ("name", "way"),
-    [
-        pytest.param(
-            name,
-            way,
-            id=f"{name} {way.name}",
-            marks=[] if (name, way) in SHORT else pytest.mark.matrix,
-        )
-        for name in FAMILIES
-        for way in (FP32, BF16)
-        if way == BF16 or name not in BF16_ONLY
-    ],
-)
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_every_hook_of_a_family_gives_transformers_rows_and_tokens(
     name: str, way: Way, nurseries, tmp_path: Path
 ) -> None:

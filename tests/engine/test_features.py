@@ -27,7 +27,9 @@ from midstream.schemas.readings.features import FeaturesReading, StoredFeatures
 from midstream.schemas.readings.stored import READER
 from midstream.schemas.requests.specs import SteeringSpec, StoredCapture, StoredSteering
 
-D_SAE, LAYER, K = 256, 2, 12
+D_SAE = 256
+LAYER = 2
+K = 12
 #: Of activations of size 1 to 10, sums of 64 float32 products in another order.
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-5}
 
@@ -42,7 +44,9 @@ class Dictionary:
         rng = np.random.default_rng(seed)
         self.normalises = kind == "layer_norm"
         architecture = "standard" if self.normalises else kind
-        self.root, self.name, self.architecture = root, f"{kind}-{layer}", architecture
+        self.root = root
+        self.name = f"{kind}-{layer}"
+        self.architecture = architecture
         shapes = {
             "W_enc": (HIDDEN, D_SAE),
             "W_dec": (D_SAE, HIDDEN),
@@ -165,20 +169,16 @@ def test_features_are_those_of_the_captured_rows_in_chunks(
     """200 tokens in steps of 64, four autoencoders at a time, beside another request."""
     saes = {name: each.on(v1) for name, each in dictionaries.items()}
     captures = [capture_of([LAYER], "all", at="after"), *(features(sae) for sae in saes.values())]
-    job, other = (
-        v1.job(prompt_of(200), max_tokens=4, capture=captures),
-        v1.job(prompt_of(30, seed=5), max_tokens=3),
-    )
+    job = v1.job(prompt_of(200), max_tokens=4, capture=captures)
+    other = v1.job(prompt_of(30, seed=5), max_tokens=3)
     outputs = v1.run(job, other)[job.id]
     rows = v1.capture(job).array(LAYER)
     tokens = [*prompt_of(200), *outputs[0].token_ids][:-1]
     for reading, each in zip(read(v1, job), dictionaries.values(), strict=True):
-        assert (reading.sae, reading.layer, reading.positions, reading.token_ids) == (
-            each.name,
-            LAYER,
-            list(range(203)),
-            tokens,
-        )
+        assert reading.sae == each.name
+        assert reading.layer == LAYER
+        assert reading.positions == list(range(203))
+        assert reading.token_ids == tokens
         check(reading, each.encode(rows))
     assert {file.tag for file in v1.receipts(job)[0].files} == {"default"}, (
         "a reading stores no rows"
@@ -188,7 +188,8 @@ def test_features_are_those_of_the_captured_rows_in_chunks(
 def test_a_feature_is_set_in_the_forward_and_the_error_kept(
     v1: Host, dictionaries: dict[str, Dictionary]
 ) -> None:
-    each, sae = dictionaries["jumprelu"], dictionaries["jumprelu"].on(v1)
+    each = dictionaries["jumprelu"]
+    sae = dictionaries["jumprelu"].on(v1)
     captures = [capture_of([LAYER], "all_prompt", at=at, tag=at) for at in ("before", "after")]
     for op, value in (("clamp", 7.5), ("ablate", None), ("add", 2.0)):
         plain = v1.job(prompt_of(20), max_tokens=1, capture=captures[0])
@@ -199,7 +200,8 @@ def test_a_feature_is_set_in_the_forward_and_the_error_kept(
             prompt_of(20), max_tokens=1, capture=[*captures, features(sae)], steering=edits
         )
         v1.run(job)
-        before, after = v1.capture(job, 0).array(LAYER), v1.capture(job, 1).array(LAYER)
+        before = v1.capture(job, 0).array(LAYER)
+        after = v1.capture(job, 1).array(LAYER)
         activation = each.encode(before)[:, feature]
         moved = value if op == "add" and value else (value or 0.0) - activation
         wanted = (
@@ -216,13 +218,14 @@ def test_an_autoencoder_that_is_not_loaded_fails_its_request_and_no_other(
 ) -> None:
     sae = dictionaries["standard"].on(v1)
     assert all(ok for ok, _ in v1.call("midstream_drop_saes", [sae.digest]))
-    wanting, other = (
-        v1.job(prompt_of(9), max_tokens=2, capture=features(sae)),
-        v1.job(prompt_of(9), max_tokens=2, capture=capture_of([1], "all")),
-    )
+    wanting = v1.job(prompt_of(9), max_tokens=2, capture=features(sae))
+    other = v1.job(prompt_of(9), max_tokens=2, capture=capture_of([1], "all"))
     v1.run(wanting, other)
-    (receipt,), (fine,) = v1.receipts(wanting), v1.receipts(other)
-    assert (receipt.status, receipt.kind, fine.status) == ("error", "reading_failed", "ok")
+    (receipt,) = v1.receipts(wanting)
+    (fine,) = v1.receipts(other)
+    assert receipt.status == "error"
+    assert receipt.kind == "reading_failed"
+    assert fine.status == "ok"
     assert "features: the sparse autoencoder 'standard-2'" in receipt.message
     wrong = v1.call(
         "midstream_put_sae",
@@ -237,12 +240,15 @@ def test_an_autoencoder_that_is_not_loaded_fails_its_request_and_no_other(
 def test_features_of_a_cached_prompt_are_the_same(
     cached: Host, dictionaries: dict[str, Dictionary]
 ) -> None:
-    sae, prompt = dictionaries["standard"].on(cached), prompt_of(300, seed=61)
+    sae = dictionaries["standard"].on(cached)
+    prompt = prompt_of(300, seed=61)
     jobs = [cached.job(prompt, max_tokens=2, capture=features(sae, "all_prompt")) for _ in range(2)]
     outputs = [cached.run(job)[job.id][0] for job in jobs]
-    assert (outputs[0].cached_tokens, outputs[1].cached_tokens) == (0, 256)
+    assert outputs[0].cached_tokens == 0
+    assert outputs[1].cached_tokens == 256
     first, second = (read(cached, job)[0] for job in jobs)
-    assert (second.positions, second.features[:256]) == (list(range(300)), first.features[:256])
+    assert second.positions == list(range(300))
+    assert second.features[:256] == first.features[:256]
     np.testing.assert_allclose(second.activations[0], first.activations[0], **TOLERANCE)
 
 
@@ -251,7 +257,8 @@ def test_features_under_other_runners(
     request: pytest.FixtureRequest, engine: str, dictionaries: dict[str, Dictionary]
 ) -> None:
     host: Host = request.getfixturevalue(engine)
-    each, sae = dictionaries["layer_norm"], dictionaries["layer_norm"].on(host)
+    each = dictionaries["layer_norm"]
+    sae = dictionaries["layer_norm"].on(host)
     captures = [
         *(capture_of([LAYER], "all", at=at, tag=at) for at in ("before", "after")),
         features(sae),
@@ -261,7 +268,8 @@ def test_features_under_other_runners(
     )
     job = host.job(prompt_of(70, seed=5), max_tokens=3, capture=captures, steering=edits)
     host.run(job)
-    before, after = host.capture(job, 0).array(LAYER), host.capture(job, 1).array(LAYER)
+    before = host.capture(job, 0).array(LAYER)
+    after = host.capture(job, 1).array(LAYER)
     check(read(host, job)[0], each.encode(after))
     moved = np.where(np.arange(len(before)) < 70, 0.0, 4.0 - each.encode(before)[:, 3])
     np.testing.assert_allclose(

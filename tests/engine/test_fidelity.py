@@ -114,10 +114,8 @@ def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
     name: str, way: Way, checkpoints, nurseries, tmp_path
 ) -> None:
     """A request for each hook with every family there, and a plain one among them."""
-    host, hooks = (
-        nurseries(way.runner).host(tmp_path / "engine", checkpoints(name), **options_of(way)),
-        hooks_of(name),
-    )
+    host = nurseries(way.runner).host(tmp_path / "engine", checkpoints(name), **options_of(way))
+    hooks = hooks_of(name)
     with closing(host):
         everything = capture_of([], "all", sites={hook: ALL for hook in hooks})
         asked: dict[str, list[Edit]] = {"": []} | {
@@ -139,7 +137,8 @@ def test_every_family_at_every_hook_gives_transformers_rows_in_every_way_to_run(
         }
         host.run(*jobs.values())
         captured = {hook: host.capture(job) for hook, job in jobs.items()}
-    truth, exceeded = Truth(checkpoints(name), way.dtype), {}
+    truth = Truth(checkpoints(name), way.dtype)
+    exceeded = {}
     for hook, reader in captured.items():
         rows = {(place, layer): reader.array(layer, place) for place in hooks for layer in ALL}
         errors = truth.errors(rows, reader.token_ids(), asked[hook])
@@ -191,7 +190,8 @@ def test_rows_differ_from_transformers_where_the_caveat_says_so_and_nowhere_else
 
     The caveat is in the model's description and every manifest.
     """
-    truth, sites = Reference(checkpoints("phi3-longrope")), {"post_block": list(ALL)}
+    truth = Reference(checkpoints("phi3-longrope"))
+    sites = {"post_block": list(ALL)}
     for max_model_len, prompts in ((128, {20: False, 100: True}), (64, {20: True})):
         settings = options_of(EAGER) | {"engine.max_model_len": max_model_len}
         with closing(
@@ -206,7 +206,8 @@ def test_rows_differ_from_transformers_where_the_caveat_says_so_and_nowhere_else
                     capture=capture_of([], "all_prompt", sites=sites),
                 )
                 host.run(job)
-                rows, reader = truth.rows(prompt_of(length)), host.capture(job)
+                rows = truth.rows(prompt_of(length))
+                reader = host.capture(job)
                 error = max(
                     relative_error(reader.array(layer), rows["post_block", layer]) for layer in ALL
                 )
@@ -236,8 +237,10 @@ def test_a_cached_prompt_gives_the_rows_that_were_computed_before(
         "engine.enable_prefix_caching": True,
     }
     with closing(nurseries("v1").host(tmp_path / name, checkpoints(name), **settings)) as host:
-        reference, prompt = Reference(checkpoints(name)), prompt_of(300, seed=5)
-        sites, found = {hook: list(ALL) for hook in hooks_of(name)}, []
+        reference = Reference(checkpoints(name))
+        prompt = prompt_of(300, seed=5)
+        sites = {hook: list(ALL) for hook in hooks_of(name)}
+        found = []
         for _ in range(2):
             job = host.job(prompt, max_tokens=2, capture=capture_of([], "all", sites=sites))
             outputs = host.run(job)[job.id]
@@ -300,16 +303,17 @@ def run_case(case: Case, folder: Path, nurseries) -> str:
         if figure.worst > way.tolerance
     } == {}
     if way.dtype == "float32":
-        reference, tokens = Reference(truth), outcomes[0][""].token_ids
+        reference = Reference(truth)
+        tokens = outcomes[0][""].token_ids
         reference.rows(tokens)
         assert tokens[-TOKENS + 1 :] == reference.logits[-TOKENS:-1].argmax(axis=-1).tolist()
     return str(max(figure.worst for each in figures for figure in each.values()))
 
 
 def _marks(case: Case) -> list[pytest.MarkDecorator]:
-    return (
-        [] if case.fast else [pytest.mark.matrix] + ([pytest.mark.ranks] if case.ranks > 1 else [])
-    )
+    if case.fast:
+        return []
+    return [pytest.mark.matrix, pytest.mark.ranks] if case.ranks > 1 else [pytest.mark.matrix]
 
 
 @pytest.mark.parametrize(

@@ -53,10 +53,8 @@ def spelling(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = Tokenizer(
         models.BPE({letter: number for number, letter in enumerate([*ALPHABET, "</s>"])}, [])
     )
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>").save_pretrained(path)
     return path
 
@@ -90,8 +88,10 @@ def test_a_constrained_request_is_captured_and_steered_and_its_neighbour_is_alon
         1, np.random.default_rng(3).normal(size=HIDDEN).astype(np.float32), hook="post_attn"
     )
     capture = capture_of([], "all", sites=EVERYTHING)
-    prompt, neighbour = prompt_of(80, seed=8), prompt_of(12, seed=9)  # the first in two steps
-    (alone,) = host.run(plain := host.job(neighbour, max_tokens=5))[plain.id]
+    prompt = prompt_of(80, seed=8)  # in two steps
+    neighbour = prompt_of(12, seed=9)
+    plain = host.job(neighbour, max_tokens=5)
+    (alone,) = host.run(plain)[plain.id]
     job = host.job(
         prompt, max_tokens=5, capture=capture, steering=host.steering(edit), structured_outputs=FORM
     )
@@ -106,10 +106,8 @@ def test_a_constrained_request_is_captured_and_steered_and_its_neighbour_is_alon
 
 
 def test_a_constraint_that_does_not_compile_fails_its_own_job_alone(host: Host) -> None:
-    broken, job = (
-        host.job(prompt_of(9), structured_outputs=StructuredRequest(regex="[(")),
-        host.job(prompt_of(9)),
-    )
+    broken = host.job(prompt_of(9), structured_outputs=StructuredRequest(regex="[("))
+    job = host.job(prompt_of(9))
     answer = host.run_any(broken, job)
     assert set(answer.errors) == {broken.id}
     assert answer.errors[broken.id].startswith("structured_outputs: ")

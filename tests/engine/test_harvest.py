@@ -79,10 +79,8 @@ def test_rows_of_a_harvest_are_those_of_captures(client: Client, whole: Harvest)
     for request, number in enumerate(numbers):
         for layer in LAYERS:
             keys, rows = whole.document(number, layer)
-            assert (keys.positions.tolist(), keys.token_ids.tolist()) == (
-                captured.positions(request=request),
-                captured.token_ids(request=request),
-            )
+            assert keys.positions.tolist() == captured.positions(request=request)
+            assert keys.token_ids.tolist() == captured.token_ids(request=request)
             assert relative_error(rows, captured.array(layer, request=request)) <= BF16_BATCH
     assert set(whole.keys(slice(None)).documents.tolist()) == set(range(len(DOCUMENTS)))
 
@@ -101,7 +99,8 @@ def test_what_the_operator_captures_of_all_traffic_it_captures_of_a_harvest(
     store = open_store(service.settings.artifacts)
     assert sum(len(list(find_entries(store, job, "ops"))) for job in jobs) == len(DOCUMENTS)
     captured = CaptureReader(Path(service.settings.artifacts) / "ops", job=jobs[0])
-    keys, rows = made.keys(slice(None)), made.rows(slice(None), 15)
+    keys = made.keys(slice(None))
+    rows = made.rows(slice(None), 15)
     for request in captured.requests()[:5]:
         (token,) = captured.token_ids(request=request)
         (position,) = captured.positions(request=request)
@@ -116,9 +115,8 @@ def test_a_policy_that_stops_all_traffic_ends_what_a_harvest_generates(
     """At the first token in which it crosses; the rows of the documents stay."""
 
     def generated() -> int:
-        return harvested(
-            service, client, generate={"max_tokens": 4, "ignore_eos": True}
-        ).manifest.generated
+        made = harvested(service, client, generate={"max_tokens": 4, "ignore_eos": True})
+        return made.manifest.generated
 
     assert generated() == 4 * len(DOCUMENTS)
     client.probes.put("guard", weight=np.zeros(576), bias=[1.0], layer=3, thresholds=[0.5])
@@ -166,7 +164,8 @@ def test_a_module_is_compared_with_the_plain_model(client: Client) -> None:
     survey = client.harvests.survey(views[0], against=views[1].id, sae="words", top=5, context=2)
     plain, steered = (open(view.uri) for view in views)
     model = AutoModelForCausalLM.from_pretrained(fetch_demo_model(), dtype=torch.float32)
-    expected, keys = [], []
+    expected = []
+    keys = []
     for document in range(12):
         found, _ = plain.document(document, 29)
         tokens = found.token_ids.tolist()
@@ -183,9 +182,8 @@ def test_a_module_is_compared_with_the_plain_model(client: Client) -> None:
     assert [
         (example.document, example.position, example.value) for example in survey.examples()
     ] == list(strongest.values())[:5]
-    encoder = load_sae(
-        ROOT / "examples" / "data" / "saes" / "smollm2-15", client.saes.get("words").digest
-    )
+    registered = client.saes.get("words")
+    encoder = load_sae(ROOT / "examples" / "data" / "saes" / "smollm2-15", registered.digest)
     for side, harvest in enumerate((plain, steered)):
         active = encoder.encode(torch.from_numpy(harvest.rows(slice(None), 15))).numpy()
         density = (active > 0).mean(0)

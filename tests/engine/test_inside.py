@@ -144,7 +144,8 @@ def check_edits(host: Host, reference: InsideReference, wanted: dict[str, Edit])
     for number, (name, job) in enumerate(jobs.items()):
         edit = [wanted[name]] if name in wanted else []
         tokens = [*prompt_of(12, seed=number if edit else 0), *answers[job.id][0].token_ids][:-1]
-        rows, reader = reference.rows(tokens, *edit), host.capture(job)
+        rows = reference.rows(tokens, *edit)
+        reader = host.capture(job)
         last = relative_error(
             reader.array(LAYERS - 1, "post_block"), rows["post_block", LAYERS - 1]
         )
@@ -190,8 +191,11 @@ def test_heads_are_captured_and_edited_alone(v1: Host, inside: InsideReference) 
     whole = captured(v1, jobs[0], **wanted)
     two = captured(v1, jobs[1], **wanted | {"hooks": {"z": [1]}, "heads": "0,3"})
     outputs = v1.run(whole, two)
-    row, other = np.zeros((2, 4, 32), np.float32), np.zeros((2, 32), np.float32)
-    row[0, [0, 2]], row[1, 3], other[1] = vector, vector, vector
+    row = np.zeros((2, 4, 32), np.float32)
+    other = np.zeros((2, 32), np.float32)
+    row[0, [0, 2]] = vector
+    row[1, 3] = vector
+    other[1] = vector
     mask = np.repeat([True, False, True, False], 32)
     same = [
         Edit(1, row[0].reshape(-1), hook="z", op="replace", positions=[4], mask=mask),
@@ -199,11 +203,13 @@ def test_heads_are_captured_and_edited_alone(v1: Host, inside: InsideReference) 
         Edit(0, row[1].reshape(-1), hook="q", op="add", scale=2.0),
     ]
     rows = inside.rows([*prompt_of(12), *outputs[whole.id][0].token_ids][:-1], *same)
-    reader, heads = v1.capture(whole), v1.capture(two)
+    reader = v1.capture(whole)
+    heads = v1.capture(two)
     assert relative_error(reader.array(3, "post_block"), rows["post_block", 3]) <= FP32_ROWS
     edited = reader.array(1, "z").reshape(-1, 4, 32)
     assert np.array_equal(edited[4, [0, 2]], [vector, vector])
-    assert (heads.manifest().heads, heads.array(1, "z").shape) == ([0, 3], (13, 64))
+    assert heads.manifest().heads == [0, 3]
+    assert heads.array(1, "z").shape == (13, 64)
     assert np.array_equal(heads.array(1, "z").reshape(-1, 2, 32), edited[:, [0, 3]])
 
 
@@ -265,7 +271,8 @@ def test_tensor_parallel_ranks_record_and_edit_their_own_columns(
     job = tp2.job(prompt_of(12), max_tokens=1, steering=tp2.steering(ablated))
     job = captured(tp2, job, hooks={"post_block": [3]}, positions="all", at="after")
     tp2.run(job)
-    reader, rows = tp2.capture(job), inside_qwen3.rows(prompt_of(12), same)
+    reader = tp2.capture(job)
+    rows = inside_qwen3.rows(prompt_of(12), same)
     assert relative_error(reader.array(3, "post_block"), rows["post_block", 3]) <= FP32_ROWS
     assert len({receipt.checksum for receipt in tp2.receipts(job)}) == 1
 
@@ -276,7 +283,8 @@ def test_rows_that_one_rank_kept_do_not_stand_for_those_of_another(
     """Of heads that the first rank holds: who asks for a head of the other, or for all, has the
     prompt computed.
     """
-    prompt, found = prompt_of(200, seed=83), []
+    prompt = prompt_of(200, seed=83)
+    found = []
     rows = inside_qwen3.rows(prompt)["z", 1].reshape(-1, 4, 32)
     for heads in ("0-1", "0-1", "1-2", None, "2-3", "0-1", None):
         job = captured(
@@ -336,7 +344,9 @@ def test_cached_prompts_have_the_rows_that_others_captured_and_no_others(
     were read are kept on each rank.
     """
     host: Host = request.getfixturevalue(engine)
-    prompt, layers, ranks = prompt_of(200, seed=80), (1, 3), host.settings.vllm.tensor_parallel_size
+    prompt = prompt_of(200, seed=80)
+    layers = (1, 3)
+    ranks = host.settings.vllm.tensor_parallel_size
     rows = (inside_qwen3 if engine in ("tp2", "pp2") else inside).rows(prompt)
     reused = []
     for hooks in (
@@ -383,7 +393,8 @@ def test_cached_prompts_have_the_rows_that_others_captured_and_no_others(
 def test_blocks_under_an_edited_key_never_serve_a_plain_request(
     cached: Host, inside: InsideReference
 ) -> None:
-    prompt, vector = prompt_of(280, seed=81), RNG.normal(size=64).astype(np.float32)
+    prompt = prompt_of(280, seed=81)
+    vector = RNG.normal(size=64).astype(np.float32)
     edit = Edit(1, vector, list(range(140, 200)), hook="k", scale=3.0)
     for edited, served_tokens in (([edit], 0), ([], 128), ([edit], 256), ([], 256)):
         job = captured(
@@ -406,7 +417,8 @@ def check_together(
     """One request with each prompt, all but the first with an edit inside of a layer: rows and
     patterns are those of it alone.
     """
-    jobs, wanted = [], []
+    jobs = []
+    wanted = []
     for number, prompt in enumerate(prompts):
         hook = ("", *served(host))[number % (1 + len(served(host)))]
         positions = sorted({5, len(prompt) - 1, len(prompt) + 2, len(prompt) + max_tokens - 4})
@@ -426,16 +438,12 @@ def check_together(
         jobs.append(captured(host, job, **spec, at="after"))
     answers = host.run_together(*jobs)
     for job, edits in zip(jobs, wanted, strict=True):
-        tokens, reader = (
-            [*job.prompts[0].token_ids, *answers[job.id][0].token_ids][:-1],
-            host.capture(job),
-        )
+        tokens = [*job.prompts[0].token_ids, *answers[job.id][0].token_ids][:-1]
+        reader = host.capture(job)
         rows = reference.rows(tokens, *edits)
-        assert (len(answers[job.id][0].token_ids), reader.positions(), reader.token_ids()) == (
-            max_tokens,
-            list(range(len(tokens))),
-            tokens,
-        )
+        assert len(answers[job.id][0].token_ids) == max_tokens
+        assert reader.positions() == list(range(len(tokens)))
+        assert reader.token_ids() == tokens
         for layer in (1, 3):
             for hook in reader.hooks():
                 assert relative_error(reader.array(layer, hook), rows[hook, layer]) <= FP32_ROWS, (
@@ -503,7 +511,8 @@ def check_experts(host: Host, reference: InsideReference) -> None:
         positions="all_prompt",
     )
     host.run(job)
-    rows, reader = reference.rows(prompt_of(40)), host.capture(job)
+    rows = reference.rows(prompt_of(40))
+    reader = host.capture(job)
     for layer in range(LAYERS):
         theirs, ours = np.zeros((2, *rows["router", layer].shape))
         weights, chosen = rows["experts", layer]

@@ -51,9 +51,8 @@ def test_an_op_edits_beside_others_and_not_at_strength_zero(
     before, after = (host.capture(both, side).array(1) for side in (0, 1))
     added = before + VECTOR
     norms = np.linalg.norm(added, axis=-1, keepdims=True)
-    np.testing.assert_allclose(
-        after, np.where(norms > limit, added * limit / norms, added), rtol=1e-5, atol=1e-5
-    )
+    capped = np.where(norms > limit, added * limit / norms, added)
+    np.testing.assert_allclose(after, capped, rtol=1e-5, atol=1e-5)
     for layer in ALL:
         zero, bare = (host.capture(job, 1).array(layer) for job in (nothing, plain))
         np.testing.assert_array_equal(zero, bare)
@@ -67,7 +66,8 @@ def test_ops_edit_their_rows_alike_on_every_runner_rank_and_stage(
     requests are preempted meanwhile.
     """
     host: Host = request.getfixturevalue(engine)
-    before, unit = host.call("midstream_status")[0]["preemptions"], VECTOR / np.linalg.norm(VECTOR)
+    before = host.call("midstream_status")[0]["preemptions"]
+    unit = VECTOR / np.linalg.norm(VECTOR)
     length, tokens = (110, 60) if engine == "cached" else (58, 14)
     jobs = {}
     for layer in ALL:
@@ -99,10 +99,8 @@ def test_ops_edit_their_rows_alike_on_every_runner_rank_and_stage(
 def test_an_op_that_fails_for_one_request_edits_rows_of_others_with_the_same_edit(v1: Host) -> None:
     same = SteeringSpec(extension="unruly", layers=1, options={"mood": 5.0})
     far = SteeringSpec(op="add", layers=1, vector=from_numpy(np.full(HIDDEN, 1e4, np.float32)))
-    good, bad = (
-        v1.job(prompt_of(20), capture=SIDES, steering=v1.steering(same)),
-        v1.job(prompt_of(20), steering=v1.steering(far, same)),
-    )
+    good = v1.job(prompt_of(20), capture=SIDES, steering=v1.steering(same))
+    bad = v1.job(prompt_of(20), steering=v1.steering(far, same))
     v1.run_together(good, bad)
     assert v1.receipts(bad)[0].kind == "intervention_failed"
     before, after = (v1.capture(good, side).array(1) for side in (0, 1))
@@ -119,17 +117,20 @@ def test_what_an_op_does_wrong_fails_its_request_alone(v1: Host) -> None:
         )
 
     jobs = [wrong(seed, mood) for seed, mood in enumerate((1.0, 2.0, 3.0, 4.0), 10)]
-    good, beside = wrong(20, 0.0), v1.job(prompt_of(20, seed=1), capture=SIDES)
+    good = wrong(20, 0.0)
+    beside = v1.job(prompt_of(20, seed=1), capture=SIDES)
     stale = wrong(21, 0.0)
     entry = stale.steering[0][0]
     entry.numbers[-1] += 1.0
     v1.run(*jobs, good, beside, stale)
     for job in jobs:
         (receipt,) = v1.receipts(job)
-        assert (receipt.status, receipt.kind) == ("error", "intervention_failed"), receipt
+        assert receipt.status == "error", receipt
+        assert receipt.kind == "intervention_failed", receipt
         assert "replace with extension" in receipt.message
     (receipt,) = v1.receipts(stale)
-    assert (receipt.status, receipt.kind) == ("error", "intervention_failed")
+    assert receipt.status == "error"
+    assert receipt.kind == "intervention_failed"
     assert "another version of it" in receipt.message
     assert v1.receipts(good)[0].status == "ok"
     for layer in ALL:
@@ -169,18 +170,15 @@ def test_reader_gets_the_rows_of_a_capture_on_every_runner_rank_and_stage(
         reader(host, "row-geometry", 70, **wish),
     ]
     raising = reader(host, "unruly", 12, layers=[LAYERS - 1], options={"mood": "raise"})
-    job, failing = (
-        host.job(prompt_of(70), max_tokens=4, capture=captures),
-        host.job(prompt_of(12), capture=raising),
-    )
+    job = host.job(prompt_of(70), max_tokens=4, capture=captures)
+    failing = host.job(prompt_of(12), capture=raising)
     host.run(job, failing)
-    stored, (reading,) = host.capture(job), read(host, job)
-    assert (len(reading.parts), reading.package, reading.version, reading.options["k"]) == (
-        stages,
-        "row-geometry",
-        "1.0",
-        4,
-    )
+    stored = host.capture(job)
+    (reading,) = read(host, job)
+    assert len(reading.parts) == stages
+    assert reading.package == "row-geometry"
+    assert reading.version == "1.0"
+    assert reading.options["k"] == 4
     seen = []
     for part in reading.parts:
         sites = [(hook, layer) for hook, layers in part.sites.items() for layer in layers]
@@ -188,7 +186,8 @@ def test_reader_gets_the_rows_of_a_capture_on_every_runner_rank_and_stage(
             np.stack([stored.array(layer, hook=hook) for hook, layer in sites]), axis=-1
         )  # type: ignore[arg-type]
         np.testing.assert_allclose(part.arrays["norm"].numpy(), norms, rtol=1e-6)
-        assert (part.positions, part.token_ids) == (stored.positions(), stored.token_ids())
+        assert part.positions == stored.positions()
+        assert part.token_ids == stored.token_ids()
         seen += sites
     assert sorted(seen) == sorted([("mlp_out", 1), *(("post_block", layer) for layer in ALL)])
     assert ("reading_failed", True) in [
@@ -217,7 +216,8 @@ def test_a_fault_in_a_reader_fails_its_request_alone(v1: Host) -> None:
             assert receipt.status == "ok"
             assert read(v1, job)[0].parts[0].arrays["rows"].numpy().tolist() == [1]
         else:
-            assert (receipt.status, receipt.kind) == ("error", "reading_failed")
+            assert receipt.status == "error"
+            assert receipt.kind == "reading_failed"
             assert words[mood] in receipt.message
     assert read(v1, beside)[0].parts[0].arrays["norm"].numpy().shape == (LAYERS, 1)
 

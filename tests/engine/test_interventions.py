@@ -72,15 +72,17 @@ def trials(
     found = {}
     for name, job in jobs.items():
         output = answers[job.id][0]
+        readers = [host.capture(job, number) for number in (0, 1)]
         before, after = (
             {(hook, layer): reader.array(layer, hook) for hook in sites for layer in ALL}
-            for reader in [host.capture(job, number) for number in (0, 1)]
+            for reader in readers
         )
+        logprobs = [each.logprob for each in output.logprobs or []]
         found[name] = Trial(
             job.prompts[0].token_ids + output.token_ids,
             before,
             after,
-            [each.logprob for each in output.logprobs or []],
+            logprobs,
             host.receipts(job)[0].applied,
         )
     return found
@@ -137,9 +139,8 @@ def test_steering_phases_are_prompt_or_generated(v1: Host, reference: Reference)
     answers = v1.run(*jobs.values())
     for positions, job in jobs.items():
         tokens = prompt + answers[job.id][0].token_ids
-        wanted = reference.post_block(
-            tokens[:-1], [FAMILIES["clamp"]._replace(positions=list(tiers[positions]))]
-        )
+        edit = FAMILIES["clamp"]._replace(positions=list(tiers[positions]))
+        wanted = reference.post_block(tokens[:-1], [edit])
         for layer in ALL:
             assert relative_error(v1.capture(job).array(layer), wanted[layer]) <= FP32_ROWS
         assert v1.receipts(job)[0].applied == len(tiers[positions])

@@ -49,7 +49,8 @@ def test_lens_equals_transformers_in_chunks_and_beside_others(v1: Host, truth: T
     for job in (long, short):
         (reading,) = lenses(v1, job)
         tokens = job.prompts[0].token_ids + outputs[job.id][0].token_ids
-        assert (reading.positions, reading.token_ids) == (list(range(len(tokens) - 1)), tokens[:-1])
+        assert reading.positions == list(range(len(tokens) - 1))
+        assert reading.token_ids == tokens[:-1]
         check(reading, truth.logprobs(tokens[:-1]))
         first = len(job.prompts[0].token_ids) - 1
         assert [row[0] for row in reading.top_tokens[-1][first:]] == outputs[job.id][0].token_ids
@@ -75,11 +76,9 @@ def test_named_tokens_and_parts_of_the_stream(v1: Host, truth: Truth) -> None:
     wanted = truth.head(truth.norm()(rows)).log_softmax(dim=-1).detach().numpy()
     check(after, {(1, position): wanted[position] for position in range(12)})  # type: ignore[arg-type]
     assert np.abs(np.array(after.top_logprobs) - np.array(before.top_logprobs)).max() > 0.01
-    assert (branch.hook, branch.layers, np.isfinite(branch.top_logprobs).all()) == (
-        "attn_out",
-        [2],
-        True,
-    )
+    assert branch.hook == "attn_out"
+    assert branch.layers == [2]
+    assert np.isfinite(branch.top_logprobs).all()
 
 
 def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: Truth) -> None:
@@ -99,9 +98,8 @@ def test_a_fitted_jacobian_lens_reads_and_edits_by_definition(v1: Host, truth: T
     model = msgspec.convert(v1.info, ModelInfo)
     root = v1.settings.artifacts_of("lenses")
     found = lens_of(JacobianLensRequest(path="jacobian"), "mine", model, root)
-    (directed,) = check_directed(
-        [SteeringSpec(jacobian="mine", token=7, swap=123, layers=[2])], {"mine": found}, model
-    )
+    spec = SteeringSpec(jacobian="mine", token=7, swap=123, layers=[2])
+    (directed,) = check_directed([spec], {"mine": found}, model)
     plain = DirectionFiles(folder).plain_specs(directed, [7, 123])
     job = v1.job(
         prompt_of(12, seed=8),
@@ -138,7 +136,8 @@ def test_a_cached_prompt_is_read_from_kept_rows(cached: Host, truth: Truth) -> N
     prompt = prompt_of(300, seed=31)
     jobs = [cached.job(prompt, max_tokens=2, capture=lens(ALL, "all_prompt")) for _ in range(2)]
     outputs = [cached.run(job)[job.id][0] for job in jobs]
-    assert (outputs[0].cached_tokens, outputs[1].cached_tokens) == (0, 256)
+    assert outputs[0].cached_tokens == 0
+    assert outputs[1].cached_tokens == 256
     first, second = (lenses(cached, job)[0] for job in jobs)
     check(first, truth.logprobs(prompt))
     check(second, truth.logprobs(prompt))
@@ -151,8 +150,11 @@ def test_a_failing_reading_fails_its_request_and_no_other(v1: Host) -> None:
         read = v1.job(prompt_of(9), max_tokens=2, capture=lens(ALL))
         other = v1.job(prompt_of(9), max_tokens=2, capture=capture_of(ALL, "all"))
         v1.run(read, other)
-        (receipt,), (fine,) = v1.receipts(read), v1.receipts(other)
-        assert (receipt.status, receipt.kind, fine.status) == ("error", "reading_failed", "ok")
+        (receipt,) = v1.receipts(read)
+        (fine,) = v1.receipts(other)
+        assert receipt.status == "error"
+        assert receipt.kind == "reading_failed"
+        assert fine.status == "ok"
         assert "lens: fault injected" in receipt.message
     finally:
         v1.call("midstream_fault", "")

@@ -55,7 +55,8 @@ def adapted(
     nursery: Nursery | None, folder: Path, name: str, env: dict[str, str] | None = None, **settings
 ) -> Adapted:
     """`nursery`: None for an engine of several ranks, which has processes of its own."""
-    base, root = checkpoint(name, folder / name), folder / "loras"
+    base = checkpoint(name, folder / name)
+    root = folder / "loras"
     targets = TARGETS.get(name, LLAMA)
     loras: dict[str, StoredLora | None] = {"": None}
     loras["one"] = make_adapter(root, "one", base, targets)
@@ -100,7 +101,8 @@ def llama_loras(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> I
 
 def worst(engine: Adapted, name: str, job, outputs, edits=()) -> float:
     """The largest error of a row of the job's capture, against transformers with this adapter."""
-    reader, errors = engine.host.capture(job), []
+    reader = engine.host.capture(job)
+    errors = []
     for output in outputs:
         tokens = job.prompts[output.index].token_ids + output.token_ids
         wanted = engine.truth[name].rows(tokens[:-1], edits)
@@ -160,7 +162,8 @@ def test_the_model_alone_is_served_bit_for_bit_as_without_adapters(
     """Also in one batch with adapters, where vLLM's own code for CPUs applies the last one to
     everybody.
     """
-    prompt, rows = prompt_of(40), []
+    prompt = prompt_of(40)
+    rows = []
     for host, others in ((v1, []), (llama_loras.host, []), (llama_loras.host, ["one", "two"])):
         job = host.job(prompt, max_tokens=1, capture=everything(llama_loras))
         host.run_together(
@@ -186,7 +189,8 @@ def test_cached_prompts_and_kept_rows_belong_to_one_adapter(llama_loras: Adapted
     """The same prompt again and again: blocks and rows are reused under the same adapter and no
     other.
     """
-    prompt, met = prompt_of(300, seed=5), set()
+    prompt = prompt_of(300, seed=5)
+    met = set()
     for name in ("one", "", "two", "one", "two", ""):
         job = llama_loras.host.job(
             prompt, max_tokens=2, capture=everything(llama_loras), lora=llama_loras.loras[name]
@@ -199,7 +203,8 @@ def test_cached_prompts_and_kept_rows_belong_to_one_adapter(llama_loras: Adapted
 
 def test_source_runs_patch_across_adapters(llama_loras: Adapted) -> None:
     """A row captured under one adapter, written into a request under another."""
-    host, prompt = llama_loras.host, prompt_of(20)
+    host = llama_loras.host
+    prompt = prompt_of(20)
     source = host.job(
         prompt, max_tokens=1, capture=capture_of([2], "all_prompt"), lora=llama_loras.loras["one"]
     )
@@ -231,7 +236,8 @@ def test_source_runs_patch_across_adapters(llama_loras: Adapted) -> None:
 @pytest.mark.long
 def test_rows_are_those_of_pefts_own_forward(nursery: Nursery, tmp_path: Path) -> None:
     """Of every adapter that PEFT wrote and that is served."""
-    base, golden = checkpoint("llama", tmp_path / "llama"), np.load(peft_rows.ROWS)
+    base = checkpoint("llama", tmp_path / "llama")
+    golden = np.load(peft_rows.ROWS)
     (tmp_path / "loras").symlink_to(peft_rows.ADAPTERS)
     contents = {name: lora_files.read(peft_rows.ADAPTERS / name) for name in golden}
     with closing(
@@ -264,7 +270,8 @@ def test_more_adapters_than_fit_take_turns_and_each_comes_back(llama_loras: Adap
     """Three at once where ranks hold two: the third waits for room, and one that was evicted is
     loaded again.
     """
-    base, host = llama_loras.root.parent / "llama", llama_loras.host
+    base = llama_loras.root.parent / "llama"
+    host = llama_loras.host
     more = {
         f"more{number}": make_adapter(llama_loras.root, f"more{number}", base, LLAMA[:1], rank=2)
         for number in range(3)
@@ -284,7 +291,8 @@ def test_more_adapters_than_fit_take_turns_and_each_comes_back(llama_loras: Adap
 
 def test_files_that_changed_since_registration_are_never_loaded(llama_loras: Adapted) -> None:
     """The engine goes on, and the same name with its new digest is another adapter."""
-    base, host = llama_loras.root.parent / "llama", llama_loras.host
+    base = llama_loras.root.parent / "llama"
+    host = llama_loras.host
     former = make_adapter(llama_loras.root, "changing", base, LLAMA, alpha=8.0)
     now = make_adapter(llama_loras.root, "changing", base, LLAMA, alpha=80.0)
     job = host.job(prompt_of(10), max_tokens=2, lora=former)
@@ -310,10 +318,8 @@ def test_an_adapter_is_in_the_ranks_account(llama_loras: Adapted) -> None:
         for name in ("one", "")
     ]
     host.run(*jobs)
-    assert (
-        host.call("midstream_status")[0]["actions"],
-        [receipt.status for receipt in host.receipts(jobs[0])],
-    ) == (before + 2, ["ok", "ok"])
+    assert host.call("midstream_status")[0]["actions"] == before + 2
+    assert [receipt.status for receipt in host.receipts(jobs[0])] == ["ok", "ok"]
 
 
 @pytest.mark.long
@@ -413,9 +419,8 @@ def test_bf16_rows_under_an_adapter_are_as_close_as_transformers_own(
             rows = {
                 (hook, layer): reader.array(layer, hook) for hook in engine.hooks for layer in ALL
             }
-            errors = Truth(tmp_path / (f"{name}-merged" if name else "llama"), "bfloat16").errors(
-                rows, reader.token_ids()
-            )
+            truth = Truth(tmp_path / (f"{name}-merged" if name else "llama"), "bfloat16")
+            errors = truth.errors(rows, reader.token_ids())
             assert {hook: error for hook, error in errors.items() if error > BF16_EXCESS} == {}, (
                 name
             )
@@ -435,7 +440,8 @@ class Served(NamedTuple):
 @pytest.fixture(scope="module")
 def served(tiny_stack: Stack, llama: Path) -> Iterator[Served]:
     """Adapters `one` and `two`, registered."""
-    base, root = llama, Path(tiny_stack.settings.artifacts_of("loras"))
+    base = llama
+    root = Path(tiny_stack.settings.artifacts_of("loras"))
     make_adapter(root, "first", base, LLAMA)
     make_adapter(root, "deep/second", base, LLAMA[:2], rank=4)
     make_adapter(root, "large", base, LLAMA, rank=32)
@@ -464,7 +470,8 @@ def test_a_job_names_an_adapter_and_gets_the_rows_of_merged_weights(served: Serv
             **({"lora": name} if name else {}),
         )
         tokens = prompt + result.outputs[0].token_ids
-        wanted, reader = served.truth[name].rows(tokens[:-1]), served.client.capture(result)
+        wanted = served.truth[name].rows(tokens[:-1])
+        reader = served.client.capture(result)
         for hook in capture["hooks"]:
             for layer in ALL:
                 assert (
@@ -499,7 +506,8 @@ def test_what_cannot_be_served_is_refused_when_it_is_registered(served: Served) 
 
 @pytest.mark.long
 def test_completions_under_two_adapters_and_none_are_answered_side_by_side(served: Served) -> None:
-    prompt, wanted = prompt_of(25, seed=3), {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    prompt = prompt_of(25, seed=3)
+    wanted = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
     for _ in range(2):  # the second time from the prefix cache
         with ThreadPoolExecutor(3) as pool:
             calls = {
@@ -527,7 +535,10 @@ def test_completions_under_two_adapters_and_none_are_answered_side_by_side(serve
 
 @pytest.mark.long
 def test_a_sweep_under_an_adapter_measures_the_merged_model(served: Served) -> None:
-    clean, corrupt, answer, foil = prompt_of(9, seed=1), prompt_of(9, seed=2), [40], [41]
+    clean = prompt_of(9, seed=1)
+    corrupt = prompt_of(9, seed=2)
+    answer = [40]
+    foil = [41]
     result = served.client.sweep(
         model="tiny",
         lora="one",

@@ -56,7 +56,8 @@ def random_positions(rng: np.random.Generator, prompt: int) -> Any:
     if kind == "list":
         return sorted({int(p) for p in rng.integers(0, prompt, 3)})
     if kind == "range":
-        start, length = int(rng.integers(0, prompt + 4)), int(rng.integers(1, 60))
+        start = int(rng.integers(0, prompt + 4))
+        length = int(rng.integers(1, 60))
         return Span(start=start, stop=None if rng.random() < 0.5 else start + length)
     return kind
 
@@ -67,9 +68,8 @@ def random_window(rng: np.random.Generator) -> Span | None:
     if kind == 0:
         return Span(last=int(rng.integers(1, 40)))
     if kind == 1:
-        return Span(
-            head_and_tail=HeadAndTail(head=int(rng.integers(1, 30)), tail=int(rng.integers(0, 30)))
-        )
+        ends = HeadAndTail(head=int(rng.integers(1, 30)), tail=int(rng.integers(0, 30)))
+        return Span(head_and_tail=ends)
     if kind == 2:
         tokens = [[int(token)] for token in rng.integers(0, 100, 16)]
         return Span(around=Around(token_ids=tokens, before=int(rng.integers(0, 4)), after=2))
@@ -126,10 +126,13 @@ def random_steering(
     rng: np.random.Generator, vectors: list[Tensor], matrices: list[list[Tensor]], prompt: int
 ) -> list[SteeringSpec]:
     """One or two entries; of two often both at one place."""
-    layer, hook, specs = int(rng.integers(LAYERS)), HOOKS[rng.integers(len(HOOKS))], []
+    layer = int(rng.integers(LAYERS))
+    hook = HOOKS[rng.integers(len(HOOKS))]
+    specs = []
     for _ in range(rng.integers(1, 3)):
         if rng.random() < 0.5:
-            layer, hook = int(rng.integers(LAYERS)), HOOKS[rng.integers(len(HOOKS))]
+            layer = int(rng.integers(LAYERS))
+            hook = HOOKS[rng.integers(len(HOOKS))]
         family = str(
             rng.choice([name for name in FAMILIES if name != "add_matched" or hook in STREAM_HOOKS])
         )
@@ -158,11 +161,8 @@ def edits_of(specs: list[SteeringSpec], prompt: int, total: int) -> list[Edit]:
         where = named[spec.positions] if isinstance(spec.positions, str) else spec.positions
         if isinstance(where, Span):
             where = range(where.start or 0, total if where.stop is None else where.stop)
-        fields = {
-            name: getattr(spec, name)
-            for takes in [STEERING_FIELDS[spec.op]]
-            for name in (*takes.tensors, *takes.options)
-        }
+        takes = STEERING_FIELDS[spec.op]
+        fields = {name: getattr(spec, name) for name in (*takes.tensors, *takes.options)}
         given = {
             name: to_numpy(value) if isinstance(value, Tensor) else value
             for name, value in fields.items()
@@ -192,7 +192,9 @@ def test_every_row_of_hundreds_of_mixed_requests_equals_that_of_a_solo_run(
         ]
         for rank in (1, 4)
     ]
-    jobs, cancelled, steered = [], {}, {}
+    jobs = []
+    cancelled = {}
+    steered = {}
     for number in range(REQUESTS):
         prompt = prompt_of(
             int(rng.choice([rng.integers(1, 60), rng.integers(105, 128), rng.integers(128, 220)])),
@@ -237,10 +239,13 @@ def test_every_row_of_hundreds_of_mixed_requests_equals_that_of_a_solo_run(
                     reader.array(layer, hook), solo[hook, layer][wanted_positions]
                 )
                 assert error <= FP32_ROWS, (job, hook, layer, error)
-                compared, worst = compared + len(wanted_positions), max(worst, error)
+                compared += len(wanted_positions)
+                worst = max(worst, error)
     print(
         f"{compared:.0f} rows of {len(jobs)} requests, worst relative error "
         f"{worst:.2g}, {status['preemptions']} preemptions"
     )
     after = crowded.call("midstream_status")[0]
-    assert (after["rows_used"], after["entries_used"], after["requests"]) == (0, 0, 0)
+    assert after["rows_used"] == 0
+    assert after["entries_used"] == 0
+    assert after["requests"] == 0

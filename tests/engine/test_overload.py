@@ -71,11 +71,14 @@ def test_rows_beyond_the_queue_are_whole_on_disk_or_named_as_dropped(
         lost += len(dropped)
         assert receipt.status == ("partial" if dropped else "ok")  # field case 19
         assert not dropped or str(dropped[0]) in receipt.message
-        reader, wanted = CaptureReader(flooded.root, job.id), reference.rows(tokens[:-1])
+        reader = CaptureReader(flooded.root, job.id)
+        wanted = reference.rows(tokens[:-1])
         assert reader.positions() == [
             position for position in range(len(tokens) - 1) if position not in dropped
         ]
-        for hook, layers in EVERYTHING.items() if reader.positions() else ():
+        if not reader.positions():
+            continue
+        for hook, layers in EVERYTHING.items():
             for layer in layers:
                 assert (
                     relative_error(
@@ -137,7 +140,8 @@ def test_while_nothing_is_written_captures_wait_and_others_run(
     )
     beside = held.job(prompt_of(30), max_tokens=12)
     scored = held.job(prompt_of(12), max_tokens=8, probes=[Weights(1).probe(held, 0)])
-    (hold := Path(held.settings.data_dir) / "hold").touch()
+    hold = Path(held.settings.data_dir) / "hold"
+    hold.touch()
     with ThreadPoolExecutor() as pool:
         run = pool.submit(held.run_together, first, running, beside, *waiting, scored)
         try:

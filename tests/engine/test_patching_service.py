@@ -25,7 +25,8 @@ from midstream.schemas.prompts.selectors import resolve_hook
 pytestmark = pytest.mark.long
 
 DATA = Path(__file__).resolve().parents[1] / "data"
-LENS, HEADS = DATA / "patching.safetensors", DATA / "heads.safetensors"
+LENS = DATA / "patching.safetensors"
+HEADS = DATA / "heads.safetensors"
 HOOKS = ["resid_pre", "resid_mid", "resid_post", "attn_out", "mlp_out"]
 
 #: What TransformerLens and hooks on transformers say of heads and paths.
@@ -34,6 +35,7 @@ with safe_open(HEADS, "np") as _file:
     GRIDS: dict[str, np.ndarray] = {name: _file.get_tensor(name) for name in _file.keys()}  # noqa: SIM118 - not a dict
 PAIR = {name: ABOUT[name] for name in ("clean", "corrupt", "answer", "foil")}
 HOOK = {"mlp": "mlp_out"}
+HELD = ("attn+mlp", "attn")
 
 
 class Golden:
@@ -57,14 +59,11 @@ class Service:
 
     def sweep(self, **body: Any) -> SweepResult:
         job = self.post("/v1/sweeps", **body)["id"]
-        while (
-            view := from_json(
-                self.http.get(f"/v1/jobs/{job}", params={"wait": 30}).content, JobView
-            )
-        ).state in (
-            State.QUEUED,
-            State.RUNNING,
-        ):
+        while True:
+            answer = self.http.get(f"/v1/jobs/{job}", params={"wait": 30})
+            view = from_json(answer.content, JobView)
+            if view.state not in (State.QUEUED, State.RUNNING):
+                break
             time.sleep(0.01)
         assert view.state is State.SUCCEEDED, view.error
         result = from_json(self.http.get(f"/v1/jobs/{job}/result").content, JobResult).sweep
@@ -102,7 +101,8 @@ def test_every_cell_of_a_sweep_is_the_logit_difference_that_transformer_lens_giv
         pairs=[asked(pair) for pair in pairs], hooks=HOOKS, metric="logit_diff", noise=2
     )
     for place, number in enumerate(numbers):
-        pair, found = golden.pairs[number], result.pairs[place]
+        pair = golden.pairs[number]
+        found = result.pairs[place]
         assert found.base is not None
         assert found.source is not None
         assert abs(found.base.value - pair["logit_diff"]["corrupt"]) <= LENS_LOGITS
@@ -119,11 +119,12 @@ def test_every_cell_of_a_sweep_is_the_logit_difference_that_transformer_lens_giv
         assert alone == sorted(
             np.flatnonzero(np.isnan(golden.grids[f"{number}.resid_pre"][0])).tolist()
         )
-    assert result.summary.cells == sum(
+    cells = sum(
         int(np.isfinite(golden.grids[f"{number}.{hook}"]).sum())
         for number in numbers
         for hook in HOOKS
     )
+    assert result.summary.cells == cells
     assert result.summary.cells + result.summary.skipped == result.summary.total
 
 
@@ -198,7 +199,8 @@ def same(got: np.ndarray, wanted: np.ndarray) -> None:
 def test_a_sweep_over_heads_is_that_of_transformer_lens(service: Service) -> None:
     got, result = swept(service, hooks=["hook_z"], axis="head", layers=list(range(30)))
     same(got, GRIDS["z.all_pos"])
-    assert (result.axis, result.pairs[0].heads) == ("head", list(range(9)))
+    assert result.axis == "head"
+    assert result.pairs[0].heads == list(range(9))
 
 
 def test_a_sweep_over_heads_and_positions_is_that_of_transformer_lens(service: Service) -> None:
@@ -221,10 +223,8 @@ def test_the_neurons_that_differ_most_are_those_of_transformers(service: Service
     )
     same(got, GRIDS["neurons"])
     for row in result.pairs[0].neurons["mlp_act"]:
-        assert ([len(chosen) for chosen in row], row[1][:1]) == (
-            [min(count, 16) for count in ABOUT["neurons"]],
-            row[0],
-        )
+        assert [len(chosen) for chosen in row] == [min(count, 16) for count in ABOUT["neurons"]]
+        assert row[1][:1] == row[0]
 
 
 def test_direct_paths_from_a_head_are_those_of_transformer_lens(service: Service) -> None:
@@ -241,7 +241,7 @@ def test_direct_paths_from_a_head_are_those_of_transformer_lens(service: Service
     assert result.path.frozen == ["attn", "mlp"]
 
 
-@pytest.mark.parametrize("held", ["attn+mlp", "attn"])
+@pytest.mark.parametrize("held", HELD)
 @pytest.mark.parametrize("name", ABOUT["receivers"])
 def test_paths_to_receivers_are_those_with_the_same_branches_held(
     service: Service, name: str, held: str
@@ -263,4 +263,5 @@ def test_paths_to_receivers_are_those_with_the_same_branches_held(
     )
     same(got, wanted[there])
     assert result.path is not None
-    assert (result.path.frozen, result.path.receivers == "logits") == (held.split("+"), not ends)
+    assert result.path.frozen == held.split("+")
+    assert (result.path.receivers == "logits") == (not ends)

@@ -31,7 +31,8 @@ def test_prefix_blocks_are_shared_by_equal_steering_digests_alone(
     """Steered, plain, steered again, and steered by another vector that differs in one value, or by
     another scale; all of it fits the cache.
     """
-    prompt, vector = prompt_of(300, seed=63), direction(9)  # field case 13, field case 15
+    prompt = prompt_of(300, seed=63)  # field case 13, field case 15
+    vector = direction(9)
     other = vector.copy()
     other[-1] += 2.0
     edits = {
@@ -90,7 +91,8 @@ def test_decode_only_steering_shares_prompt_blocks_and_no_generated_ones(
 def test_blocks_below_the_first_steered_position_stay_shared(
     cached: Host, reference: Reference, positions, shared
 ) -> None:
-    prompt, vector = prompt_of(300, seed=10 + shared), direction(4)  # field case 16
+    prompt = prompt_of(300, seed=10 + shared)  # field case 16
+    vector = direction(4)
     cached.run(cached.job(prompt, max_tokens=1))
     job = cached.job(
         prompt,
@@ -126,7 +128,8 @@ def test_rows_of_a_cached_prompt_come_from_the_store_and_equal_computed_ones(
     """The second capture of a prompt computes only what no full block holds; one of other sites
     computes it all.
     """
-    prompt, sites = prompt_of(300, seed=61), {"post_block": ALL, "mlp_in": [1, 2]}
+    prompt = prompt_of(300, seed=61)
+    sites = {"post_block": ALL, "mlp_in": [1, 2]}
     readers = []
     for reused in (0, 2 * BLOCK):
         job = cached.job(prompt, max_tokens=4, capture=capture_of([], "all", sites=sites))
@@ -147,7 +150,8 @@ def test_rows_kept_of_a_steered_prompt_serve_no_plain_capture_of_it(
     cached: Host, reference: Reference
 ) -> None:
     """The block below the steered position is shared, and so are its rows."""
-    prompt, vector = prompt_of(300, seed=62), direction(8)  # field case 13
+    prompt = prompt_of(300, seed=62)  # field case 13
+    vector = direction(8)
     steering = [steer(cached.vector(vector), [0], 2.0, [140])]
     for entries, shared in ((steering, 0), (steering, 2 * BLOCK), (None, BLOCK)):
         job = cached.job(
@@ -189,12 +193,14 @@ def test_preempted_requests_have_every_row_once_and_keep_their_limits(
 
 
 def test_blocks_of_an_edit_within_its_limit_do_not_serve_its_failing_twin(cached: Host) -> None:
-    vector, prompt = cached.vector(direction(6)), prompt_of(300, seed=300)
+    vector = cached.vector(direction(6))
+    prompt = prompt_of(300, seed=300)
     for limit, kind in ((0.6, ""), (-0.6, "edit_too_large"), (-0.6, "edit_too_large")):
         job = cached.job(prompt, max_tokens=2, steering=[steer(vector, [1], 3.0, limit=limit)])
         cached.run_any(job)
         (receipt,) = cached.receipts(job)
-        assert (receipt.kind, "layer 1, position 0 is" in receipt.message) == (kind, bool(kind))
+        assert receipt.kind == kind
+        assert ("layer 1, position 0 is" in receipt.message) == bool(kind)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +211,8 @@ def test_the_next_chat_turn_reuses_no_block_steered_relative_to_the_prompts_end(
 ) -> None:
     # field case 13
     """The second prompt is the first with its answer: other tokens are the prompt's now."""
-    vector, first = direction(6), prompt_of(300, seed=31)
+    vector = direction(6)
+    first = prompt_of(300, seed=31)
     steering = [steer(cached.vector(vector), [0], 2.0, positions)]
     job = cached.job(first, max_tokens=141, steering=steering)
     second = first + cached.run(job)[job.id][0].token_ids[:140]
@@ -223,7 +230,8 @@ def test_a_failed_intervention_leaves_no_blocks_that_claim_it(
 
     The worker resets the cache for its digest, also while other requests hold their blocks.
     """  # field case 13
-    prompt, vector = prompt_of(300, seed=41), direction(7)
+    prompt = prompt_of(300, seed=41)
+    vector = direction(7)
     steering = [steer(cached.vector(vector), [0])]
     cached.call("midstream_fault", "admit")
     failed = cached.job(prompt, max_tokens=1, steering=steering)

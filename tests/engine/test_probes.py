@@ -38,7 +38,9 @@ def test_scores_equal_numpy_on_captured_rows(engine: str, request: pytest.Fixtur
     plain and a steered request.
     """
     host: Host = request.getfixturevalue(engine)
-    layers, first, second = [0, host.info["num_layers"] - 1], Weights(1), Weights(2, k=3)
+    layers = [0, host.info["num_layers"] - 1]
+    first = Weights(1)
+    second = Weights(2, k=3)
     probes = [
         first.probe(host, layers[number % 2], name=kind, aggregation=kind, decay=decay)
         for number, (kind, decay) in enumerate(AGGREGATIONS)
@@ -81,7 +83,9 @@ def test_a_request_ends_at_the_token_that_crosses(
     rest of the batch goes on.
     """
     host: Host = request.getfixturevalue(engine)
-    last, weights, prompt = host.info["num_layers"] - 1, Weights(3, k=16), prompt_of(20, seed=5)
+    last = host.info["num_layers"] - 1
+    weights = Weights(3, k=16)
+    prompt = prompt_of(20, seed=5)
     free = host.job(prompt, max_tokens=12, probes=[weights.probe(host, last)])
     tokens = host.run(free)[free.id][0].token_ids
     label, position, threshold = new_maximum(tokens_of(scores_of(host, free)["p"]), 22, 30)
@@ -93,9 +97,12 @@ def test_a_request_ends_at_the_token_that_crosses(
     )
     outputs = host.run(stopped, other, host.job(prompt_of(7), max_tokens=12))
     (output,) = outputs[stopped.id]
-    assert (output.finish_reason, output.token_ids) == ("probe:p", tokens[: position - 20 + 1])
+    assert output.finish_reason == "probe:p"
+    assert output.token_ids == tokens[: position - 20 + 1]
     score = scores_of(host, stopped)["p"]
-    assert (score.stopped, score.positions, score.crossed[label]) == (True, position + 1, position)
+    assert score.stopped
+    assert score.positions == position + 1
+    assert score.crossed[label] == position
     assert host.capture(stopped).positions(0) == list(range(position + 1))
     check(score, weights.of(host.capture(stopped).array(last)))
     assert len(outputs[other.id][0].token_ids) == 12
@@ -108,9 +115,13 @@ def test_a_prompt_that_crosses_generates_nothing(v1: Host) -> None:
         prompt_of(100), max_tokens=5, probes=[stopping], capture=capture_of([0], "last_prompt")
     )
     (output,) = v1.run(job)[job.id]
-    assert (output.finish_reason, output.token_ids, output.text) == ("probe:p", [], "")
+    assert output.finish_reason == "probe:p"
+    assert output.token_ids == []
+    assert output.text == ""
     score = scores_of(v1, job)["p"]
-    assert (score.stopped, score.positions, score.crossed) == (True, 100, [0])
+    assert score.stopped
+    assert score.positions == 100
+    assert score.crossed == [0]
     assert v1.capture(job).positions(0) == [99]
 
 
@@ -137,7 +148,8 @@ def test_a_stop_string_that_reads_like_a_probe_is_the_users() -> None:
 
 def test_tokens_of_the_prefix_cache_are_scored(cached: Host) -> None:
     """From kept rows where there are any; those that nobody kept are computed again."""
-    weights, prompt = Weights(5), prompt_of(300, seed=71)
+    weights = Weights(5)
+    prompt = prompt_of(300, seed=71)
     jobs = [
         cached.job(prompt, max_tokens=2, probes=probes)
         for probes in (
@@ -149,13 +161,15 @@ def test_tokens_of_the_prefix_cache_are_scored(cached: Host) -> None:
     ]
     assert [cached.run(job)[job.id][0].cached_tokens for job in jobs] == [0, 0, 256, 0]
     first, second = (scores_of(cached, job)["p"] for job in jobs[1:3])
-    assert (first.positions, second.positions) == (301, 301)
+    assert first.positions == 301
+    assert second.positions == 301
     np.testing.assert_allclose(tokens_of(second), tokens_of(first), atol=1e-5)
 
 
 def test_probes_change_no_bit(v1: Host) -> None:
     """Neither of their own request nor of others in its steps."""
-    capture, weights = capture_of([0, 1], "all"), Weights(6)
+    capture = capture_of([0, 1], "all")
+    weights = Weights(6)
 
     def rows(probes: list | None) -> list[bytes]:
         jobs = [
@@ -181,30 +195,29 @@ def test_a_rank_whose_scores_are_wrong_is_found(tp2: Host, fault: str) -> None:
     first, second = tp2.receipts(job)
     tp2.call("midstream_fault", "")
     if fault == "alter_score":
-        assert (first.status, second.status, first.checksum == second.checksum) == (
-            "ok",
-            "ok",
-            False,
-        )
+        assert first.status == "ok"
+        assert second.status == "ok"
+        assert first.checksum != second.checksum
     else:
-        assert (first.status, second.status, second.kind) == ("ok", "error", "probe_failed")
+        assert first.status == "ok"
+        assert second.status == "error"
+        assert second.kind == "probe_failed"
     tp2.call("restart_ledgers")
     honest = tp2.job(prompt_of(20), max_tokens=3, probes=[Weights(7).probe(tp2, 0)])
     tp2.run(honest)
     first, second = tp2.receipts(honest)
-    assert (first.status, first.checksum, bool(first.scores), second.scores) == (
-        "ok",
-        second.checksum,
-        True,
-        [],
-    )
+    assert first.status == "ok"
+    assert first.checksum == second.checksum
+    assert bool(first.scores)
+    assert second.scores == []
 
 
 def test_scores_travel_with_streamed_tokens(v1: Host) -> None:
     """One for each token whose row is known: the prompt's last, and every generated one except the
     last.
     """
-    weights, prompt = Weights(8), prompt_of(90, seed=9)
+    weights = Weights(8)
+    prompt = prompt_of(90, seed=9)
     job = v1.job(prompt, max_tokens=6, probes=[weights.probe(v1, 1, aggregation="mean")])
     answer = v1.run_any(msgspec.structs.replace(job, stream=True))
     assert not answer.errors
@@ -230,8 +243,10 @@ def test_gated_steering_equals_transformers_step_by_step(
     """
     host: Host = request.getfixturevalue(engine)
     path: Path = request.getfixturevalue(model)
-    reference, last = Reference(path), host.info["num_layers"] - 1
-    jobs, wanted = [], []
+    reference = Reference(path)
+    last = host.info["num_layers"] - 1
+    jobs = []
+    wanted = []
     for number, (length, content) in enumerate(
         ((12, {}), (100, {"aggregation": "exponential", "decay": 0.5}))
     ):
@@ -324,14 +339,17 @@ def decisions(score: ProbeScore, at_least: float, below: float | None = None) ->
     """Check that the decisions are those that the reported scores of generated tokens give, and
     return the positions at which the policy was on.
     """
-    scores, wanted, on = tokens_of(score)[:, 0], [], []
+    scores = tokens_of(score)[:, 0]
+    wanted = []
+    on = []
     assert score.policy is not None
     start = score.policy.condition.schedule.tokens == "all"
     for position, value in enumerate(map(float, scores)):
         if position < (0 if start else PROMPT):
             continue
         was = bool(on) and on[-1] == position - 1
-        if value >= (at_least if not was else at_least if below is None else below):
+        least = below if was and below is not None else at_least
+        if value >= least:
             on.append(position)
         if (position in on) != was:
             wanted.append((position, "release" if was else "trigger", value))
@@ -348,7 +366,9 @@ def test_policies_decide_in_token_order_and_act_on_the_next_token(v1: Host) -> N
     """Steering begins at the token after the decision; a policy that only records, and neighbours
     of one that acts, keep every bit.
     """
-    last, weights, prompt = v1.info["num_layers"] - 1, Weights(41, k=1), prompt_of(PROMPT, seed=41)
+    last = v1.info["num_layers"] - 1
+    weights = Weights(41, k=1)
+    prompt = prompt_of(PROMPT, seed=41)
     free = v1.job(prompt, max_tokens=40, probes=[weights.probe(v1, last)])
     other = prompt_of(50, seed=42)
     tokens = v1.run(free)[free.id][0].token_ids
@@ -374,7 +394,9 @@ def test_policies_decide_in_token_order_and_act_on_the_next_token(v1: Host) -> N
     on = decisions(shadow, high, low)
     triggers = [each.position for each in shadow.decisions if each.event == "trigger"]
     assert 1 < len(triggers) < len(on) < 39
-    assert (shadow.flagged, shadow.gate, v1.receipts(job)[0].applied) == (False, None, 0)
+    assert not shadow.flagged
+    assert shadow.gate is None
+    assert v1.receipts(job)[0].applied == 0
     wanted = {at for trigger in triggers for at in range(trigger - 2, trigger + 2)}
     assert v1.capture(job, 1).positions() == sorted(wanted & set(range(PROMPT + 39)))
 
@@ -384,18 +406,23 @@ def test_policies_decide_in_token_order_and_act_on_the_next_token(v1: Host) -> N
     # the token of the decision's row, and the next one, which that row gives, are those of before
     assert steered[: first + 2 - PROMPT] == tokens[: first + 2 - PROMPT]
     assert steered != tokens
-    assert (score.flagged, on[0]) == (True, first)
+    assert score.flagged
+    assert on[0] == first
     assert positions_of(score) == [at + 1 for at in on if at + 1 < PROMPT + 39]
     assert v1.receipts(job)[0].applied == len(positions_of(score))
     assert changed[1] == rows[1]  # the neighbour's
     stopped, score, cut, _ = run("stop", acts=True)
-    assert (stopped, score.stopped) == (tokens[: first + 1 - PROMPT], True)
-    assert (decisions(score, high, low), cut[1]) == ([first], rows[1])
+    assert stopped == tokens[: first + 1 - PROMPT]
+    assert score.stopped
+    assert decisions(score, high, low) == [first]
+    assert cut[1] == rows[1]
 
 
 def test_a_latch_of_a_conversation_steers_from_the_first_token(v1: Host) -> None:
     """And ends a request that it stops before the first token."""
-    last, weights, prompt = v1.info["num_layers"] - 1, Weights(43, k=1), prompt_of(9, seed=43)
+    last = v1.info["num_layers"] - 1
+    weights = Weights(43, k=1)
+    prompt = prompt_of(9, seed=43)
     for action, applied, tokens in (("steer", 5, 6), ("stop", 0, 0)):
         probe = guard(v1, weights, last, action, at_least=1e9, latch="conversation")
         latched = msgspec.structs.replace(probe.policy, inherited="job_1")
@@ -407,7 +434,8 @@ def test_a_latch_of_a_conversation_steers_from_the_first_token(v1: Host) -> None
             steering=[msgspec.structs.replace(entry, gate="policy:guard")],
         )
         (output,) = v1.run(job)[job.id]
-        assert (len(output.token_ids), v1.receipts(job)[0].applied) == (tokens, applied)
+        assert len(output.token_ids) == tokens
+        assert v1.receipts(job)[0].applied == applied
         assert scores_of(v1, job)["policy:guard"].decisions == []
         if action == "stop":
             assert output.finish_reason == "policy:guard"

@@ -60,7 +60,8 @@ def test_what_one_rank_refuses_shows_until_it_has_done_it_too(anew: Host) -> Non
     name = send_vector(anew, 61)
     steering = msgspec.to_builtins(for_everyone(1, steer(name, [1], 2.0)))
     assert agree(anew)
-    before, content = rank_state(anew), anew.call("midstream_fingerprint")
+    before = rank_state(anew)
+    content = anew.call("midstream_fingerprint")
     anew.call("midstream_fault", "check_global:rank=1")
     assert anew.call("midstream_check_global", steering) == [
         [True, ""],
@@ -68,9 +69,8 @@ def test_what_one_rank_refuses_shows_until_it_has_done_it_too(anew: Host) -> Non
     ]
     anew.call("midstream_fault", "")
     assert anew.call("midstream_check_global", steering) == [[True, ""], [True, ""]]
-    assert (rank_state(anew), anew.call("midstream_fingerprint")) == (before, content), (
-        "a check changes nothing"
-    )
+    assert rank_state(anew) == before, "a check changes nothing"
+    assert anew.call("midstream_fingerprint") == content, "a check changes nothing"
     anew.call("midstream_fault", "drop_vectors:rank=1")
     assert anew.call("midstream_drop_vectors", [name]) == [
         [True, ""],
@@ -81,7 +81,9 @@ def test_what_one_rank_refuses_shows_until_it_has_done_it_too(anew: Host) -> Non
     anew.call("midstream_drop_vectors", [name])
     assert anew.call("same_content")
     (first, why), second = anew.call("midstream_check_global", steering)
-    assert (first, why.endswith("is not on this rank"), second) == (False, True, [False, why])
+    assert first is False
+    assert why.endswith("is not on this rank")
+    assert second == [False, why]
 
 
 @pytest.mark.parametrize("way", ["compiled", "pp2"])
@@ -97,7 +99,8 @@ def test_global_steering_is_applied_before_and_after_a_resync(
         if way == "pp2"
         else request.getfixturevalue("reference")
     )
-    mine, theirs = direction(64), direction(65)
+    mine = direction(64)
+    theirs = direction(65)
 
     def check(host: Host, version: int, scale: float) -> None:
         steering = for_everyone(version, steer(host.vector(theirs), [1], scale))
@@ -130,9 +133,11 @@ def test_all_ranks_learn_in_one_step_where_requests_end(
     runs: no rank is called for them.
     """
     host: Host = request.getfixturevalue(way)
-    everywhere, own = list(range(host.info["num_layers"])), [steer(send_vector(host, 66), [0])]
+    everywhere = list(range(host.info["num_layers"]))
+    own = [steer(send_vector(host, 66), [0])]
     prompt = prompt_of(20, seed=5)
-    free = host.run(job := host.job(prompt, max_tokens=12))[job.id][0].token_ids
+    job = host.job(prompt, max_tokens=12)
+    free = host.run(job)[job.id][0].token_ids
     stopping = {"max_tokens": 12, "capture": capture_of(everywhere, "all"), "stop": [f"w{free[3]}"]}
     stopped = [
         host.job(prompt, steering=own if number == 1 else None, **stopping) for number in range(3)
@@ -142,13 +147,17 @@ def test_all_ranks_learn_in_one_step_where_requests_end(
         for n in (6, 7)
     )
     answer = host.run_any(*stopped, cancelled, other, cancel_after={cancelled.id: 5})
-    assert (answer.errors, answer.rank_calls) == ({}, 0)
+    assert answer.errors == {}
+    assert answer.rank_calls == 0
     alone = host.job(prompt, **stopping)
     last = host.run_any(alone)
-    assert (last.errors, last.rank_calls) == ({}, 0)
+    assert last.errors == {}
+    assert last.rank_calls == 0
     for each in (*stopped, alone, other):
         first, second = host.receipts(each)
-        assert (first.status, second.status, first.step) == ("ok", "ok", second.step)
+        assert first.status == "ok"
+        assert second.status == "ok"
+        assert first.step == second.step
         assert first.checksum == second.checksum or way == "pp2"
         (output,) = {**answer.outputs, **last.outputs}[each.id]
         assert host.capture(each).positions(0) == list(range(20 + len(output.token_ids) - 1)), (

@@ -117,7 +117,8 @@ def test_every_row_of_the_demo_model_is_transformers_row(captured, truth, model)
 
 #: Where the study finds most effect, and a scale at which it has not yet reached what the model can
 #: say.
-LAYER, SCALE = 17, 2.0
+LAYER = 17
+SCALE = 2.0
 SOME_PROMPTS = slice(0, 100, 12)
 TOKENS = 24
 
@@ -171,7 +172,9 @@ def test_a_captured_direction_steers_in_both_signs(host, study, tokenizer) -> No
             )
         )
 
-    low, plain, high = score(-SCALE), score(0), score(SCALE)
+    low = score(-SCALE)
+    plain = score(0)
+    high = score(SCALE)
     assert low < plain < high
     assert high - low >= 1.0, "a word more in every text"
 
@@ -185,14 +188,13 @@ def test_the_lens_of_the_demo_model_equals_transformers(host: Host, model: Path)
     (output,) = host.run(job)[job.id]
     (reading,) = lenses(host, job)
     first = len(PROMPTS[1]) - 1
+    rounding = BF16_LOGIT if host.settings.vllm.dtype == "bfloat16" else 0.0
     for token, top, logprobs in zip(
         output.token_ids,
         reading.top_tokens[-1][first:],
         reading.top_logprobs[-1][first:],
         strict=True,
     ):
-        assert logprobs[top.index(token)] >= logprobs[0] - BF16_LOGIT * (
-            host.settings.vllm.dtype == "bfloat16"
-        )
+        assert logprobs[top.index(token)] >= logprobs[0] - rounding
     if host.settings.vllm.dtype == "float32":
         check(reading, Truth(model).logprobs((PROMPTS[1] + output.token_ids)[:-1]), FP32_LOGPROBS)

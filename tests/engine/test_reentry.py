@@ -236,10 +236,8 @@ def test_reentry_equals_a_full_forward_at_every_hook(
     cached: Host, reference: Reference, layer: int
 ) -> None:
     prompt = prompt_of(24, seed=61)
-    key, edits = (
-        base_run(cached, prompt),
-        [edit_of(layer, position, hook) for hook in HOOKS for position in (3, 23)],
-    )
+    key = base_run(cached, prompt)
+    edits = [edit_of(layer, position, hook) for hook in HOOKS for position in (3, 23)]
     full = ask(cached, *(cell(cached, prompt, edit) for edit in edits))
     count = counting(cached)
     entered = ask(cached, *(cell(cached, prompt, edit) for edit in edits), key=key)
@@ -279,7 +277,8 @@ def test_reentry_with_cached_blocks_starts_at_the_patched_token(
             assert receipts[0].applied == 1
     # under the same name: nothing of the base is taken for it
     other = [prompt[0], *prompt_of(39, seed=74)]
-    astray, count = cell(cached, other, edit_of(3, 17)), counting(cached)
+    astray = cell(cached, other, edit_of(3, 17))
+    count = counting(cached)
     cached.run_any(
         astray, entries={astray.id: EntryPoint(key, 0)}, grades={astray.id: [Grade(EVERY)]}
     )
@@ -300,8 +299,10 @@ def test_reentry_with_cached_blocks_starts_at_the_patched_token(
 def test_a_step_with_an_ordinary_request_in_it_computes_all_layers(
     cached: Host, reference: Reference
 ) -> None:
-    prompt, beside = prompt_of(24, seed=61), prompt_of(30, seed=62)
-    key, count = base_run(cached, prompt), counting(cached)
+    prompt = prompt_of(24, seed=61)
+    beside = prompt_of(30, seed=62)
+    key = base_run(cached, prompt)
+    count = counting(cached)
     ordinary = cached.job(beside, max_tokens=1, capture=capture_of([3], "last_prompt"))
     found = ask(
         cached,
@@ -329,12 +330,15 @@ def test_reentry_fills_shared_blocks_and_shares_none_of_its_own(
     """Not even the same cell again, as after a preemption: below its layer there is nothing in
     them.
     """
-    prompt, edit = prompt_of(300, seed=63), edit_of(3, 200)
-    wanted, plain = patched_truth(reference, prompt, edit), truth(reference, prompt)
+    prompt = prompt_of(300, seed=63)
+    edit = edit_of(3, 200)
+    wanted = patched_truth(reference, prompt, edit)
+    plain = truth(reference, prompt)
     key = base_run(cached, prompt)
     for seed in (64, 65, 66):  # nothing of the prompt is left in the cache
         cached.run(cached.job(prompt_of(400, seed=seed), max_tokens=1))
-    mine, count = cell(cached, prompt, edit), counting(cached)
+    mine = cell(cached, prompt, edit)
+    count = counting(cached)
     np.testing.assert_allclose(
         graded(ask(cached, mine, key=key)[mine.id]), wanted, atol=FP32_LOGPROBS, rtol=0
     )
@@ -362,8 +366,10 @@ def test_reentry_fills_shared_blocks_and_shares_none_of_its_own(
 def test_reentry_without_a_prefix_cache_fills_no_shared_blocks(
     v1: Host, reference: Reference
 ) -> None:
-    prompt, edit = prompt_of(60, seed=74), edit_of(3, 50)
-    key, count = base_run(v1, prompt), counting(v1)
+    prompt = prompt_of(60, seed=74)
+    edit = edit_of(3, 50)
+    key = base_run(v1, prompt)
+    count = counting(v1)
     mine = cell(v1, prompt, edit)
     np.testing.assert_allclose(
         graded(ask(v1, mine, key=key)[mine.id]),
@@ -386,9 +392,11 @@ WAYS = [
 def test_reentry_works_on_every_runner_rank_and_stage(
     request, way: str, checkpoint: str, below: tuple[int, ...]
 ) -> None:
-    host, reference = request.getfixturevalue(way), Reference(request.getfixturevalue(checkpoint))
+    host = request.getfixturevalue(way)
+    reference = Reference(request.getfixturevalue(checkpoint))
     prompt = prompt_of(10, seed=69)
-    key, count = base_run(host, prompt), counting(host)
+    key = base_run(host, prompt)
+    count = counting(host)
     edits = [edit_of(3, 5), edit_of(3, 9, "pre_attn")]
     found = ask(host, *(cell(host, prompt, edit) for edit in edits), key=key)
     assert count() == [(20, 20 * layers) for layers in below]

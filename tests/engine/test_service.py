@@ -32,6 +32,8 @@ from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.storage.store import open_store
 
+CHAT = [{"role": "user", "content": "Name a colour."}]
+
 
 @pytest.fixture(scope="module")
 def service(demo_stack: Stack) -> Stack:
@@ -89,12 +91,10 @@ def test_every_endpoint_is_steered_on_the_real_engine(service: Stack, vector: np
     """Every way of asking gives the steered stream of the same prompt, and not the plain one: rows
     are compared, not tokens.
     """
-    steering, prompts = (
-        [{"layers": [10], "vector": packed(vector)}],
-        ["The sky is", "My favourite food is"],
-    )
+    steering = [{"layers": [10], "vector": packed(vector)}]
+    prompts = ["The sky is", "My favourite food is"]
     for path, asked in (
-        ("chat/completions", [{"messages": [{"role": "user", "content": "Name a colour."}]}]),
+        ("chat/completions", [{"messages": CHAT}]),
         ("completions", [{"prompt": prompt} for prompt in prompts]),
     ):
         top: dict[str, Any] = (
@@ -277,7 +277,8 @@ def test_engine_load_is_reported_while_generating(service: Stack) -> None:
             assert answer.result().status_code == 200
         if seen["running"]:
             break
-    assert (seen["running"], seen["queued"]) == (1, 0)
+    assert seen["running"] == 1
+    assert seen["queued"] == 0
     assert 0 < seen["kv_cache"] < 0.5
 
 
@@ -333,7 +334,8 @@ def test_rows_in_the_bucket_are_those_of_the_engine(stack: Stack, layout: str) -
     )
     job = stack.submit(["a prompt", "another"], max_tokens=5, capture=both)
     view = stack.wait(job)
-    assert (view.state, view.capture_status) == (State.SUCCEEDED, "ok")
+    assert view.state == State.SUCCEEDED
+    assert view.capture_status == "ok"
     told = CaptureReader.from_bytes(
         [made.rows for made in stack.result(job).capture_results.consumers if made.rows]
     )
@@ -384,7 +386,8 @@ def test_a_long_capture_and_a_patch_from_it_go_through_the_bucket(stack: Stack) 
 # --- What an operator does, whatever requests wish ------------------------------------------------
 
 
-PROMPT, OTHER = prompt_of(12, seed=5), prompt_of(12, seed=6)
+PROMPT = prompt_of(12, seed=5)
+OTHER = prompt_of(12, seed=6)
 SITE = {"layers": 1, "hook": "post_block"}
 #: The operator's edit of each row, and a request's that undoes it.
 PUSH = np.full(HIDDEN, 2.0, dtype=np.float32)

@@ -62,7 +62,8 @@ class Engine:
 
     def __init__(self, way: str, folder: Path) -> None:
         name, settings, env = WAYS[way]
-        self.name, self.path = name, checkpoint(name, folder / name)
+        self.name = name
+        self.path = checkpoint(name, folder / name)
         (folder / "engine").mkdir()
         if "TRITON_INTERPRET" in env:
             env = env | {"PYTHONPATH": f"{_named_vllm(folder)}:{env['PYTHONPATH']}"}
@@ -92,7 +93,8 @@ def test_captured_and_steered_rows_are_transformers_rows(engine: Engine) -> None
 
 
 def test_patched_rows_are_transformers_rows(engine: Engine) -> None:
-    host, hook = engine.host, "post_block"
+    host = engine.host
+    hook = "post_block"
     clean = host.job(prompt_of(24, seed=71), max_tokens=1, capture=everything())
     host.run(clean)
     cells = [Cell(hook, 1, 5), Cell(hook, 2, 11)]

@@ -36,7 +36,8 @@ def test_entries_for_one_layer_add_up_for_every_prompt_of_a_job(
     """Entries for several layers, and for some positions; the second prompt of a job is steered
     like the first, in two steps.
     """
-    first, second = direction(1), direction(2)
+    first = direction(1)
+    second = direction(2)
     entries = [
         steer(v1.vector(first), [1], 2.0),
         steer(v1.vector(second), [1, 2], -1.0),
@@ -146,7 +147,8 @@ def test_the_prompt_below_a_range_is_shared_with_plain_requests_both_ways(
     cached: Host, reference: Reference, start: int, shared: int, turn: str
 ) -> None:
     # field cases 13, 16
-    prompt, edit = prompt_of(300, seed=1000 + start), Edit(1, direction(71))
+    prompt = prompt_of(300, seed=1000 + start)
+    edit = Edit(1, direction(71))
     capture = capture_of(ALL, "last_prompt")
     steered = cached.job(
         prompt, max_tokens=3, capture=capture, steering=over(cached, edit, PositionWindow(start))
@@ -164,7 +166,8 @@ def test_the_next_chat_turn_reuses_blocks_of_a_range(cached: Host, reference: Re
     """From token n on is the same in a longer prompt: unlike `all_generated`, it does not go by
     where the prompt ended.
     """
-    edit, first = Edit(1, direction(71)), prompt_of(300, seed=75)
+    edit = Edit(1, direction(71))
+    first = prompt_of(300, seed=75)
     steering = over(cached, edit, PositionWindow(200))
     job = cached.job(first, max_tokens=141, steering=steering)
     second = first + cached.run(job)[job.id][0].token_ids[:140]
@@ -181,7 +184,8 @@ def test_the_next_chat_turn_reuses_blocks_of_a_range(cached: Host, reference: Re
 
 def test_reported_sizes_are_those_of_rows_before_and_after_the_edits(v1: Host) -> None:
     """Several edits at a site, at some positions, in chunks of 64 tokens, next to one another."""
-    first, second = v1.vector(direction(21)), v1.vector(direction(22))
+    first = v1.vector(direction(21))
+    second = v1.vector(direction(22))
     edits = {
         "all": [steer(first, [1, 3], 0.3)],
         "list": [steer(first, [1], 0.3, [2, 70, 99]), steer(second, [1], 2.0, [70])],
@@ -207,7 +211,8 @@ def test_reported_sizes_are_those_of_rows_before_and_after_the_edits(v1: Host) -
 
 
 def test_a_limit_scales_what_is_larger_and_leaves_the_rest(v1: Host) -> None:
-    vector, prompt = v1.vector(direction(24)), prompt_of(80)
+    vector = v1.vector(direction(24))
+    prompt = prompt_of(80)
     jobs = [
         v1.job(
             prompt,
@@ -223,7 +228,8 @@ def test_a_limit_scales_what_is_larger_and_leaves_the_rest(v1: Host) -> None:
     assert 0.699 < limited <= 0.7
     assert small == same < 0.7
     scaled, unscaled = (v1.capture(job, 1).array(1)[:80] for job in jobs[:2])
-    before, large = v1.capture(jobs[1]).array(1)[:80], sizes_of(v1, jobs[1], 1)[:80]
+    before = v1.capture(jobs[1]).array(1)[:80]
+    large = sizes_of(v1, jobs[1], 1)[:80]
     wanted = before + np.minimum(1, 0.7 / large)[:, None] * (unscaled - before)
     assert relative_error(scaled, wanted) <= FP32_ROWS
 
@@ -307,9 +313,11 @@ def test_edits_by_token_equal_those_at_explicit_positions(v1: Host, reference: R
     """Three requests in each step; a sequence lies across the first boundary of chunks of 64
     tokens, others are generated.
     """
-    prompt, other = prompt_of(150, seed=71), prompt_of(20, seed=72)
+    prompt = prompt_of(150, seed=71)
+    other = prompt_of(20, seed=72)
     across = triggered(v1, 1, token_ids=[prompt[62:66]], after=9)
-    late, early = made(v1, prompt, across), made(v1, other)
+    late = made(v1, prompt, across)
+    early = made(v1, other)
     pair = triggered(v1, 2, "all_generated", token_ids=[late[6:8]], after="end")
     others = triggered(
         v1, 3, token_ids=[[prompt[0]], [prompt[90]], late[3:4]], skip=True, scale=0.01
@@ -378,7 +386,8 @@ def test_rejected_drafts_leave_nothing_to_a_trigger(
     """Prompts that repeat themselves, so that drafts are made; a random model rejects most of
     them, among which are tokens of the sequences.
     """
-    host, jobs = nursery.host(tmp_path / "engine", llama, speculative_tokens=3), []
+    host = nursery.host(tmp_path / "engine", llama, speculative_tokens=3)
+    jobs = []
     for seed in range(8):
         prompt = prompt_of(12, seed=seed) * 3
         often = triggered(host, seed, "all", 0.1, token_ids=[[n] for n in prompt[:8]], after=1)

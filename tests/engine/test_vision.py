@@ -50,7 +50,8 @@ def picture(seed: int, width: int, height: int) -> tuple[Image.Image, bytes]:
     image = Image.fromarray(
         np.random.default_rng(seed).integers(0, 256, size=(height, width, 3), dtype=np.uint8)
     )
-    image.save(file := io.BytesIO(), "PNG")
+    file = io.BytesIO()
+    image.save(file, "PNG")
     return image, file.getvalue()
 
 
@@ -123,7 +124,8 @@ def test_prompts_with_images_give_transformers_rows_plain_and_edited(
     """
     path = with_images(name, tmp_path / "checkpoint")
     with closing(nursery.host(tmp_path / "engine", path, **options_of(EAGER))) as host:
-        hooks, placeholder = tuple(host.info["hooks"]), host.info["image_placeholder"]
+        hooks = tuple(host.info["hooks"])
+        placeholder = host.info["image_placeholder"]
         assert host.info["images"], host.info["images_refused"]
         ids, images = prompt_with(
             placeholder, around=([502], [503]) if name.startswith("qwen") else ([], [])
@@ -153,13 +155,15 @@ def test_prompts_with_images_give_transformers_rows_plain_and_edited(
     assert [span.digest for span in spans] == [digest_of(data) for _, data in PICTURES]
     assert of_second == list(range(spans[1].start, spans[1].stop))
     assert ids_seen[spans[1].stop : prompt_tokens] == ids[images[1].stop :]
-    first, last = list(range(spans[0].start, spans[0].stop)), prompt_tokens - 1
+    first = list(range(spans[0].start, spans[0].stop))
+    last = prompt_tokens - 1
     edits = [
         Edit(1, added, [2, *first], "post_block"),
         Edit(2, put, [last], "pre_attn", "replace"),
         Edit(0, put, [spans[1].start + 2], "mlp_out"),
     ]
-    truth, beyond = Reference(path), {}
+    truth = Reference(path)
+    beyond = {}
     for job, these in ((plain, []), (edited, edits)):
         if "mm_token_type_ids" in beside:
             beside["mm_token_type_ids"] = torch.tensor(
@@ -190,7 +194,8 @@ def test_prompts_of_equal_tokens_and_other_images_share_no_rows(
         )
     ) as host:
         pairs = [PICTURES, [PICTURES[0], picture(3, 30, 90)], PICTURES]
-        written, images = [], []
+        written = []
+        images = []
         for pictures in pairs:
             ids, refs = prompt_with(host.info["image_placeholder"], pictures)
             written.append(ids + prompt_of(40, seed=4))
@@ -303,7 +308,8 @@ def test_chat_with_images_captures_and_steers_the_tokens_that_are_named(
         == tokens
         == plain.raw["usage"]["prompt_tokens"] - len(["w3", *CHAT[0]["content"].split(), "w4"])
     )
-    rows, moved = readers[0].array(3), readers[1].array(3)
+    rows = readers[0].array(3)
+    moved = readers[1].array(3)
     assert np.array_equal(rows[: second.start], moved[: second.start])
     assert (np.abs(rows[second.start :] - moved[second.start :]).max(axis=1) > 0.1).all()
     assert np.array_equal(readers[2].array(3), rows[named])

@@ -87,11 +87,12 @@ def _narrow(model_type: str, **options: Any) -> dict[str, Any]:
 
 def _shuffled(name: str) -> Checkpoint:
     """Idefics 3 and those built like it."""
+    vision = _VISION | {"model_type": f"{name.lower()}_vision"}
     return _vision(
         name,
         name,
         _TEXT | {"model_type": "llama"},
-        _VISION | {"model_type": f"{name.lower()}_vision"},
+        vision,
         image_token_id=500,
         scale_factor=2,
         pad_token_id=None,

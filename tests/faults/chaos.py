@@ -32,8 +32,13 @@ FULL = {
 OTHER_WEIGHTS = {"worker": 6, "gradients": 2, "relay": 1, "redis": 1, "model": 4}
 #: And where harvests go into a bucket: it goes away, it answers 503 and cuts uploads.
 BUCKET = {"bucket away": 5, "bucket busy": 10}
-STOP, START, PAUSE, NO_ROOM = " stop", " start", " pause", " full"
-AWAY, BUSY, LONG = " away", " busy", " long"
+STOP = " stop"
+START = " start"
+PAUSE = " pause"
+NO_ROOM = " full"
+AWAY = " away"
+BUSY = " busy"
+LONG = " long"
 #: A paused worker goes on so many seconds after its lease has run out.
 PAST_LEASE_S = 3.0
 #: A killed process is started again after so many seconds, at most.
@@ -47,7 +52,8 @@ LOOK_S = 1.0
 MACHINE = ["redis", "relay", "callbacks", "worker", "api"]
 #: Faults happen between these shares of the load, so that each has something before and something
 #: behind it.
-FIRST, LAST = 0.03, 0.95
+FIRST = 0.03
+LAST = 0.95
 
 
 @dataclass
@@ -104,7 +110,8 @@ class Chaos:
     """
 
     def __init__(self, cluster: Cluster, faults: list[Fault]):
-        self._cluster, self.faults = cluster, faults
+        self._cluster = cluster
+        self.faults = faults
         self._busy: set[str] = set()
         self._freed = asyncio.Condition()
         self._reviving: list[asyncio.Task[None]] = []

@@ -76,7 +76,8 @@ EVERYONE: dict[str, Any] = {
 #: A text that occurs many times in the prompts of some captured jobs, whose windows are around it.
 REPEATED = "aaa"
 #: So many consecutive jobs share so many conversations: some are sent when others are over.
-CONVERSING, CONVERSATIONS = 400, 6
+CONVERSING = 400
+CONVERSATIONS = 6
 #: Kind of job → where it is requested.
 PATHS = {
     "job": "/v1/jobs",
@@ -144,7 +145,9 @@ PATIENCE_S = 900.0
 OUTAGE_S = 40.0
 TERMINAL = {"succeeded", "failed", "cancelled", "aborted", "expired"}
 #: Documents of a harvest, and of one that reads a file; and characters of each.
-DOCUMENTS, FILE_DOCUMENTS, CHARACTERS = 400, 800, 60
+DOCUMENTS = 400
+FILE_DOCUMENTS = 800
+CHARACTERS = 60
 JOB_HEADER = "x-midstream-job"
 
 
@@ -217,12 +220,11 @@ class Plan:
             return body | GRIDS[self.kind] | {"pairs": pairs}
         if self.way == "fit":
             return body | FIT | {"name": f"gate-{self.number}", "seed": self.number % FIT_SEEDS}
+        vector = np.full(HIDDEN_SIZE, self.number % 7 + 1, dtype=np.float32).tobytes()
         tensor = {
             "dtype": "float32",
             "shape": [HIDDEN_SIZE],
-            "data": base64.b64encode(
-                np.full(HIDDEN_SIZE, self.number % 7 + 1, dtype=np.float32).tobytes()
-            ).decode(),
+            "data": base64.b64encode(vector).decode(),
         }
         steering = [{"layers": [1], "vector": tensor}]
         if self.way == "dose":
@@ -285,26 +287,28 @@ def plans(
         around = captured and rng.random() < 0.2
         if around:
             prompts = tuple(f"{number} {'a' * rng.randint(3, 33)}" for _ in words)
+        if rng.random() < 0.02 or way == "cancelled job":
+            max_tokens = rng.randint(60, 250)
+        else:
+            max_tokens = rng.randint(2, 16) * (4 if way in POLICY_WAYS else 1)
+        capture: dict[str, Any] | None = None
+        if captured:
+            capture = {
+                "layers": [0, 3],
+                "positions": {"around": {"text": REPEATED}} if around else "all",
+                "layout": rng.choice(("auto", "packed")),
+            }
+        conversation = f"{number // CONVERSING}-{number % CONVERSATIONS}"
         made.append(
             Plan(
                 number,
                 way,
                 prompts,
-                rng.randint(60, 250)
-                if rng.random() < 0.02 or way == "cancelled job"
-                else rng.randint(2, 16) * (4 if way in POLICY_WAYS else 1),
-                {
-                    "layers": [0, 3],
-                    "positions": {"around": {"text": REPEATED}} if around else "all",
-                    "layout": rng.choice(("auto", "packed")),
-                }
-                if captured
-                else None,
-                callback if callback and rng.random() < 0.2 else None,
-                rng.choice(("soon", "running")),
-                conversation=f"{number // CONVERSING}-{number % CONVERSATIONS}"
-                if way == "guarded job"
-                else "",
+                max_tokens,
+                capture=capture,
+                callback=callback if callback and rng.random() < 0.2 else None,
+                when=rng.choice(("soon", "running")),
+                conversation=conversation if way == "guarded job" else "",
                 watched=WATCHED_WAYS.keys() <= ways.keys(),
             )
         )
@@ -367,7 +371,9 @@ class Clients:
             name: httpx2.AsyncClient(base_url=url, limits=limits, timeout=timeout)
             for name, url in urls.items()
         }
-        self._run, self._rng, self._was_away = run, rng, was_away
+        self._run = run
+        self._rng = rng
+        self._was_away = was_away
         self._wait_s = max_wait_s
         self._sources = sources
 
@@ -449,7 +455,8 @@ class Clients:
             if observed.state == "paused":
                 observed.paused = view.json()["reason"]
             if rewrites and observed.state != "planning":  # what is harvested is decided
-                rewrites, rewrite_at = False, time.monotonic() + self._rng.random() * REWRITE_S
+                rewrites = False
+                rewrite_at = time.monotonic() + self._rng.random() * REWRITE_S
             if time.monotonic() > rewrite_at and self._sources:
                 rewrite_at = float("inf")
                 _write(

@@ -47,7 +47,8 @@ SETTINGS: dict[str, Any] = {
 GRADIENTS: dict[str, Any] = {"engine": "gradients-fake", "engine_options": {"token_s": 0.2}}
 #: Commands that a log gets before it is loaded slowly, and how long that takes: longer than what
 #: starts meanwhile needs for its start.
-LOADED_COMMANDS, LOAD_S = 20_000, 12.0
+LOADED_COMMANDS = 20_000
+LOAD_S = 12.0
 #: How long a process that ends with an error is started again for: while Redis restarts, or workers
 #: with other weights count as alive.
 STARTING_S = 60.0
@@ -111,7 +112,8 @@ class Cluster(Stack):
         self.names += self.gradients
         self.outages: list[Outage] = []
         self.model = self.settings.model
-        self._callbacks_fault, self._bucket = callbacks_fault, bucket
+        self._callbacks_fault = callbacks_fault
+        self._bucket = bucket
 
     @property
     def urls(self) -> dict[str, str]:
@@ -188,7 +190,8 @@ class Cluster(Stack):
 
     def swap(self, names: list[str]) -> Outage:
         """All workers end, and come back under the same names with the weights of another model."""
-        self.outages.append(outage := Outage(names[0], time.monotonic(), mend=lambda: None))
+        outage = Outage(names[0], time.monotonic(), mend=lambda: None)
+        self.outages.append(outage)
         self.model = next(model for model in MODELS if model != self.model)
         self._chosen["model"] = self.model
         for name in names:
@@ -217,7 +220,8 @@ class Cluster(Stack):
     def part(self, name: str, _: signal.Signals) -> Outage:
         """Nobody reaches the bucket any more."""
         assert self._bucket is not None, "this cluster has no bucket"
-        self.outages.append(outage := Outage(name, time.monotonic(), mend=self._bucket.start))
+        outage = Outage(name, time.monotonic(), mend=self._bucket.start)
+        self.outages.append(outage)
         self._bucket.stop()
         return outage
 
@@ -226,7 +230,8 @@ class Cluster(Stack):
         while once others go on.
         """
         assert self._bucket is not None, "this cluster has no bucket"
-        self.outages.append(outage := Outage(name, time.monotonic(), mend=lambda: None))
+        outage = Outage(name, time.monotonic(), mend=lambda: None)
+        self.outages.append(outage)
         self._bucket.fault("503", "^PUT", times=20)
         self._bucket.fault("cut", "^PUT", times=3)
         return outage

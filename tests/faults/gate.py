@@ -60,7 +60,8 @@ from midstream.client.harvest import open as open_harvest
 #: Clients that wait for their jobs at the same time. While one waits for longer than this, no other
 #: begins: all attributions and fits are computed by one worker in turn, and on a slow machine 128
 #: clients would wait there until they give up.
-AT_ONCE, LONGEST_S = 128, 150.0
+AT_ONCE = 128
+LONGEST_S = 150.0
 #: Before this share of the jobs the receiver of webhooks goes away for an hour.
 HOUR_AT = 0.4
 #: After the last client has its answer: late receipts and webhooks, and lists that a sweep still
@@ -120,7 +121,8 @@ def recovery(faults: list[Fault], observed: list[Observed]) -> dict[str, dict[st
     for fault in faults:
         if fault.outage is None:
             continue
-        at, row = fault.outage.killed, found[fault.kind]
+        at = fault.outage.killed
+        row = found[fault.kind]
         row["ready_s"].append(fault.outage.ready - at)
         row["next_s"].append(
             min((client.finished for client in ended if client.accepted > at), default=at) - at
@@ -219,7 +221,8 @@ def run(
     """
     directory.mkdir(parents=True, exist_ok=True)
     rng = random.Random(seed)
-    verdict, clock = Verdict(), Clock(directory / "clock")
+    verdict = Verdict()
+    clock = Clock(directory / "clock")
     parts: dict[str, Any] = {
         "workers": workers,
         "gradients": True,
@@ -241,7 +244,8 @@ def run(
         monitor = Monitor(cluster.settings.redis_url)
         monitor.start()
         started = time.monotonic()
-        observed = asyncio.run(_load(cluster, faults, rng, jobs, receiver, clock, say, ways))
+        load = _load(cluster, faults, rng, jobs, receiver=receiver, clock=clock, say=say, ways=ways)
+        observed = asyncio.run(load)
         seconds = time.monotonic() - started
         settle(cluster, clock)
         asyncio.run(judge(cluster.settings, observed, monitor, receiver, verdict))
@@ -253,15 +257,22 @@ def run(
         left = census.figures()
         cluster.stop()
         verdict.say("left over", *census.left(), of="after the stop")
-    return Report(seed, jobs, seconds, verdict, observed, faults, left)
+    return Report(
+        seed=seed,
+        jobs=jobs,
+        seconds=seconds,
+        verdict=verdict,
+        observed=observed,
+        faults=faults,
+        left=left,
+    )
 
 
 def register(cluster: Cluster, url: str, everyone: bool = False) -> None:
     """`POLICIES`, with webhooks to `url`; with `everyone`, `EVERYONE`."""
     with Client(next(iter(cluster.urls.values()))) as client:
-        client.probes.put(
-            "token", weight=[1.0] * HIDDEN_SIZE, layer=0, model=MODEL, labels=["token"]
-        )
+        weight = [1.0] * HIDDEN_SIZE
+        client.probes.put("token", weight=weight, layer=0, model=MODEL, labels=["token"])
         for name, fields in POLICIES.items():
             content = fields | {"actions": [*fields["actions"], {"action": "webhook", "url": url}]}
             client.policies.put(name, model=MODEL, probe="token", **content)

@@ -52,7 +52,8 @@ def decisions_of(
     result: list[tuple[str, int, float]] = []
     first = schedule.start + (prompt_tokens if schedule.tokens == "generated" else 0)
     last = first - schedule.start + schedule.stop if schedule.stop is not None else len(scores)
-    on, off_at = False, sys.maxsize
+    on = False
+    off_at = sys.maxsize
     for position in range(len(scores)):
         seen = [scores[p] for p in range(first, min(position + 1, last), schedule.every)]
         if position not in range(first, last, schedule.every):
@@ -72,7 +73,8 @@ def decisions_of(
             on = True
             result.append(("trigger", position, value))
         elif on and value < below and condition.latch == "none":
-            on, off_at = False, position
+            on = False
+            off_at = position
             result.append(("release", position, value))
     return result
 
@@ -84,11 +86,13 @@ MAY_END = {
     for way in ("cancelled job", "cancelled attribution")
 }
 #: How long a latch stands; and how near to its ends a claim may have come before or after them.
-LATCH_MS, EDGE_MS = 1000 * POLICIES["latch"]["condition"]["latch_s"], 20
+LATCH_MS = 1000 * POLICIES["latch"]["condition"]["latch_s"]
+EDGE_MS = 20
 #: The event of a first claim.
 RUNNING = {"state": "running", "attempt": 1}
 #: Events that a job has once, whatever its attempts; and those that an attempt has once.
-ONCE_OF_JOB, ONCE_OF_ATTEMPT = {"estimate", "cell"}, {"start", "fit", "output", "receipt"}
+ONCE_OF_JOB = {"estimate", "cell"}
+ONCE_OF_ATTEMPT = {"start", "fit", "output", "receipt"}
 
 
 class Verdict:
@@ -141,11 +145,9 @@ async def judge_jobs(settings: Settings, observed: list[Observed], verdict: Verd
     ledger = Ledger.connect(settings)
     try:
         await _accounts(ledger, observed, verdict)
-        tokenizer, gate, store = (
-            make_tokenizer(),
-            asyncio.Semaphore(AT_ONCE),
-            open_store(settings.artifacts),
-        )
+        tokenizer = make_tokenizer()
+        gate = asyncio.Semaphore(AT_ONCE)
+        store = open_store(settings.artifacts)
 
         async def one(client: Observed) -> None:
             async with gate:
@@ -195,7 +197,8 @@ async def _job(
     ledger: Ledger, tokenizer: Tokenizer, store: ArtifactStore, client: Observed, verdict: Verdict
 ) -> None:
     try:
-        job, result = await ledger.job(client.id), await ledger.result(client.id)
+        job = await ledger.job(client.id)
+        result = await ledger.result(client.id)
     except MidstreamError as error:
         when = time.strftime(
             "%H:%M:%S", time.localtime(time.time() - time.monotonic() + client.accepted)
@@ -243,8 +246,11 @@ async def _job(
         verdict.seen[f"{job.kind}s again"] += view.attempt > 1 + handed_on
         found = judged(job, result)
     else:
-        verdict.seen["doses"] += job.kind == "dose"
-        found = (_dose if job.kind == "dose" else _outputs)(tokenizer, job, result, client)
+        judged_by = _outputs
+        if job.kind == "dose":
+            verdict.seen["doses"] += 1
+            judged_by = _dose
+        found = judged_by(tokenizer, job, result, client)
     verdict.say("wrong answer", *found, of=f"{job.id} ({client.plan.way})")
     decided = _decided(tokenizer, job, result, events, client, verdict)
     verdict.say("wrong answer", *decided, of=f"{job.id} in conversation {job.conversation}")
@@ -261,7 +267,8 @@ async def _harvest(ledger: Ledger, client: Observed, verdict: Verdict) -> None:
     """
     view = await LedgerHarvests(ledger).view(client.id)
     verdict.seen["harvests"] += 1
-    verdict.seen["harvests paused"] += bool(client.paused)
+    if client.paused:
+        verdict.seen["harvests paused"] += 1
     if (
         client.plan.rewrite
         and view.state == "failed"
@@ -399,9 +406,8 @@ def _generated(tokenizer: Tokenizer, job: Job, number: int) -> list[int]:
     steering = job.steering[number] if job.steering else []
     prompt = job.prompts[number].token_ids
     dice = Dice(tokenizer, prompt, job.sampling.seed, steering, _weights(job.identity))
-    return [
-        dice.roll() for _ in range(job.sampling.max_tokens if job.work.continues(number) else 1)
-    ]
+    continued = job.work.continues(number)
+    return [dice.roll() for _ in range(job.sampling.max_tokens if continued else 1)]
 
 
 def _dose(tokenizer: Tokenizer, job: Job, result: JobResult, _: Observed) -> Iterator[str]:
@@ -436,21 +442,24 @@ def _decided(
     if isinstance(job.work, SweepWork | FitWork):
         return
     found = [(each.request, each.policy and each.policy.name) for each in result.probes]
-    names = [*POLICIES] * bool(job.conversation) + ["everyone"] * client.plan.watched
+    names = list(POLICIES) if job.conversation else []
+    if client.plan.watched:
+        names.append("everyone")
     if sorted(found) != sorted(
         (place, name) for place in range(len(job.prompts)) for name in names
     ):
         yield f"decisions of {found}"
         return
     for scores in result.probes:
-        policy, request = scores.policy, scores.request
+        policy = scores.policy
+        request = scores.request
         prompt = job.prompts[request].token_ids
-        own = decisions_of(
-            [*prompt, *_generated(tokenizer, job, request)[:-1]], policy.condition, len(prompt)
-        )
+        fed = [*prompt, *_generated(tokenizer, job, request)[:-1]]
+        own = decisions_of(fed, policy.condition, len(prompt))
         wanted = [] if policy.inherited else own
         asked = {**POLICIES, "everyone": EVERYONE}[policy.name]
-        acts, on = asked.get("mode") == "active", bool(wanted or policy.inherited)
+        acts = asked.get("mode") == "active"
+        on = bool(wanted or policy.inherited)
         decided = [(each.event, each.position, each.score) for each in scores.decisions]
         flagged = acts and on and "flag" in asked["actions"]
         if (decided, policy.acts, scores.flagged) != (wanted, acts, flagged):
@@ -609,7 +618,8 @@ def _captures(store: ArtifactStore, job: Job, result: JobResult, verdict: Verdic
     if not isinstance(job.work, SweepWork) and sorted(by_request) != wanted:
         yield f"captures of prompts {sorted(by_request)}, wanted of {wanted}"
     outputs = {output.index: output for output in result.outputs}
-    verdict.seen["windows"] += any(capture.window for each in job.captures for capture in each)
+    if any(capture.window for each in job.captures for capture in each):
+        verdict.seen["windows"] += 1
     for number, files in by_request.items():
         if len(files) != 1:
             yield f"{len(files)} blobs of prompt {number}"
@@ -648,7 +658,8 @@ def _blob(
             return f"it has the positions {manifest.positions}"
         if manifest.token_ids != [tokens[position] for position in positions]:
             return "its tokens are not the prompt's and the output's"
-    positions, tokens = np.array(manifest.positions), np.array(manifest.token_ids)
+    positions = np.array(manifest.positions)
+    tokens = np.array(manifest.token_ids)
     for tensor in header.tensors.values():
         if tensor.site is not None:
             hook, layer = tensor.site
@@ -703,7 +714,8 @@ async def _webhooks(
         for client in observed
         if client.id and (client.plan.callback or client.decided)
     }
-    unsent, more = 0, list[bytes | None]()
+    unsent = 0
+    more = list[bytes | None]()
     for job, client in wanted.items():
         end = f"job.{(await ledger.view(job)).state}"
         delivered = {event: len(names) for event, names in receiver.delivered[job].items()}

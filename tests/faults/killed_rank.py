@@ -29,7 +29,8 @@ from midstream.workers.runner.rows.delivery import ForwardedReceipts, RowDeliver
 #: Environment variable by which a test finds the processes that a rank has started.
 FOLDER = "MIDSTREAM_TEST_RANK"
 #: Requests that run together, and prompt tokens of each in a step.
-TOGETHER, CHUNK = 8, 16
+TOGETHER = 8
+CHUNK = 16
 #: Seconds in which either process ends after the other, which only a fault reaches.
 PATIENCE_S = 15.0
 POINTS = {
@@ -96,29 +97,35 @@ def main(
 
 
 def _serve(rig: Rig, driver: Connection) -> None:
-    waiting, running, computed = deque[rank_kit.Request](), list[rank_kit.Request](), Counter[int]()
+    waiting = deque[rank_kit.Request]()
+    running = list[rank_kit.Request]()
+    computed = Counter[int]()
     while True:
         while driver.poll(0 if waiting or running else None):
             if (order := driver.recv()) is None:
                 return
-            waiting.append(request := request_of(order[0]))
+            request = request_of(order[0])
+            waiting.append(request)
             request.tracked.spec = msgspec.structs.replace(request.tracked.spec, attempt=order[1])
         ended = [each for each in running if computed[each.number] == each.total - 1]
         running = [each for each in running if computed[each.number] < each.total - 1]
         new = [waiting.popleft() for _ in range(min(len(waiting), TOGETHER - len(running)))]
         running += new
-        windows, room = list[tuple[rank_kit.Request, int, int]](), CAPACITY
+        windows = list[tuple[rank_kit.Request, int, int]]()
+        room = CAPACITY
         for each in running:
             done = computed[each.number]
             if count := min(room, CHUNK, max(1, each.prompt_tokens - done)):
                 windows.append((each, done, count))
-                computed[each.number], room = done + count, room - count
+                computed[each.number] = done + count
+                room -= count
         rig.step(*windows, new=new, finished=ended)
 
 
 def _left(rig: Rig) -> dict[str, object]:
     """Return what a rank without requests still holds."""
-    delivery, arena = rig.plane._delivery, rig.plane._arena
+    delivery = rig.plane._delivery
+    arena = rig.plane._arena
     # the kit's own message stays
     wait_for(lambda: delivery.turn() or len(delivery.held) == 1, PATIENCE_S)
 

@@ -84,22 +84,34 @@ def read(capture: Any, index: int) -> LensPart:
     """Compute a reading: the "logit" of each row is its first element."""
     rows = np.frombuffer(b"".join(capture.rows("post_block", 1)), "<f4")
     logits = rows.reshape(len(capture.positions), -1)[:, 0].tobytes()
-    places = capture.positions, capture.token_ids
-    return LensPart(index, 0, 1, "post_block", [1], *places, [], logits, logits, logits)
+    return LensPart(
+        capture=index,
+        shard=0,
+        shards=1,
+        hook="post_block",
+        layers=[1],
+        positions=capture.positions,
+        token_ids=capture.token_ids,
+        named=[],
+        top=logits,
+        logits=logits,
+        total=logits,
+    )
 
 
 def _rows(request: Request, capture: StoredCapture, hook: str, layer: int) -> np.ndarray:
     """Return what a capture must hold, float32 `[positions, hidden]`."""
     positions = list(capture.select(0, request.total - 1, request.prompt_tokens))
     # after the edit of a steered request, which adds 2
-    edit = np.float32(2 * (capture.at == "after"))
+    edit = np.float32(2 if capture.at == "after" else 0)
     return stream_of(request.number, hook, layer, 0, request.total)[positions] + edit
 
 
 def check_blob(raw: bytes, where: str) -> Manifest:
     """Check that a blob is whole and has the known rows, to the bit; return its manifest."""
     header = read_header(lambda start, count: raw[start : start + count], len(raw))
-    manifest, request = header.manifest, request_of(int(header.manifest.job[1:]))
+    manifest = header.manifest
+    request = request_of(int(header.manifest.job[1:]))
     (capture,) = (each for each in request.captures if each.tag == manifest.tag)
     positions = list(capture.select(0, request.total - 1, request.prompt_tokens))
     assert header.end == len(raw), f"{where}: {len(raw)} bytes"
@@ -116,7 +128,8 @@ def check_blob(raw: bytes, where: str) -> Manifest:
 def check_receipt(receipt: Receipt, root: Path) -> None:
     """Check what a receipt says, and the files that it names."""
     number = int(receipt.job[1:])
-    request, kind = request_of(number), kind_of(number)
+    request = request_of(number)
+    kind = kind_of(number)
     status = ("error", "capture_failed") if kind in FAILS else ("ok", "")
     assert (receipt.status, receipt.kind) == status, receipt
     assert FAILS.get(kind, "") in receipt.message, receipt
@@ -125,7 +138,8 @@ def check_receipt(receipt: Receipt, root: Path) -> None:
         raw = (root / file.path).read_bytes()[file.offset :][: file.bytes]
         assert zlib.crc32(raw) == file.crc32, f"{receipt.job}: {file}"
         found = check_blob(raw, f"{receipt.job}: {file}")
-        assert (found.job, found.attempt) == (receipt.job, receipt.attempt)
+        assert found.job == receipt.job
+        assert found.attempt == receipt.attempt
         for hook, layers in found.sites.items():
             held.setdefault(file.tag, {}).setdefault(hook, []).extend(layers)
     stored = [each for each in request.captures if each.reading is None and kind not in FAILS]
@@ -136,7 +150,8 @@ def check_receipt(receipt: Receipt, root: Path) -> None:
         assert part_decoder.decode(raw).logits == wanted, f"{receipt.job}: a reading of other rows"
     largest = pytest.approx(2 / stream_of(number, "pre_attn", 0, 0, 1)[0, 0], rel=1e-5)
     sizes = [(each.hook, each.layer, each.rows, each.largest) for each in receipt.sizes]
-    assert sizes == [("pre_attn", 0, request.total - 1, largest)] * (kind == "steered"), receipt
+    steered = [("pre_attn", 0, request.total - 1, largest)]
+    assert sizes == (steered if kind == "steered" else []), receipt
 
 
 def check_files(root: Path) -> None:

@@ -36,7 +36,8 @@ def arm(points: Mapping[str, Point], armed: str) -> None:
     if name not in points:
         return
     owner, function, follows, _, counts = points[name]
-    original, left = getattr(owner, function), itertools.count(int(passage) - 1, -1)
+    original = getattr(owner, function)
+    left = itertools.count(int(passage) - 1, -1)
 
     def die(*args: Any) -> None:
         if counts(*args) and next(left) == 0:

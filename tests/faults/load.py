@@ -18,7 +18,8 @@ from midstream.schemas.settings.settings import Settings
 PAUSE_S = 0.2
 #: After the last step the load goes on for so long; then everything under way ends within
 #: `SETTLE_S`.
-AFTER_S, SETTLE_S = 5.0, 60.0
+AFTER_S = 5.0
+SETTLE_S = 60.0
 
 Step = tuple[str, Callable[[], object]]
 
@@ -32,7 +33,9 @@ async def load(
     rng = random.Random(seed)
     run = f"load-{os.urandom(4).hex()}"
     clients = Clients({"api": url}, run, rng, max_wait_s, lambda *_: True)
-    todo, observed, over = iter(plans(rng, 100_000)), list[Observed](), asyncio.Event()
+    todo = iter(plans(rng, 100_000))
+    observed = list[Observed]()
+    over = asyncio.Event()
 
     async def one() -> None:
         while not over.is_set():

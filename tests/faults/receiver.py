@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 #: The receiver is away for this long, by the simulated clock, while about this many seconds pass.
-DOWN_S, DOWN_REAL_S = 3600.0, 15.0
+DOWN_S = 3600.0
+DOWN_REAL_S = 15.0
 #: The simulated clock goes on in steps of so many seconds, which is less than a loan of a delivery
 #: lasts.
 STEP_S = 20.0
@@ -59,7 +60,8 @@ class Receiver:
             if self.away:
                 self.refused += 1
                 return 503 if self.refused % 2 else None
-            body, name = json.loads(raw), headers["webhook-id"]
+            body = json.loads(raw)
+            name = headers["webhook-id"]
             if not headers["webhook-signature"].startswith("v1,"):
                 self.wrong.append(f"{name} is not signed")
             self.got[name] += 1
@@ -97,7 +99,8 @@ class Clock:
     """
 
     def __init__(self, file: Path):
-        self.file, self.ahead = file, 0.0
+        self.file = file
+        self.ahead = 0.0
         file.write_text("0")
 
     @property

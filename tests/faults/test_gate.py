@@ -13,7 +13,8 @@ from chaos import BUCKET, FULL, OTHER_WEIGHTS
 from judge import Verdict
 from s3_kit import FaultProxy
 
-JOBS, SEED = 10_000, 20_260
+JOBS = 10_000
+SEED = 20_260
 #: Where processes are killed so often that a job may lose more attempts than a service gives it.
 OFTEN = {"max_attempts": 20}
 

@@ -28,11 +28,13 @@ from midstream.schemas.base import from_msgpack
 from midstream.schemas.jobs.receipts import LostRange, Receipt
 from midstream.workers.runner.files.desk import EXIT_NO_RECEIPTS
 
-REQUESTS, SEED = 1_000, 20_261
+REQUESTS = 1_000
+SEED = 20_261
 #: Requests that a rank gets, the last one excepted, at most.
 TOGETHER = 24
 #: How often a process dies at each of its points, and at any time.
-ROUNDS, ANY_TIME = 4, 34
+ROUNDS = 4
+ANY_TIME = 34
 #: Lives of a rank at most: one that did not come to its point is followed by another.
 LIVES = 300
 #: Seconds that what a rank has to do may take; only a hang reaches them.
@@ -78,7 +80,10 @@ class Ranks:
     """The lives of one rank, in one folder, one after another."""
 
     def __init__(self, folder: Path, draws: random.Random, url: str, arrived: Arrived) -> None:
-        self.folder, self._draws, self._url, self._arrived = folder, draws, url, arrived
+        self.folder = folder
+        self._draws = draws
+        self._url = url
+        self._arrived = arrived
         self.attempts = Counter[int]()  # by request; one that was not sent is not in it
         self.durable: dict[tuple[str, int], Receipt] = {}  # in the outbox after a death
         self.deaths = Counter[str]()  # by point
@@ -143,7 +148,9 @@ class Ranks:
         with contextlib.suppress(OSError):  # it may be dead
             for number in owed:
                 driver.send((number, self.attempts[number]))
-            time.sleep(self._draws.random() * 0.4 * bool(victim))
+            seconds = self._draws.random() * 0.4
+            if victim:
+                time.sleep(seconds)
             self.kill(victim)
         assert self._until(lambda: self._arrived.numbers.issuperset(owed), rank), (
             f"no receipts of some of {owed}"
@@ -151,7 +158,8 @@ class Ranks:
         return True
 
     def kill(self, victim: str) -> None:
-        rank, rowd = [self._rank.pid], self._started()
+        rank = [self._rank.pid]
+        rowd = self._started()
         for pid in {"rank": rank, "rowd": rowd, "both": rank + rowd}.get(victim, []):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -162,7 +170,8 @@ class Ranks:
 
     def _started(self) -> list[int]:
         """Return the processes that ranks of this folder have started, and which still run."""
-        mark, found = f"{killed_rank.FOLDER}={self.folder}\0".encode(), []
+        mark = f"{killed_rank.FOLDER}={self.folder}\0".encode()
+        found = []
         for process in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 if mark in (process / "environ").read_bytes():
@@ -199,19 +208,22 @@ def test_a_rank_killed_at_every_boundary_loses_nothing(  # field case 37
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     CONTEXT.set_forkserver_preload(["killed_rank", "pytest"])
-    draws, captures = random.Random(seed), tmp_path / "captures"
+    draws = random.Random(seed)
+    captures = tmp_path / "captures"
     captures.mkdir()
     (captures / BLOCKED).touch()
     deaths = [*POINTS] * ROUNDS + ["rank", "rowd"] * (ANY_TIME // 2)
     draws.shuffle(deaths)
-    arrived, began = Arrived(), time.monotonic()
+    arrived = Arrived()
+    began = time.monotonic()
     with serving(Relay(arrived, "")) as relay:
         ranks = Ranks(tmp_path, draws, relay.endpoint, arrived)
         try:
             for number, point in enumerate(deaths, 1):
                 due = REQUESTS * number // len(deaths) - len(arrived.numbers)
-                if not ranks.live(point, min(max(due, len(KINDS)), TOGETHER)):
-                    deaths += [point] * (len(deaths) < LIVES)
+                served = ranks.live(point, min(max(due, len(KINDS)), TOGETHER))
+                if not served and len(deaths) < LIVES:
+                    deaths.append(point)
             left = ranks.close()
         finally:
             ranks.kill("both")

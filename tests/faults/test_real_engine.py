@@ -40,7 +40,8 @@ CAPTURES = [
     )
     for layout in ("segment", "packed", "auto")
 ]
-JOBS, TOKENS = 6, 48
+JOBS = 6
+TOKENS = 48
 TEXT = (
     "The Eiffel Tower is located in the city of Paris, and the Colosseum is "
     "located in the city of Rome. "
@@ -70,7 +71,8 @@ def rows(stack: Stack, job_id: str) -> list[dict[str, np.ndarray]]:
 
 def check(stack: Stack, job_id: str, reference: list[dict[str, np.ndarray]]) -> None:
     """Everything about one job's captures."""
-    view, result = stack.view(job_id), stack.result(job_id)
+    view = stack.view(job_id)
+    result = stack.result(job_id)
     assert view.state is State.SUCCEEDED, view
     assert view.receipts == view.receipts_expected == 2
     with CaptureReader(stack.settings.capture_root, job_id) as reader:

@@ -45,9 +45,8 @@ def library() -> Callable[[str], Path]:
     """
 
     def python(name: str) -> Path:
-        done = subprocess.run(
-            ["make", f".cache/{name}/.ready"], cwd=ROOT, capture_output=True, text=True, check=False
-        )
+        command = ["make", f".cache/{name}/.ready"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
         return ROOT / ".cache" / name / "bin" / "python"
 

@@ -20,21 +20,19 @@ from midstream.workers.demo_model import fetch_demo_model
 #: Run by hand: an environment of its own.
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
 SCRIPT = ROOT / "tools" / "peers" / "nnsight_calls.py"
-P, OTHER, LOOP = (
-    "The Eiffel Tower is located in the city of",
-    "The Colosseum is located in the city of",
-    (19, 23, 25),
-)
+P = "The Eiffel Tower is located in the city of"
+OTHER = "The Colosseum is located in the city of"
+LOOP = (19, 23, 25)
 #: Of float32 rows, as a share of the largest value; of log-probabilities: nats.
-ROWS, NATS = 1e-4, 2e-3
+ROWS = 1e-4
+NATS = 2e-3
 END = "<|im_end|>"
 
 
 def recorded(python: Path, path: Path, *script: str) -> dict[str, np.ndarray]:
     """What a script writes that runs in the environment of TransformerLens and nnsight."""
-    done = subprocess.run(
-        [str(python), *script, str(path)], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    command = [str(python), *script, str(path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return load_file(path)
 
@@ -93,13 +91,12 @@ READ = {
 
 def test_rows_are_those_of_nnsight(model: HookedModel, theirs: dict[str, np.ndarray]) -> None:
     _, cache = model.run_with_cache(P)
-    reader = model.client.capture(
-        model.client.run(
-            prompts=[P],
-            capture={"hooks": dict.fromkeys(READ.values(), 12), "positions": "all_prompt"},
-            progress=False,
-        )
+    job = model.client.run(
+        prompts=[P],
+        capture={"hooks": dict.fromkeys(READ.values(), 12), "positions": "all_prompt"},
+        progress=False,
     )
+    reader = model.client.capture(job)
     for name, hook in READ.items():
         rows = reader.array(12, hook)
         close(rows, theirs[name][0])
@@ -119,6 +116,12 @@ def test_predictions_are_those_of_nnsight(
     assert np.abs(model(P)[0, -1, tokens] - wanted).max() < NATS
     middle = model.client.lens(P, layers=12, positions="all_prompt", tokens=tokens)
     assert np.abs(middle.named_logprobs[0] - logprobs(theirs["lens"][0])[:, tokens]).max() < NATS
+
+
+def _patched(model: HookedModel) -> tuple[Any, dict[str, Any]]:
+    _, cache = model.run_with_cache(OTHER, "blocks.8.hook_resid_post")
+    hook = ("blocks.8.hook_resid_post", ops.patch(cache, pos=[3]))
+    return hook, {"patch": [{"layers": 8, "positions": [3], "source": {"run": cache.job}}]}
 
 
 #: Edit → (the hook of `HookedModel`, the fields of the client). (v, model) → both.
@@ -145,13 +148,7 @@ EDITS: dict[str, Callable[[np.ndarray, HookedModel], tuple[Any, dict[str, Any]]]
             ]
         },
     ),
-    "patch": lambda v, model: (
-        (
-            "blocks.8.hook_resid_post",
-            ops.patch(cache := model.run_with_cache(OTHER, "blocks.8.hook_resid_post")[1], pos=[3]),
-        ),
-        {"patch": [{"layers": 8, "positions": [3], "source": {"run": cache.job}}]},
-    ),
+    "patch": lambda v, model: _patched(model),
 }
 
 

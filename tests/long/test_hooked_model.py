@@ -22,7 +22,8 @@ from midstream.schemas.base import MidstreamError
 GOLDEN = ROOT / "tests" / "data" / "hooked.safetensors"
 #: Of float32 rows, as a share of the largest value: other kernels, in up to thirty layers. Of
 #: log-probabilities: nats.
-ROWS, NATS = 1e-4, 2e-3
+ROWS = 1e-4
+NATS = 2e-3
 
 
 class Golden:
@@ -32,7 +33,8 @@ class Golden:
         with safe_open(str(GOLDEN), "np") as file:
             self.arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
             about = file.metadata()
-        self.prompt, self.other = about["prompt"], about["other"]
+        self.prompt = about["prompt"]
+        self.other = about["other"]
         self.ids, self.tokens, self.labels = (
             json.loads(about[name]) for name in ("ids", "tokens", "labels")
         )
@@ -95,7 +97,8 @@ def test_predictions_are_those_of_transformerlens(
     run: tuple[Logits, ActivationCache], model: HookedModel, golden: Golden
 ) -> None:
     logits, _ = run
-    assert logits.shape == (1, len(golden.ids[0]), model.cfg.d_vocab)
+    length = len(golden.ids[0])
+    assert logits.shape == (1, length, model.cfg.d_vocab)
     assert np.abs(logits[0, :, golden.tokens] - golden.arrays["logprobs"]).max() < NATS
     values, ids = logits[0].topk(5)
     assert ids[:, 0].tolist() == golden.arrays["top"][:, 0].tolist() == logits.argmax()[0].tolist()
@@ -148,9 +151,10 @@ def test_rows_of_an_array_are_written_as_rows_of_a_cache_are(
     model: HookedModel, other: ActivationCache, golden: Golden
 ) -> None:
     (hook,) = EDITS["patch"](np.zeros(0), other, 0)
+    uploaded = [(hook[0], ops.replace(other[hook[0]][:, 2:5], pos=[2, 3, 4]))]
     found = [
         model.run_with_hooks(golden.prompt, hooks)[0, -1, golden.tokens]
-        for hooks in ([hook], [(hook[0], ops.replace(other[hook[0]][:, 2:5], pos=[2, 3, 4]))])
+        for hooks in ([hook], uploaded)
     ]
     assert np.abs(found[0] - found[1]).max() < NATS
 
@@ -171,10 +175,8 @@ def test_cached_rows_are_those_behind_the_edits(model: HookedModel, golden: Gold
 def test_prompts_of_one_length_are_a_batch(model: HookedModel, golden: Golden) -> None:
     logits, cache = model.run_with_cache([golden.prompt, golden.other], [("pattern", 5), ("z", 5)])
     length = len(golden.ids[0])
-    assert (cache["pattern", 5].shape, cache["z", 5].shape) == (
-        (2, 9, length, length),
-        (2, length, 9, 64),
-    )
+    assert cache["pattern", 5].shape == (2, 9, length, length)
+    assert cache["z", 5].shape == (2, length, 9, 64)
     assert logits[:, -1, golden.tokens].shape == (2, len(golden.tokens))
     alone = model(golden.other)
     assert np.abs(logits[1, -1, golden.tokens] - alone[0, -1, golden.tokens]).max() < NATS
@@ -182,12 +184,11 @@ def test_prompts_of_one_length_are_a_batch(model: HookedModel, golden: Golden) -
 
 def test_tokens_and_texts_are_those_of_the_tokenizer(model: HookedModel, golden: Golden) -> None:
     ids = model.to_tokens(golden.prompt)
-    assert (ids.tolist(), model.to_string(ids)) == ([golden.ids[0]], [golden.prompt])
+    assert ids.tolist() == [golden.ids[0]]
+    assert model.to_string(ids) == [golden.prompt]
     assert "".join(model.to_str_tokens(golden.prompt)) == golden.prompt
-    assert (model.to_single_token(" Paris"), model.to_single_str_token(golden.tokens[0])) == (
-        golden.tokens[0],
-        " Paris",
-    )
+    assert model.to_single_token(" Paris") == golden.tokens[0]
+    assert model.to_single_str_token(golden.tokens[0]) == " Paris"
     with pytest.raises(MidstreamError, match=r"string: .* has 4 tokens"):
         model.to_single_token("The Eiffel Tower")
 
@@ -221,7 +222,8 @@ def test_a_tutorial_runs_and_prints_what_it_shows(
     path: Path, service: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MIDSTREAM_PUBLIC_URL", service.url)  # the kernel finds the stack by it
-    written, run = read(path), read(path)
+    written = read(path)
+    run = read(path)
     nbclient.NotebookClient(
         run,
         timeout=300,

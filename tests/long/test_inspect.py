@@ -64,16 +64,15 @@ def found(python: Path, service: Stack, tmp_path_factory: pytest.TempPathFactory
     vector = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32) * 8
     with Client(service.url) as client:
         client.modules.put("shift", [{"layers": 15, "vector": vector}])
-    return json.loads(
-        program(
-            python,
-            service,
-            folder,
-            str(ROOT / "tools" / "peers" / "inspect_calls.py"),
-            service.url,
-            str(folder / "logs"),
-        ).splitlines()[-1]
+    printed = program(
+        python,
+        service,
+        folder,
+        str(ROOT / "tools" / "peers" / "inspect_calls.py"),
+        service.url,
+        str(folder / "logs"),
     )
+    return json.loads(printed.splitlines()[-1])
 
 
 def test_a_sample_sets_modules_patches_and_captures_of_its_own(found: Any, service: Stack) -> None:
@@ -82,10 +81,8 @@ def test_a_sample_sets_modules_patches_and_captures_of_its_own(found: Any, servi
     assert len(texts) == 3, "each changes the answer"
     assert samples["captured"]["text"] == samples["plain"]["text"]
     ours = samples["captured"]["ours"]
-    assert (ours["capture_results"]["status"], ours["capture_results"]["job"]) == (
-        "ok",
-        ours["job"],
-    )
+    assert ours["capture_results"]["status"] == "ok"
+    assert ours["capture_results"]["job"] == ours["job"]
     assert samples["module"]["ours"]["determinism"]["consistent"] is True
     with Client(service.url) as client:
         assert client.capture(ours["job"]).array(10).shape[1] == HIDDEN
@@ -93,16 +90,16 @@ def test_a_sample_sets_modules_patches_and_captures_of_its_own(found: Any, servi
 
 def test_arguments_of_the_model_hold_unless_a_sample_replaces_them(found: Any) -> None:
     samples = found["samples"]
-    assert (
-        found["model"]["module"]["text"],
-        found["model"]["over"]["text"],
-        found["ignored"]["graded"]["text"],
-    ) == (samples["module"]["text"], samples["plain"]["text"], samples["plain"]["text"])
+    assert found["model"]["module"]["text"] == samples["module"]["text"]
+    assert found["model"]["over"]["text"] == samples["plain"]["text"]
+    assert found["ignored"]["graded"]["text"] == samples["plain"]["text"]
 
 
 def test_the_cache_tells_contents_apart_and_not_names(found: Any) -> None:
     first, same, replaced, steered, cleared, away, later = found["keys"]
-    assert (first, len({first, replaced, steered}), cleared) == (same, 3, replaced)
+    assert first == same
+    assert len({first, replaced, steered}) == 3
+    assert cleared == replaced
     assert away != later, (
         "of a service that does not say what it serves, nothing is taken from the cache"
     )
@@ -127,31 +124,25 @@ def test_a_mistake_fails_the_sample_with_the_text_that_names_it(found: Any) -> N
 
 def test_a_cached_answer_is_of_the_same_interventions(found: Any) -> None:
     first, second, steered = (each["plain"] for each in found["cached"])
-    assert (first["cached"], second["cached"], steered["cached"]) == (
-        ["write"],
-        ["read"],
-        ["write"],
-    )
+    assert first["cached"] == ["write"]
+    assert second["cached"] == ["read"]
+    assert steered["cached"] == ["write"]
     assert first["text"] == second["text"] == found["samples"]["plain"]["text"]
     assert steered["text"] == found["samples"]["module"]["text"]
 
 
 def test_a_tool_is_called(found: Any) -> None:
     assert found["called"] in (["Paris"], ["Oslo"])
-    assert (found["tools"]["tools"]["error"], found["tools"]["tools"]["messages"]) == (
-        None,
-        ["user", "assistant", "tool"],
-    )
+    assert found["tools"]["tools"]["error"] is None
+    assert found["tools"]["tools"]["messages"] == ["user", "assistant", "tool"]
 
 
 def test_what_the_service_cannot_take_now_is_asked_again(found: Any) -> None:
     patient = found["patient"]
-    assert (patient["text"], patient["error"], len(patient["cached"]), patient["decisions"]) == (
-        "at last",
-        None,
-        3,
-        [[True, "rate_limit", 7.0], [True, "transient", 2.0]],
-    )
+    assert patient["text"] == "at last"
+    assert patient["error"] is None
+    assert len(patient["cached"]) == 3
+    assert patient["decisions"] == [[True, "rate_limit", 7.0], [True, "transient", 2.0]]
 
 
 def test_an_error_of_the_service_is_not_asked_again(found: Any) -> None:

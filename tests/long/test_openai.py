@@ -135,9 +135,8 @@ def test_a_hostile_constraint_is_a_400_and_harms_no_other(
 ) -> None:
     body = {"model": "demo", "prompt": PROMPTS[0], "structured_outputs": form}
     refused = httpx2.post(f"{service.url}/v1/completions", json=body, timeout=300)
-    assert (refused.status_code, refused.json()["field"]) == (400, "structured_outputs"), (
-        refused.text
-    )
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["field"] == "structured_outputs", refused.text
     person = ask(
         service,
         "completions",

@@ -44,11 +44,9 @@ def test_the_example_trains_registers_and_shows_features(python: Path, service: 
     assert len(re.findall(r"^\| (\d+) \| .*\*\*.*\|$", done.stdout, re.MULTILINE)) == 3
     with Client(service.url) as client:
         (registered,) = client.saes.list()
-        assert (registered.name, registered.layer, registered.form.architecture) == (
-            "small",
-            LAYER,
-            "jumprelu",
-        )
+        assert registered.name == "small"
+        assert registered.layer == LAYER
+        assert registered.form.architecture == "jumprelu"
         found = client.features(
             "The soup was rich and warm, and we asked for a second bowl.", "small", top_k=64
         )

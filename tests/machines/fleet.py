@@ -40,7 +40,9 @@ SETTINGS: dict[str, Any] = {
     "log_level": "WARNING",
 }
 AT_ONCE = 24  # clients
-STORE, STORE_PORT, BUCKET = Path(__file__).with_name("store_machine.py"), 9000, "machines"
+STORE = Path(__file__).with_name("store_machine.py")
+STORE_PORT = 9000
+BUCKET = "machines"
 PROCESSES = ("relay", "callbacks", "worker", "worker-2", "api")
 
 
@@ -55,7 +57,8 @@ class Fleet(Machines):
         names: tuple[str, ...] = PROCESSES,
         **settings: Any,
     ):
-        self.network, self.where = network, where
+        self.network = network
+        self.where = where
         self.host = network.address(HERE)
         super().__init__(directory, names, **(SETTINGS | settings))
         port = self._chosen["relay_url"].rpartition(":")[2]

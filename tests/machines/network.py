@@ -87,7 +87,8 @@ class Network:
         self.close()
 
     def _plug_in(self, name: str) -> None:
-        device, port = self.device(name), f"port{self.names.index(name)}"
+        device = self.device(name)
+        port = f"port{self.names.index(name)}"
         if name != HERE:
             ip("netns", "add", self.namespace(name))
             ip(*self._at(name), "link", "set", "lo", "up")

@@ -124,7 +124,8 @@ TEXT = (
     "The Eiffel Tower is located in the city of Paris, and the Colosseum is "
     "located in the city of Rome. "
 )
-JOBS, TOKENS = 4, 160
+JOBS = 4
+TOKENS = 160
 Result = tuple[list[str], int, list[np.ndarray]]
 
 
@@ -197,7 +198,8 @@ def test_a_real_engine_past_its_lease_gives_the_same_rows(tmp_path: Path) -> Non
             time.sleep(2 * LEASE_S)
             network.heal()
 
-        calm, stormy = real_jobs(fleet, lambda: None), real_jobs(fleet, disturb)
+        calm = real_jobs(fleet, lambda: None)
+        stormy = real_jobs(fleet, disturb)
     assert max(attempt for _, attempt, _ in stormy) > 1, "no job ran again: the cut was too late"
     for (texts, _, rows), (expected_texts, _, expected) in zip(stormy, calm, strict=True):
         assert texts == expected_texts

@@ -24,7 +24,9 @@ from midstream.workers.demo_model import fetch_demo_model
 
 PROMPTS = ["The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"]
 TEXT = "Once upon a time in a land far away there lived a king who"
-LAYERS, HIDDEN, TOKENS = 30, 576, 8
+LAYERS = 30
+HIDDEN = 576
+TOKENS = 8
 ENGINE = {
     "engine": "vllm",
     "engine_options": {},
@@ -98,12 +100,11 @@ def captured(fleet: Fleet, **more: Any) -> tuple[list[str], int, list[np.ndarray
 
 def steering() -> list[dict[str, Any]]:
     """A vector at a layer of either machine."""
+    vector = np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32)
     tensor = {
         "dtype": "float32",
         "shape": [HIDDEN],
-        "data": base64.b64encode(
-            np.random.default_rng(0).standard_normal(HIDDEN).astype(np.float32).tobytes()
-        ).decode(),
+        "data": base64.b64encode(vector.tobytes()).decode(),
     }
     return [{"layers": [3, 20], "vector": tensor, "scale": 2.0}]
 
@@ -139,7 +140,8 @@ def check_answers(fleet: Fleet, alone: tuple[Any, Any, list[float]]) -> None:
     for (texts, receipts, rows), (expected_texts, of_one, expected_rows) in zip(
         found, expected, strict=True
     ):
-        assert (texts, receipts) == (expected_texts, 2 * of_one)
+        assert texts == expected_texts
+        assert receipts == 2 * of_one
         assert close(rows, expected_rows)
     assert np.allclose(grid, expected_grid, atol=1e-3)
     assert not np.allclose(found[0][2][0][25], found[1][2][0][25]), "the vector changed nothing"
@@ -170,10 +172,8 @@ def test_an_engine_on_two_machines_gives_the_rows_of_one(tmp_path: Path) -> None
             "engine.master_addr": network.address("w1"),
             "artifact_store": str(tmp_path / "captures"),
         }
-        two, where = (
-            ("relay", "callbacks", "ranks", "worker", "api"),
-            {"worker": "w1", "ranks": "w2"},
-        )
+        two = ("relay", "callbacks", "ranks", "worker", "api")
+        where = {"worker": "w1", "ranks": "w2"}
         with Nodes(tmp_path / "two", network, where, two, model=model, **ENGINE, **nodes) as fleet:
             check_answers(fleet, alone)
             outboxes = [fleet.settings(name).data_dir for name in ("worker", "ranks")]
@@ -190,7 +190,8 @@ class Supervisor:
     """
 
     def __init__(self, fleet: Fleet, *names: str):
-        self._fleet, self._names = fleet, names
+        self._fleet = fleet
+        self._names = names
         self.ended: list[tuple[str, int, float]] = []
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)

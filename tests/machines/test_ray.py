@@ -24,14 +24,16 @@ from midstream.workers.demo_model import fetch_demo_model
 
 PLATFORM = Path(__file__).with_name("ray_platform")
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}
-PORT, START_S = 6379, 60
+PORT = 6379
+START_S = 60
 
 
 class Ray:
     """A Ray node on each of `machines`, of which the first is the head, with one device each."""
 
     def __init__(self, network: Network, directory: Path, *machines: str):
-        self.network, self.directory = network, directory
+        self.network = network
+        self.directory = directory
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.address = f"{network.address(machines[0])}:{PORT}"
         for machine in machines:
@@ -100,7 +102,8 @@ class RayFleet(Fleet):
 @pytest.mark.timeout(900)
 def test_an_engine_over_ray_gives_the_rows_of_one_machine(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="ray is not installed: it is in no lock file")
-    names, model = ("relay", "callbacks", "worker", "api"), str(fetch_demo_model())
+    names = ("relay", "callbacks", "worker", "api")
+    model = str(fetch_demo_model())
     with Network("w1", "w2") as network:
         with Fleet(
             tmp_path / "one", network, {"worker": "w1"}, names, model=model, **ENGINE

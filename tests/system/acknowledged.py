@@ -31,7 +31,9 @@ async def _write(url: str, replicas: int, happen: Callable[[], object]) -> list[
         url, max_connections=10, timeout=5, socket_timeout=5, socket_connect_timeout=5, retry=retry
     )
     client = redis.asyncio.Redis.from_pool(pool)
-    barrier, over, acknowledged = AofBarrier(client, replicas), asyncio.Event(), list[str]()
+    barrier = AofBarrier(client, replicas)
+    over = asyncio.Event()
+    acknowledged = list[str]()
 
     async def enough() -> None:
         wanted = len(acknowledged) + ENOUGH
@@ -46,7 +48,8 @@ async def _write(url: str, replicas: int, happen: Callable[[], object]) -> list[
         finally:
             over.set()
 
-    disturbing, number = asyncio.create_task(disturb()), 0
+    disturbing = asyncio.create_task(disturb())
+    number = 0
     while not over.is_set():
         number += 1
         try:

@@ -39,7 +39,9 @@ from midstream.workers.runner.files.finished_rows import FinishedCapture
 T = TypeVar("T")
 
 MODEL = "tiny"
-LAYERS, HIDDEN, LONGEST = 4, 8, 32
+LAYERS = 4
+HIDDEN = 8
+LONGEST = 32
 WORDS = [
     "<unk>",
     "<bos>",
@@ -62,7 +64,9 @@ TEMPLATE = (
     "{% if messages[0]['role'] == 'assistant' %}{{ raise_exception('the user begins') }}{% endif %}"
 )
 #: These only end what hangs: a machine with other things to do takes its time.
-START_TIMEOUT_S, STOP_TIMEOUT_S, CALL_TIMEOUT_S = 120.0, 60.0, 60.0
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 60.0
+CALL_TIMEOUT_S = 60.0
 
 
 def bundle() -> TokenizerBundle:
@@ -379,7 +383,8 @@ class Hand:
         """This stage's share of the layers at every prompt position, whatever positions were asked
         for.
         """
-        wanted, pp = wanted or claim.job.captures[request][0], self.ranks[rank][1]
+        wanted = wanted or claim.job.captures[request][0]
+        pp = self.ranks[rank][1]
         stages = 1 + max(stage for _, stage in self.ranks)
         shares = {
             str(hook): [layer for layer in layers if layer * stages // LAYERS == pp]
@@ -405,7 +410,8 @@ class Hand:
         self, claim: Claim, request: int = 0, rank: int = 0, wanted: StoredCapture | None = None
     ) -> CapturedFile:
         """A real file of `rows`."""
-        rows, owner = self.rows(claim, request, rank, wanted), f"hand.{claim.job.id}.{request}"
+        rows = self.rows(claim, request, rank, wanted)
+        owner = f"hand.{claim.job.id}.{request}"
         (file,) = write(self.settings.capture_root, rows, owner=f"{owner}.{rank}")
         return file
 

@@ -78,7 +78,8 @@ class FrontedRedis:
     """`master` and `replica` change places with each failover."""
 
     def __init__(self, directory: Path, port: int):
-        self._directory, self._port = directory, port
+        self._directory = directory
+        self._port = port
         self.url = f"redis://127.0.0.1:{port}/0"
 
     def __enter__(self) -> Self:

@@ -34,9 +34,9 @@ def check_rows(
     assert dict(zip(found, keys.token_ids.tolist(), strict=True)) == expected
     assert harvest.sites == sites
     for hook, layer in sites:
+        rows = harvest.rows(slice(None), layer, hook)
         assert np.array_equal(
-            harvest.rows(slice(None), layer, hook),
-            residual_rows(layer, keys.positions, keys.token_ids, hook, weights),
+            rows, residual_rows(layer, keys.positions, keys.token_ids, hook, weights)
         )
 
 

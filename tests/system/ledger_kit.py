@@ -27,7 +27,11 @@ from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.schemas.requests.steering import MODULES, Module
 from midstream.schemas.settings.settings import Settings, load_settings
 
-MODEL, WORKER, BOOT, EPOCH, IDENTITY = "tiny", "w1", "boot1", "epoch1", "a" * 64
+MODEL = "tiny"
+WORKER = "w1"
+BOOT = "boot1"
+EPOCH = "epoch1"
+IDENTITY = "a" * 64
 
 
 def settings_for(url: str, **changes: Any) -> Settings:
@@ -101,9 +105,10 @@ async def sent(ledger: Ledger, model: str = MODEL) -> list[Sent]:
         for name in lists_of(queue_of(model))
         for message in reversed(await ledger.redis.lrange(name, 0, -1))
     ]
+    messages = [json.loads(each) for each in raw]
     return [
         Sent(*job_of_task(message["headers"]["id"]), message["properties"]["priority"])
-        for message in [json.loads(each) for each in raw]
+        for message in messages
     ]
 
 
@@ -159,7 +164,8 @@ async def put_module(
     ledger: Ledger, module: Module, blobs: Mapping[str, bytes | Tensor]
 ) -> Module | None:
     """Returns the module that it replaces."""
-    return (await Registry(ledger, MODULES).put(module.model, module.name, module.after, blobs))[1]
+    modules = Registry(ledger, MODULES)
+    return (await modules.put(module.model, module.name, module.after, blobs))[1]
 
 
 async def queued_job(ledger: Ledger, **changes: Any) -> Job:

@@ -46,7 +46,8 @@ class Machines(Processes):
         names: tuple[str, ...] = ("relay", "callbacks", "worker", "api"),
         **settings: Any,
     ):
-        self.directory, self.names = directory, names
+        self.directory = directory
+        self.names = names
         self.tls_port = free_port()
         self._redis_port = free_port()
         self.processes: dict[str, forks.Process] = {}
@@ -67,7 +68,8 @@ class Machines(Processes):
             "api_port": free_port(),
             "flower_port": free_port(),
         } | settings
-        self.acl, self.curve = directory / "acl", directory / "curve"
+        self.acl = directory / "acl"
+        self.curve = directory / "curve"
         write_users(self.acl)
         make_certificates(directory / "tls", self.host)
         self.ca = directory / "tls" / "ca.pem"
@@ -121,7 +123,8 @@ class Machines(Processes):
     def spawn(self, name: str, **changed: Any) -> None:
         role = name.partition("-")[0]
         environment = to_environment(self.settings(name, **changed)) | self.environment(name)
-        file, there = self.log_file(name), self.inside(name)
+        file = self.log_file(name)
+        there = self.inside(name)
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open("ab") as log:
             log.write(f"--- started at {time.time()}\n".encode())

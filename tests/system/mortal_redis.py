@@ -12,7 +12,8 @@ from midstream.broker.redis_service import server as redis_server
 class Mortal:
     def __init__(self, directory: Path):
         self.server = redis_server.start(directory, port=free_port())
-        self.url, self.port = self.server.url, self.server.port
+        self.url = self.server.url
+        self.port = self.server.port
 
     def start(self) -> None:
         """Again, unless it runs."""

@@ -13,7 +13,8 @@ import random
 import socket
 
 #: Linux gives 32,768 and above (`ip_local_port_range`).
-FIRST, EACH = 12_000, 4_000
+FIRST = 12_000
+EACH = 4_000
 _SHARES = 5
 #: `gw0`, `gw1`, … where several processes share the tests.
 _SHARE = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _SHARES

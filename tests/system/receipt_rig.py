@@ -121,7 +121,8 @@ class SenderProcess:
         """How many receipts it called durable: as soon as there are `enough`, or it has ended, or
         after `timeout` seconds.
         """
-        count, until = 0, time.monotonic() + timeout
+        count = 0
+        until = time.monotonic() + timeout
         with selectors.DefaultSelector() as ready:
             ready.register(self.process.stdout, selectors.EVENT_READ)
             while count < enough and (left := until - time.monotonic()) > 0:
@@ -148,7 +149,8 @@ class Peer:
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.ROUTING_ID, identity)
-        self.socket.linger, self.socket.rcvtimeo = 0, 60_000
+        self.socket.linger = 0
+        self.socket.rcvtimeo = 60_000
         if keys is not None:
             keys.apply(self.socket)
         self.socket.connect(url)

@@ -127,7 +127,8 @@ def installed(folders: dict[str, Path]) -> dict[str, Path]:
     }
     for name, changes in adapters.items():
         adapter(folders["lora"] / name, **changes)
-    lenses, eye = folders["lens"], np.eye(HIDDEN_SIZE, dtype=np.float32)
+    lenses = folders["lens"]
+    eye = np.eye(HIDDEN_SIZE, dtype=np.float32)
     for name, layers, changes in (
         ("all", list(range(NUM_LAYERS)), {}),
         ("some", [1, 2], {}),

@@ -58,7 +58,9 @@ MODULES = {
     "api": "midstream.api",
 }
 #: These only end what hangs: a machine with other things to do takes its time over a start.
-START_TIMEOUT_S, STOP_TIMEOUT_S, WAIT_TIMEOUT_S = 120.0, 180.0, 180.0
+START_TIMEOUT_S = 120.0
+STOP_TIMEOUT_S = 180.0
+WAIT_TIMEOUT_S = 180.0
 POLL_S = 0.05
 #: What the shortest sleep takes, in microseconds.
 SLEEP_US = 60
@@ -236,9 +238,8 @@ class Stack(Processes):
         has.
         """
         files = [path for path in (self.directory / "redis").rglob("appendonly*") if path.is_file()]
-        pause = int(
-            seconds * 1e6 / max(1, sum(path.read_bytes().count(b"\r\n*") for path in files))
-        )
+        commands = sum(path.read_bytes().count(b"\r\n*") for path in files)
+        pause = int(seconds * 1e6 / max(1, commands))
         delay = (
             pause - SLEEP_US if pause > SLEEP_US else -(SLEEP_US // max(1, pause))
         )  # below zero: one command in so many
@@ -342,7 +343,8 @@ class Stack(Processes):
         """
         from midstream_fake_engine.model import identity_of, make_tokenizer
 
-        tokenizer, name = make_tokenizer(), self.settings.served_model
+        tokenizer = make_tokenizer()
+        name = self.settings.served_model
         served = self.do(
             lambda ledger: ledger.model(name)
         )  # None before the first worker: then the fake engine's

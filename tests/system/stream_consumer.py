@@ -16,7 +16,8 @@ from midstream.client import Client
 
 #: Seconds after its first unit at which a consumer that kills itself is gone at the latest, and
 #: that it takes for each step, so that kills come between all of them.
-LONGEST_S, STEP_S = 0.15, 0.02
+LONGEST_S = 0.15
+STEP_S = 0.02
 
 
 def consume(url: str, harvest: str, folder: Path, seed: int | None) -> None:

@@ -61,7 +61,8 @@ from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.rank_watch import RankWatch
 
-CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum  is now in"
+CLEAN = "The Eiffel Tower is in"
+CORRUPT = "The Colosseum  is now in"
 LAYERS = list(range(NUM_LAYERS))
 TOLERANCE = 1e-9
 
@@ -83,7 +84,8 @@ def columns(base: list[int], source: list[int], skipped: int = 3) -> list[Column
 def pair(
     clean: str = CLEAN, corrupt: str = CORRUPT, answer: str = "P", foil: str = "R", **changes: Any
 ) -> StoredPair:
-    base, source = tokens(corrupt), tokens(clean)
+    base = tokens(corrupt)
+    source = tokens(clean)
     fields: dict[str, Any] = {
         "base": base,
         "source": source,
@@ -108,10 +110,12 @@ def sweep(*pairs: StoredPair, **changes: Any) -> StoredSweep:
 
 def mask_of(asked: StoredSweep, unit: Unit) -> str:
     """The name of what a cell writes of a row; empty: all."""
-    column, stored = asked.pairs[unit.pair].columns[unit.column], asked.pairs[unit.pair]
+    column = asked.pairs[unit.pair].columns[unit.column]
+    stored = asked.pairs[unit.pair]
     if column.ranks is None:
         return dims_name(column.dims) if column.dims else ""
-    hook, layer = asked.hooks[unit.hook], asked.layers[unit.layer]
+    hook = asked.hooks[unit.hook]
+    layer = asked.layers[unit.layer]
     distance = sum(
         abs(own_row(hook, layer, to, stored.base) - own_row(hook, layer, of, stored.source))
         for to, of in column.places
@@ -125,7 +129,8 @@ def mask_of(asked: StoredSweep, unit: Unit) -> str:
 def cell_edits(asked: StoredSweep, units: Units, number: int, job: str = "") -> list[Edit]:
     """What the patches of a cell write, worked out here."""
     unit = units.cell(number)
-    stored, hook = asked.pairs[unit.pair], asked.hooks[unit.hook]
+    stored = asked.pairs[unit.pair]
+    hook = asked.hooks[unit.hook]
     layers, places = units.patched(unit)
     found: list[Edit] = []
     if mask := mask_of(asked, unit):
@@ -170,17 +175,20 @@ def check_grid(
     """Every cell has the value that its patches give, or none and the reason: those of `lost`, and
     skipped columns.
     """
-    units, lost = Units(asked), lost or {}
+    units = Units(asked)
+    lost = lost or {}
     skipped = {
         (s.pair, s.hook, layer, s.column): s.reason for s in result.skipped for layer in s.layers
     }
     for number in range(units.first_cell, units.first_cell + asked.num_cells):
         unit = units.cell(number)
-        stored, hook = asked.pairs[unit.pair], asked.hooks[unit.hook]
+        stored = asked.pairs[unit.pair]
+        hook = asked.hooks[unit.hook]
         value = result.pairs[unit.pair].grids[hook][unit.layer][unit.column]
         place = unit.pair, hook, asked.layers[unit.layer], unit.column
         if not stored.columns[unit.column].places:
-            assert (value, skipped.pop(place)) == (None, stored.columns[unit.column].reason)
+            assert value is None
+            assert skipped.pop(place) == stored.columns[unit.column].reason
             continue
         if number in lost:
             assert value is None
@@ -199,10 +207,8 @@ def check_grid(
         else:
             expected = difference(stored.base, edits, stored)
         if asked.metric == "recovered":
-            base, source = (
-                difference(stored.base, [], stored),
-                difference(stored.source, [], stored),
-            )
+            base = difference(stored.base, [], stored)
+            source = difference(stored.source, [], stored)
             expected = (expected - base) / (source - base)
         assert value == pytest.approx(expected, abs=TOLERANCE), unit
     assert not skipped
@@ -393,7 +399,8 @@ def check_attribution(result: Any, asked: StoredSweep, weights: int = 0) -> None
         }
         assert len(known) == len(found.checked) > 0
         whys = Counter(why for cell in found.checked for why in cell.why)
-        assert (whys["top"], whys["random"]) == (verify.top, verify.random)
+        assert whys["top"] == verify.top
+        assert whys["random"] == verify.random
         for place, unit in enumerate(units.cells(number)):
             value = exact.grids["post_block"][unit.layer][unit.column]
             at = asked.layers[unit.layer], unit.column

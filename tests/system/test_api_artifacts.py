@@ -50,11 +50,16 @@ def named(client: Client) -> Client:
 
 def test_what_the_files_say_is_in_the_record(named: Client) -> None:
     scope = named.saes.put("scope", "gemma_scope", hook="resid_pre", layer=0)
-    assert (scope.hook, scope.layer, scope.form.architecture) == ("pre_attn", 0, "jumprelu")
+    assert scope.hook == "pre_attn"
+    assert scope.layer == 0
+    assert scope.form.architecture == "jumprelu"
     tuned = named.lenses.put("mine", "some", hook="resid_pre", residual=True)
-    assert (tuned.layers, tuned.hook, tuned.residual) == ([1, 2], "pre_attn", True)
+    assert tuned.layers == [1, 2]
+    assert tuned.hook == "pre_attn"
+    assert tuned.residual
     jacobian = named.jacobians.get("said")
-    assert (jacobian.layers, jacobian.vocabulary) == ([1], 1000)
+    assert jacobian.layers == [1]
+    assert jacobian.vocabulary == 1000
     assert named.loras.get("calm").modules == ["model.layers.*.mlp.up_proj"]
 
 
@@ -116,32 +121,22 @@ def check(result: dict[str, Any], prompts: int, digest: str) -> None:
     """What the fake engine says of the autoencoder with this digest, and its lens."""
     assert [read["request"] for read in result["features"]] == list(range(prompts))
     for read in result["features"]:
-        assert (read["sae"], read["digest"], read["hook"], read["layer"]) == (
-            "read",
-            digest,
-            "post_block",
-            1,
-        )
-        assert (read["features"], read["activations"], read["active"]) == (
-            [[token, token + 1] for token in read["token_ids"]],
-            [[1.0, 0.5]] * 2,
-            [2, 2],
-        )
+        assert read["sae"] == "read"
+        assert read["digest"] == digest
+        assert read["hook"] == "post_block"
+        assert read["layer"] == 1
+        assert read["features"] == [[token, token + 1] for token in read["token_ids"]]
+        assert read["activations"] == [[1.0, 0.5]] * 2
+        assert read["active"] == [2, 2]
     assert [read["request"] for read in result["lens"]] == list(range(prompts))
     for read in result["lens"]:
-        assert (read["hook"], read["layers"]) == ("post_block", [0, 3])
+        assert read["hook"] == "post_block"
+        assert read["layers"] == [0, 3]
         token = read["token_ids"][0]
-        assert (
-            read["top_tokens"][1][0],
-            read["top_logprobs"][0][0],
-            read["named_tokens"][1],
-            read["named_ranks"][0][0],
-        ) == (
-            [(token + 4 + place) % VOCABULARY for place in range(3)],
-            [0.0, -1.0, -2.0],
-            7,
-            [4, 4],
-        )
+        assert read["top_tokens"][1][0] == [(token + 4 + place) % VOCABULARY for place in range(3)]
+        assert read["top_logprobs"][0][0] == [0.0, -1.0, -2.0]
+        assert read["named_tokens"][1] == 7
+        assert read["named_ranks"][0][0] == [4, 4]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +171,8 @@ def test_every_way_of_asking_takes_adapter_lens_and_features(
     else:
         told = answer.json()
     if path != "/v1/jobs":
-        assert (told["features"], told["lens"]) == (result["features"], result["lens"])
+        assert told["features"] == result["features"]
+        assert told["lens"] == result["lens"]
         assert told["determinism"]["consistent"], "held until both ranks have accounted for it"
 
 
@@ -264,7 +260,8 @@ def test_one_request_is_read_by_several_autoencoders(
     job = client.jobs.get(next(iter(mapped)).result.id)
     assert job.contents == {f"sae/{name}": digest for name, digest in digests.items()}
     one = client.features("hello", "gated", top_k=4, positions=[2])
-    assert (one.tokens[0], one.of(0)) == (both["gated"].tokens[2], both["gated"].of(2))
+    assert one.tokens[0] == both["gated"].tokens[2]
+    assert one.of(0) == both["gated"].of(2)
     asked = ["submit", "hello", "--max-tokens", "1"]
     for fields in ({"sae": "gated", "top_k": 6}, {"sae": "jumprelu", "top_k": 2}):
         asked += ["--set", f"features={json.dumps(fields)}"]
@@ -283,7 +280,8 @@ def test_a_lens_gives_arrays_and_tables(
 ) -> None:
     found = client.lens("hello", top_k=3, tokens=["e"])
     assert found.top_ids.shape == found.logprobs.shape == (NUM_LAYERS, 5, 3)
-    assert (found.positions, found.layers) == (list(range(5)), list(range(NUM_LAYERS)))
+    assert found.positions == list(range(5))
+    assert found.layers == list(range(NUM_LAYERS))
     np.testing.assert_array_equal(found.logprobs[2, 4], [0, -1, -2])
     assert found.tokens == list("hello")
     assert found.ranks.shape == found.named_logprobs.shape == (NUM_LAYERS, 5, 1)
@@ -316,7 +314,8 @@ def test_a_jacobian_lens_reads_and_steers(client: Client) -> None:
     assert job.contents == {"jacobian/said": made.digest}
     assert client.wait(job).steered
     (entry,) = client.modules.put("module", {"jacobian": "said", "token": "a", "layers": 1}).entries
-    assert (entry.op, entry.layers) == ("add", [1])
+    assert entry.op == "add"
+    assert entry.layers == [1]
     assert len(list(client.map(["a"], steering=swap, max_tokens=1, progress=False))) == 1
 
 
@@ -329,7 +328,8 @@ def test_an_adapter_of_changed_files_fails_the_job(client: Client, folders: Any)
     client.loras.put("turning", "turning")
     adapter(folders["lora"] / "turning", lora_alpha=5)
     job = client.wait(client.submit(prompts=["a"], lora="turning"))
-    assert (job.state, job.error.field) == ("failed", "lora")
+    assert job.state == "failed"
+    assert job.error.field == "lora"
     assert "files have changed since it was registered" in job.error.detail
 
 
@@ -389,6 +389,7 @@ def test_positions_are_shown_with_their_tokens_and_nothing_runs(
     ]
     assert [line.split()[:2] for line in shown[3::2]] == [["1", "'i'"], ["0", "'h'"]]
     (token,) = json.loads(midstream(*asked[:2], "--layers=0", "--dry-run", "--json"))["tokens"]
-    assert (token["position"], token["text"]) == (1, "i")
+    assert token["position"] == 1
+    assert token["text"] == "i"
     assert len(client.jobs.list().jobs) == before
     client.modules.delete("late")

@@ -38,19 +38,18 @@ def captured(api: Api, hand: Hand) -> str:
 
 def test_the_manifest_says_what_is_in_every_file(api: Api, captured: str) -> None:
     manifest = api.http.get(f"/v1/captures/{captured}").json()
-    assert (manifest["status"], manifest["rows"], len(manifest["files"])) == ("ok", 24, 2)
+    assert manifest["status"] == "ok"
+    assert manifest["rows"] == 24
+    assert len(manifest["files"]) == 2
     first = manifest["files"][0]
-    assert (first["sites"], first["dtype"], first["at"]) == (
-        {"post_block": [0, 1, 2, 3]},
-        "float32",
-        "before",
-    )
-    assert (first["positions"], first["token_ids"]) == ([0, 1, 2], [1, 2, 3])
-    assert (first["name"], first["layout"], first["offset"]) == (
-        "mine.p0000.pp0.safetensors",
-        "packed",
-        0,
-    )
+    assert first["sites"] == {"post_block": [0, 1, 2, 3]}
+    assert first["dtype"] == "float32"
+    assert first["at"] == "before"
+    assert first["positions"] == [0, 1, 2]
+    assert first["token_ids"] == [1, 2, 3]
+    assert first["name"] == "mine.p0000.pp0.safetensors"
+    assert first["layout"] == "packed"
+    assert first["offset"] == 0
     path = Path(manifest["root"]) / first["path"]
     assert path.parts[-3:] == ("mine", captured, "p0000.a1.pp0.safetensors")
     assert zlib.crc32(path.read_bytes()) == first["crc32"]
@@ -60,15 +59,14 @@ def test_an_unfinished_capture_is_pending_and_cannot_be_deleted(api: Api, hand: 
     job_id = hand.claim(api.submit(capture={"layers": "all"})).job.id
     assert api.http.get(f"/v1/captures/{job_id}").json()["status"] == "pending"
     assert api.http.get(f"/v1/captures/{job_id}/safetensors").status_code == 409
-    assert (api.http.delete(f"/v1/captures/{job_id}").status_code, listed(api)) == (409, [job_id])
+    assert api.http.delete(f"/v1/captures/{job_id}").status_code == 409
+    assert listed(api) == [job_id]
 
 
 def test_a_job_without_a_capture_has_none_to_read_or_delete(api: Api, hand: Hand) -> None:
     for job_id in ("job_nobody", api.submit()):
-        assert (
-            api.http.get(f"/v1/captures/{job_id}").status_code,
-            api.http.delete(f"/v1/captures/{job_id}").status_code,
-        ) == (404, 404)
+        assert api.http.get(f"/v1/captures/{job_id}").status_code == 404
+        assert api.http.delete(f"/v1/captures/{job_id}").status_code == 404
 
 
 # field case 40
@@ -131,7 +129,8 @@ def test_a_receipt_that_names_another_jobs_blob_serves_none_of_it(
     hand.receipt(claim, files=[stolen])
     for path in ("", "/files/mine.p0000.pp0.safetensors", "/safetensors"):
         answer = api.http.get(f"/v1/captures/{claim.job.id}{path}")
-        assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:capture_failed")
+        assert answer.status_code == 500
+        assert answer.json()["type"] == "urn:midstream:capture_failed"
         assert "job_victim" not in answer.text
     with Client(api.url) as client, refuses(kind="capture_failed"):
         client.capture(claim.job.id)
@@ -203,19 +202,22 @@ def test_incomplete_captures_need_partial_true(api: Api, hand: Hand, ends: bool,
     claim = half(api, hand)
     if ends:
         hand.receipt(claim, 1, status="error", kind="capture_failed", message="the disk is full")
-    job_id, status = claim.job.id, "error" if ends else "pending"
+    job_id = claim.job.id
+    status = "error" if ends else "pending"
     with Client(api.url) as client:
         for folder in (None, api.settings.capture_root.parent / "copy"):
             with refuses(match=f"status {status}", kind=kind):
                 client.capture(job_id, folder)
         reader = client.capture(job_id, partial=True)
-    assert (reader.status, reader.requests()) == (status, [0])
+    assert reader.status == status
+    assert reader.requests() == [0]
     assert [gap.detail.partition(":")[0] for gap in reader.gaps()] == [
         f"the status of the capture is {status}",
         f"job {job_id} captured 2 requests, but files exist for only 1",
     ]
     code, text = verified(api, job_id)
-    assert (code != 0, f"the status of the capture is {status}" in text) == (True, True), text
+    assert code != 0, text
+    assert f"the status of the capture is {status}" in text, text
 
 
 def test_a_partial_capture_is_read_and_fails_its_verification(api: Api, hand: Hand) -> None:
@@ -228,17 +230,13 @@ def test_a_partial_capture_is_read_and_fails_its_verification(api: Api, hand: Ha
     )
     with Client(api.url) as client:
         reader = client.capture(claim.job.id)
-    assert (reader.status, reader.requests(), reader.positions(1), reader.dropped(1)) == (
-        "partial",
-        [0, 1],
-        [0, 2],
-        [1],
-    )
+    assert reader.status == "partial"
+    assert reader.requests() == [0, 1]
+    assert reader.positions(1) == [0, 2]
+    assert reader.dropped(1) == [1]
     code, text = verified(api, claim.job.id)
-    assert (code != 0, "request 1: positions dropped under overload: 1 (1 in total)" in text) == (
-        True,
-        True,
-    ), text
+    assert code != 0, text
+    assert "request 1: positions dropped under overload: 1 (1 in total)" in text, text
 
 
 # --- Layouts, hooks, tags ---
@@ -262,8 +260,9 @@ def written(
     """Real files of every prompt and stage through the writer's own code, and the receipts that
     name them.
     """
+    places = range(stages) if only is None else [only]
     for request in range(len(claim.job.prompts)):
-        for pp in range(stages) if only is None else [only]:
+        for pp in places:
             sites = WHOLE if stages == 1 else STAGES[pp]
             capture = finished(
                 claim.job.id,
@@ -308,12 +307,15 @@ def test_blobs_of_every_layout_are_named_once_and_served_whole(
     ) in names
     for file in manifest["files"]:
         answer = api.http.get(file["url"])
-        content, etag = answer.content, answer.headers["etag"]
+        content = answer.content
+        etag = answer.headers["etag"]
         assert answer.headers["content-type"] == "application/octet-stream"
-        assert (len(content), zlib.crc32(content)) == (file["bytes"], file["crc32"])
+        assert len(content) == file["bytes"]
+        assert zlib.crc32(content) == file["crc32"]
         assert etag == f'"{file["crc32"]:08x}"'
         again = api.http.get(file["url"], headers={"If-None-Match": etag})
-        assert (again.status_code, again.content) == (304, b"")
+        assert again.status_code == 304
+        assert again.content == b""
         lies = (Path(manifest["root"]) / file["path"]).read_bytes()
         assert lies[file["offset"] : file["offset"] + file["bytes"]] == content
 
@@ -323,14 +325,11 @@ def test_a_prompts_rows_come_as_one_file_whatever_the_layout(
     api: Api, hand: Hand, layout: str
 ) -> None:
     job_id = layered(api, hand, layout)
-    reader = CaptureReader.from_bytes(
-        api.http.get(f"/v1/captures/{job_id}/safetensors", params={"request": 1}).content
-    )
-    assert (reader.requests(), reader.hooks(1), reader.layers(1)) == (
-        [1],
-        ["pre_attn", "post_block"],
-        [0, 1, 2, 3],
-    )
+    raw = api.http.get(f"/v1/captures/{job_id}/safetensors", params={"request": 1}).content
+    reader = CaptureReader.from_bytes(raw)
+    assert reader.requests() == [1]
+    assert reader.hooks(1) == ["pre_attn", "post_block"]
+    assert reader.layers(1) == [0, 1, 2, 3]
     np.testing.assert_array_equal(reader.array(1, "pre_attn", 1), values("pre_attn", 1, [0, 1, 2]))
     some = api.http.get(
         f"/v1/captures/{job_id}/safetensors", params={"hook": "resid_post", "layers": "0,2"}
@@ -345,7 +344,8 @@ def test_the_client_reads_every_layout_in_place_and_downloaded(
     job_id = layered(api, hand, layout)
     with Client(api.url) as client:
         for reader in (client.capture(job_id), client.capture(job_id, tmp_path)):
-            assert (reader.requests(), all(check.ok for check in reader.verify())) == ([0, 1], True)
+            assert reader.requests() == [0, 1]
+            assert all(check.ok for check in reader.verify())
             np.testing.assert_array_equal(
                 reader.array(3, request=1), values("post_block", 3, [0, 1, 2])
             )
@@ -413,10 +413,8 @@ def test_a_file_of_zeros_is_damaged_and_not_deleted(api: Api, hand: Hand, layout
         damaged(api.http.get(url))
     with Client(api.url) as client, refuses(kind="capture_damaged"):
         client.capture(job_id)
-    assert (
-        api.http.delete(f"/v1/captures/{job_id}").status_code,
-        api.http.get(file["url"]).status_code,
-    ) == (204, 410)
+    assert api.http.delete(f"/v1/captures/{job_id}").status_code == 204
+    assert api.http.get(file["url"]).status_code == 410
 
 
 @pytest.mark.parametrize(
@@ -467,7 +465,8 @@ def test_a_download_joins_stages_and_waits_for_those_that_are_not_durable(api: A
 
 def listed(api: Api, **parameters: Any) -> list[str]:
     """The ids of all pages, as `parameters` ask for them."""
-    found, cursor = [], None
+    found = []
+    cursor = None
     while True:
         page = api.http.get(
             "/v1/captures", params={**parameters, **({"cursor": cursor} if cursor else {})}
@@ -484,34 +483,35 @@ def test_captures_are_listed_newest_first_with_their_size(api: Api, hand: Hand) 
         for layout, tag in (("packed", "a"), ("segment", "b"), ("per_file", "a"))
     ]
     api.submit()  # captures nothing
-    (newest, _, oldest) = api.http.get("/v1/captures").json()["captures"]
-    assert [newest["job"], oldest["job"]] == [jobs[2], jobs[0]]
+    newest, _, oldest = api.http.get("/v1/captures").json()["captures"]
+    assert newest["job"] == jobs[2]
+    assert oldest["job"] == jobs[0]
     manifest = api.http.get(f"/v1/captures/{jobs[0]}").json()
-    assert (oldest["status"], oldest["tags"], oldest["bytes"], oldest["rows"]) == (
-        "ok",
-        ["a"],
-        manifest["bytes"],
-        manifest["rows"],
-    )
-    assert (oldest["rows"], oldest["created"]) == (2 * 5 * 3, api.view(jobs[0])["created"])
+    assert oldest["status"] == "ok"
+    assert oldest["tags"] == ["a"]
+    assert oldest["bytes"] == manifest["bytes"]
+    assert oldest["rows"] == manifest["rows"]
+    assert oldest["rows"] == 2 * 5 * 3
+    assert oldest["created"] == api.view(jobs[0])["created"]
     for limit in (1, 2, 3):
-        assert (listed(api, limit=limit), listed(api, limit=limit, tag="a")) == (
-            jobs[::-1],
-            [jobs[2], jobs[0]],
-        )
+        assert listed(api, limit=limit) == jobs[::-1]
+        assert listed(api, limit=limit, tag="a") == [jobs[2], jobs[0]]
     assert listed(api, tag="c") == []
     assert api.http.get("/v1/captures", params={"cursor": "x"}).json()["field"] == "cursor"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_deleted_captures_are_410_for_every_caller(api: Api, hand: Hand, layout: str) -> None:
-    job_id, other = layered(api, hand, layout), layered(api, hand, layout)
+    job_id = layered(api, hand, layout)
+    other = layered(api, hand, layout)
     urls = [file["url"] for file in api.http.get(f"/v1/captures/{job_id}").json()["files"]]
     answer = api.http.delete(f"/v1/captures/{job_id}")
-    assert (answer.status_code, answer.content) == (204, b"")
+    assert answer.status_code == 204
+    assert answer.content == b""
     for url in (f"/v1/captures/{job_id}", f"/v1/captures/{job_id}/safetensors", *urls):
         refused(api.http.get(url), 410, kind="gone")
-    assert (api.http.delete(f"/v1/captures/{job_id}").status_code, listed(api)) == (410, [other])
+    assert api.http.delete(f"/v1/captures/{job_id}").status_code == 410
+    assert listed(api) == [other]
     with pytest.raises(MidstreamError):
         CaptureReader(api.settings.capture_root, job_id)
     assert CaptureReader(api.settings.capture_root, other).requests() == [0, 1]
@@ -582,14 +582,14 @@ def test_captures_beyond_the_quota_are_refused_and_other_jobs_are_not(
 
 
 def test_captures_past_their_ttl_are_deleted(api: Api, hand: Hand) -> None:
-    old, running_job = layered(api, hand, "segment"), api.submit(capture={"layers": "all"})
-    (file, _) = api.http.get(f"/v1/captures/{old}").json()["files"]
+    old = layered(api, hand, "segment")
+    running_job = api.submit(capture={"layers": "all"})
+    file, _ = api.http.get(f"/v1/captures/{old}").json()["files"]
     created = api.view(old)["created"]
     with Hand(msgspec.structs.replace(api.settings, capture_ttl_s=1000)) as expiring:
         captures = LedgerCaptures(expiring.ledger)
-        assert (
-            expiring.do(captures.sweep(at=created + 999)),
-            expiring.do(captures.sweep(at=created + 1_000_000)),
-        ) == ([], [old])
-    assert (api.http.get(f"/v1/captures/{old}").status_code, listed(api)) == (410, [running_job])
+        assert expiring.do(captures.sweep(at=created + 999)) == []
+        assert expiring.do(captures.sweep(at=created + 1_000_000)) == [old]
+    assert api.http.get(f"/v1/captures/{old}").status_code == 410
+    assert listed(api) == [running_job]
     assert not (api.settings.capture_root / file["path"]).exists()

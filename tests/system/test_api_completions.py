@@ -29,8 +29,10 @@ from midstream.schemas.jobs.receipts import Consumed
 from midstream.schemas.requests.specs import CaptureSpec
 from midstream.workers.runner.files.layouts import blob_of
 
+HOOKS = ["pre_attn", "attn_out", "mlp_out", "post_block"]
 CAPTURE = {"layers": [0, 3], "positions": "all_prompt"}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+WIDE = {"enum": ["x" * 70_000]}
 DEEP: dict[str, Any] = {}
 for _ in range(64):
     DEEP = {"items": DEEP}
@@ -53,41 +55,37 @@ def client(api: Api) -> Iterator[openai.OpenAI]:
 def test_a_completion_has_openais_shape(
     client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
-    claim, answer = hand.answered(
-        pool.submit(
-            client.completions.create,
-            model=MODEL,
-            prompt="hello there",
-            logprobs=2,
-            max_tokens=3,
-            seed=5,
-            stop="b",
-            user="me",
-        )
+    asked = pool.submit(
+        client.completions.create,
+        model=MODEL,
+        prompt="hello there",
+        logprobs=2,
+        max_tokens=3,
+        seed=5,
+        stop="b",
+        user="me",
     )
-    assert (answer.object, answer.model, answer.id) == ("text_completion", MODEL, claim.job.id)
-    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("hello world", "stop")
+    claim, answer = hand.answered(asked)
+    assert answer.object == "text_completion"
+    assert answer.model == MODEL
+    assert answer.id == claim.job.id
+    assert answer.choices[0].text == "hello world"
+    assert answer.choices[0].finish_reason == "stop"
     assert answer.usage is not None
-    assert (
-        answer.usage.prompt_tokens,
-        answer.usage.completion_tokens,
-        answer.usage.total_tokens,
-    ) == (3, 2, 5)
+    assert answer.usage.prompt_tokens == 3
+    assert answer.usage.completion_tokens == 2
+    assert answer.usage.total_tokens == 5
     logprobs = answer.choices[0].logprobs
-    assert (logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs) == (
-        ["hello"],
-        [-0.5],
-        [{"hello": -0.5, "there": -2.0}],
-    )
+    assert logprobs.tokens == ["hello"]
+    assert logprobs.token_logprobs == [-0.5]
+    assert logprobs.top_logprobs == [{"hello": -0.5, "there": -2.0}]
     assert "capture_results" not in answer.model_dump()
     sampling = claim.job.sampling
-    assert (
-        sampling.temperature,
-        sampling.max_tokens,
-        sampling.seed,
-        sampling.stop,
-        sampling.logprobs,
-    ) == (1.0, 3, 5, ["b"], 2)
+    assert sampling.temperature == 1.0
+    assert sampling.max_tokens == 3
+    assert sampling.seed == 5
+    assert sampling.stop == ["b"]
+    assert sampling.logprobs == 2
 
 
 @pytest.mark.parametrize(
@@ -119,43 +117,36 @@ def test_a_chat_has_openais_shape_and_the_models_template(
             "content": [{"type": "text", "text": "hello"}, {"type": "text", "text": "there"}],
         },
     ]
-    claim, answer = hand.answered(
-        pool.submit(
-            client.chat.completions.create,
-            model=MODEL,
-            messages=messages,
-            logprobs=True,
-            top_logprobs=1,
-        )
+    asked = pool.submit(
+        client.chat.completions.create,
+        model=MODEL,
+        messages=messages,
+        logprobs=True,
+        top_logprobs=1,
     )
+    claim, answer = hand.answered(asked)
     assert claim.job.prompts[0].text == "<bos>system : a user : hello\nthere assistant :"
     assert claim.job.prompts[0].token_ids[:2] == [1, 6], "one BOS: the template's"
     assert claim.job.sampling.max_tokens == 32 - len(claim.job.prompts[0].token_ids), (
         "as far as the model's length allows"
     )
-    assert (answer.object, answer.choices[0].message.role, answer.choices[0].message.content) == (
-        "chat.completion",
-        "assistant",
-        "hello world",
-    )
+    assert answer.object == "chat.completion"
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.choices[0].message.content == "hello world"
     content = answer.choices[0].logprobs.content if answer.choices[0].logprobs else None
-    assert (content[0].token, content[0].bytes, content[0].top_logprobs[0].logprob) == (
-        "hello",
-        list(b"hello"),
-        -0.5,
-    )
+    assert content[0].token == "hello"
+    assert content[0].bytes == list(b"hello")
+    assert content[0].top_logprobs[0].logprob == -0.5
 
 
 def test_the_models_are_listed_with_what_a_user_needs(client: openai.OpenAI, hand: Hand) -> None:
     (model,) = client.models.list().data
     facts = model.model_dump()
-    assert (
-        model.id,
-        facts["num_layers"],
-        facts["hidden_size"],
-        facts["hooks"],
-        facts["workers"],
-    ) == (MODEL, 4, 8, ["pre_attn", "attn_out", "mlp_out", "post_block"], 1)
+    assert model.id == MODEL
+    assert facts["num_layers"] == 4
+    assert facts["hidden_size"] == 8
+    assert facts["hooks"] == HOOKS
+    assert facts["workers"] == 1
 
 
 def test_an_openai_field_that_is_not_served_is_refused_by_name(api: Api, hand: Hand) -> None:
@@ -209,7 +200,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str]] = [
         {
             "response_format": {
                 "type": "json_schema",
-                "json_schema": {"name": "a", "schema": {"enum": ["x" * 70_000]}},
+                "json_schema": {"name": "a", "schema": WIDE},
             }
         },
         "response_format.json_schema.schema",
@@ -302,7 +293,9 @@ def test_capture_wait_holds_the_answer_until_every_rank_and_prompt_has_reported(
             time.sleep(0.1)
         answer = asked.result()
         results = answer.json()["capture_results"]
-        assert (answer.status_code, results["status"], results["rows"]) == (200, "ok", 8)
+        assert answer.status_code == 200
+        assert results["status"] == "ok"
+        assert results["rows"] == 8
         assert sorted(
             (file["request"], file["pp"], file["sites"]["post_block"][0])
             for file in results["files"]
@@ -330,19 +323,20 @@ def test_a_held_answer_costs_one_round_trip_once_the_job_has_ended(
     """State, result and whether Redis has logged them come together; stored outputs, with receipts
     missing, wake nobody.
     """
-    asked = pool.submit(
-        api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello", **wish}
-    )
+    body = {"model": MODEL, "prompt": "hello", **wish}
+    asked = pool.submit(api.http.post, "/v1/completions", json=body)
     claim = hand.claim_next()
     with (
         redis.Redis.from_url(redis_url) as client,
         client.monitor() as monitor,
         ExitStack() as after,
     ):
-        before, calls = 0, 2
+        before = 0
+        calls = 2
         while calls > before + 1:  # the acceptance has its own barrier; one call is ours
             time.sleep(0.3)
-            before, calls = calls, client.info("stats")["total_commands_processed"]
+            before = calls
+            calls = client.info("stats")["total_commands_processed"]
         # While its log is synced, Redis holds writes back: then the API has to ask again.
         after.callback(client.config_set, "appendfsync", "everysec")
         client.config_set("appendfsync", "no")
@@ -369,14 +363,14 @@ def test_without_capture_wait_the_response_links_to_the_capture(
     api: Api, client: openai.OpenAI, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
     body: dict[str, Any] = {"model": MODEL, "prompt": "hello"}
-    claim, answer = hand.answered(
-        pool.submit(api.http.post, "/v1/completions", json=body | {"capture": CAPTURE})
-    )
+    asked = pool.submit(api.http.post, "/v1/completions", json=body | {"capture": CAPTURE})
+    claim, answer = hand.answered(asked)
     stream = client.completions.create(**body, stream=True, extra_body={"capture": CAPTURE})
     hand.store(hand.claim_next())
     for facts in (answer.json(), list(stream)[-1].model_dump()):
         results = facts["capture_results"]
-        assert (results["status"], results["files"]) == ("pending", [])
+        assert results["status"] == "pending"
+        assert results["files"] == []
         assert facts["determinism"] is None, "nobody has reported yet"
     url = answer.json()["capture_results"]["url"]
     assert url == f"/v1/captures/{answer.headers['x-midstream-job']}"
@@ -408,10 +402,14 @@ def test_memory_captures_hold_the_response_and_return_in_it(
             consumed=[Consumed("memory", rows=rows_of(hand, claim, request))],
         )
     answer = asked.result().json()
-    assert (answer["capture_results"]["status"], answer["capture_results"]["files"]) == ("ok", [])
+    assert answer["capture_results"]["status"] == "ok"
+    assert answer["capture_results"]["files"] == []
     rows = returned_rows(msgspec.convert(answer["capture_results"], CaptureResults))
-    assert (rows.requests(), rows.token_ids(0), rows.token_ids(1)) == ([0, 1], [1, 2, 3], [1, 9])
-    assert (rows.layers(hook="post_block"), rows.layers(hook="pre_attn")) == ([0, 2], [3])
+    assert rows.requests() == [0, 1]
+    assert rows.token_ids(0) == [1, 2, 3]
+    assert rows.token_ids(1) == [1, 9]
+    assert rows.layers(hook="post_block") == [0, 2]
+    assert rows.layers(hook="pre_attn") == [3]
     np.testing.assert_array_equal(rows.array(2), values("post_block", 2, [0, 1, 2]))
     np.testing.assert_array_equal(rows.array(3, "pre_attn", 1), values("pre_attn", 3, [0, 1]))
 
@@ -433,15 +431,12 @@ def test_a_chats_span_is_found_in_the_templated_text(
             {"layers": [1], "vector": VECTOR, "positions": {"text": "b", "occurrence": -1}}
         ],
     }
-    claim, answer = hand.answered(
-        pool.submit(api.http.post, "/v1/chat/completions", json=body), receipts=True
-    )
+    asked = pool.submit(api.http.post, "/v1/chat/completions", json=body)
+    claim, answer = hand.answered(asked, receipts=True)
     words = [WORDS[token] for token in claim.job.prompts[0].token_ids]
     assert words == ["<bos>", "user", ":", "c", "b", "d", "assistant", ":"]
-    assert (claim.job.captures[0][0].positions, claim.job.steering[0][0].positions) == (
-        [1, 4, 5, 7],
-        [4],
-    )
+    assert claim.job.captures[0][0].positions == [1, 4, 5, 7]
+    assert claim.job.steering[0][0].positions == [4]
     assert answer.status_code == 200
 
 
@@ -449,16 +444,17 @@ def test_global_captures_neither_delay_nor_appear_in_responses(
     api: Api, hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
     hand.serve(global_captures=[CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[-1], tag="ops")])
-    claim, answer = hand.answered(
-        pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
-    )
+    asked = pool.submit(api.http.post, "/v1/completions", json={"model": MODEL, "prompt": "hello"})
+    claim, answer = hand.answered(asked)
     assert [
         (capture.tag, capture.sites, capture.positions) for capture in claim.job.captures[0]
     ] == [("ops", {"pre_attn": [0, 1]}, [1])]
-    assert (answer.status_code, "capture_results" in answer.json()) == (200, False)
+    assert answer.status_code == 200
+    assert "capture_results" not in answer.json()
     hand.receipts(claim)
     results = api.http.get(f"/v1/jobs/{claim.job.id}/result").json()["capture_results"]
-    assert (results["status"], [file["tag"] for file in results["files"]]) == ("ok", ["ops"])
+    assert results["status"] == "ok"
+    assert [file["tag"] for file in results["files"]] == ["ops"]
 
 
 def test_a_steered_response_waits_for_receipts_of_all_ranks(
@@ -472,10 +468,8 @@ def test_a_steered_response_waits_for_receipts_of_all_ranks(
     assert not asked.done()
     hand.receipt(claim, applied=4)
     answer = asked.result().json()
-    assert (
-        answer["determinism"]["stages"][0]["ranks"][0]["applied"],
-        answer["capture_results"]["status"],
-    ) == (4, "not_requested")
+    assert answer["determinism"]["stages"][0]["ranks"][0]["applied"] == 4
+    assert answer["capture_results"]["status"] == "not_requested"
 
 
 # field case 39
@@ -488,7 +482,8 @@ def test_steering_that_failed_on_a_rank_never_succeeds(
     hand.store(claim)
     hand.receipt(claim, status="error", message="no row was free")
     answer = asked.result()
-    assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:intervention_failed")
+    assert answer.status_code == 500
+    assert answer.json()["type"] == "urn:midstream:intervention_failed"
     assert "choices" not in answer.json()
 
 
@@ -512,7 +507,8 @@ def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(
         hand.store(again, ["second try"])
         hand.receipts(again)
         answer = asked.result()
-        assert (answer.status_code, answer.json()["choices"][0]["text"]) == (200, "second try")
+        assert answer.status_code == 200
+        assert answer.json()["choices"][0]["text"] == "second try"
         told = answer.json()["determinism"]
         assert told["consistent"]
         assert "0000000000000bad" in told["retried"][0]
@@ -521,7 +517,8 @@ def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(
         disagree()
         disagree()
         answer = asked.result()
-        assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:ranks_disagree")
+        assert answer.status_code == 500
+        assert answer.json()["type"] == "urn:midstream:ranks_disagree"
 
 
 def test_the_openai_client_does_not_retry_a_failed_job(
@@ -587,10 +584,8 @@ def test_a_chat_stream_opens_with_the_role_and_counts_when_asked(
     assert [
         choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason
     ] == ["stop"]
-    assert ([chunk.usage is None for chunk in chunks], chunks[-1].choices) == (
-        [True] * (len(chunks) - 1) + [False],
-        [],
-    )
+    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].choices == []
     assert chunks[-1].usage is not None
     assert chunks[-1].usage.completion_tokens == 2
 
@@ -623,10 +618,8 @@ def test_the_last_chunk_of_a_stream_waits_for_the_captures_and_carries_them(
     assert not rest.done(), "the finish is said only when the captures are durable"
     hand.receipts(claim)
     facts = rest.result()[-1].model_dump()
-    assert (facts["choices"][0]["finish_reason"], facts["capture_results"]["status"]) == (
-        "stop",
-        "ok",
-    )
+    assert facts["choices"][0]["finish_reason"] == "stop"
+    assert facts["capture_results"]["status"] == "ok"
     assert facts["capture_results"]["rows"] == 4
     assert facts["determinism"]["consistent"] is True
 
@@ -676,7 +669,8 @@ def test_a_stream_resumes_when_another_worker_retries_the_job(
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_job_completes_after_its_client_disconnects(api: Api, hand: Hand, stream: bool) -> None:
     body = {"model": MODEL, "prompt": "hello", "capture": CAPTURE, "capture_wait": True}
-    url, key = f"{api.url}/v1/completions", {"Idempotency-Key": "once"}
+    url = f"{api.url}/v1/completions"
+    key = {"Idempotency-Key": "once"}
     with pytest.raises(httpx2.ReadTimeout):
         httpx2.post(
             url, json=body | {"stream": stream}, headers=key, timeout=httpx2.Timeout(60, read=0.5)
@@ -685,11 +679,9 @@ def test_a_job_completes_after_its_client_disconnects(api: Api, hand: Hand, stre
     hand.store(claim)
     hand.receipts(claim)
     result = api.http.get(f"/v1/jobs/{claim.job.id}/result").json()
-    assert (result["state"], result["capture_results"]["status"], result["outputs"][0]["text"]) == (
-        "succeeded",
-        "ok",
-        "hello world",
-    )
+    assert result["state"] == "succeeded"
+    assert result["capture_results"]["status"] == "ok"
+    assert result["outputs"][0]["text"] == "hello world"
     again = api.http.post(url, json=body | {"stream": stream}, headers=key)
     assert "hello world" in again.text, "the key returns the job whose answer was lost"
     assert hand.count_jobs() == 1

@@ -81,11 +81,13 @@ def slow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[tuple[Mort
 def test_all_calls_are_503_while_redis_is_unreachable(
     own_redis: Mortal, own_api: Api, own_hand: Hand
 ) -> None:
-    http, job_id = own_api.http, own_api.submit()
+    http = own_api.http
+    job_id = own_api.submit()
     own_redis.kill()
     assert http.get("/healthz").status_code == 200, "the process itself is well"
     ready = http.get("/readyz")
-    assert (ready.status_code, ready.json()["ready"]) == (503, False)
+    assert ready.status_code == 503
+    assert ready.json()["ready"] is False
     assert "redis" in ready.json()["missing"][0]
     for answer in (
         http.post("/v1/jobs", json=BODY),
@@ -226,7 +228,8 @@ def test_a_killed_api_loses_no_job_and_another_serves_it(own_api: Api, own_hand:
     own_api.kill()
     own_hand.finish(ids[3])
     own_api.start()
-    assert {job["id"] for job in own_api.http.get("/v1/jobs").json()["jobs"]} == set(ids)
+    listed = own_api.http.get("/v1/jobs").json()["jobs"]
+    assert {job["id"] for job in listed} == set(ids)
     assert own_api.view(ids[3])["state"] == "succeeded"
 
 
@@ -234,7 +237,9 @@ def test_a_killed_api_loses_no_job_and_another_serves_it(own_api: Api, own_hand:
 def test_a_stopped_api_answers_held_requests_and_exits(
     own_api: Api, own_hand: Hand, pool: ThreadPoolExecutor
 ) -> None:
-    http, job_id, mark = own_api.http, own_api.submit(), own_api.said
+    http = own_api.http
+    job_id = own_api.submit()
+    mark = own_api.said
     body = {"model": MODEL, "prompt": "hello"}
     poll = pool.submit(http.get, f"/v1/jobs/{job_id}", params={"wait": 25})
     completion = pool.submit(http.post, "/v1/completions", json=body)
@@ -340,10 +345,8 @@ def test_without_a_healthy_worker_jobs_are_accepted_and_the_service_is_not_ready
     assert answer.status_code == 503
     assert "ranks disagree" in answer.json()["missing"][0]
     hand.do(hand.ledger.redis.delete(f"ms:alive:{hand.worker}"))
-    assert (
-        api.http.get("/readyz").status_code,
-        api.http.post("/v1/jobs", json=BODY).status_code,
-    ) == (503, 202)
+    assert api.http.get("/readyz").status_code == 503
+    assert api.http.post("/v1/jobs", json=BODY).status_code == 202
 
 
 def test_a_model_record_of_an_incompatible_version_is_reported_as_not_ready(
@@ -353,7 +356,8 @@ def test_a_model_record_of_an_incompatible_version_is_reported_as_not_ready(
     with hand._redis as client:
         client.hset("ms:models", MODEL, to_json(told))
     answer = api.http.get("/readyz")
-    assert (answer.status_code, answer.json()["models"]) == (503, [])
+    assert answer.status_code == 503
+    assert answer.json()["models"] == []
     assert answer.json()["missing"][0].startswith(
         f"model {MODEL}: the worker of {MODEL!r} runs midstream 9.0.0 (wire 9"
     )
@@ -383,7 +387,9 @@ class Muted:
     """
 
     def __init__(self, port: int, word: bytes):
-        self._port, self._word, self.is_mute = port, word, threading.Event()
+        self._port = port
+        self._word = word
+        self.is_mute = threading.Event()
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.url = f"redis://127.0.0.1:{self._listening.getsockname()[1]}/0"
         threading.Thread(target=self._accept, daemon=True).start()
@@ -461,10 +467,8 @@ def test_a_redis_that_is_made_lossy_makes_the_service_not_ready(
         client.config_set(name, wrong)
         try:
             answer = api.http.get("/readyz")
-            assert (
-                answer.status_code,
-                f"CONFIG SET {name} {right}" in answer.json()["missing"][0],
-            ) == (503, True)
+            assert answer.status_code == 503
+            assert f"CONFIG SET {name} {right}" in answer.json()["missing"][0]
             metrics = api.http.get("/metrics").text
             assert "midstream_ledger_durable 0.0" in metrics
             assert "midstream_ledger_reachable 1.0" in metrics

@@ -31,7 +31,8 @@ def test_openai_endpoints_refuse_hosts_in_openai_error_shape(api: Api) -> None:
     answer = api.http.post(
         "/v1/completions", json={"model": MODEL, "prompt": "a"}, headers={"host": "evil.example"}
     )
-    assert (answer.status_code, answer.json()["error"]["code"]) == (421, "misdirected")
+    assert answer.status_code == 421
+    assert answer.json()["error"]["code"] == "misdirected"
 
 
 def test_cross_origin_pages_cannot_read_or_send_json(api: Api, hand: Hand) -> None:
@@ -72,7 +73,8 @@ def test_cross_origin_form_posts_are_refused(api: Api, hand: Hand, media: str) -
 def test_cross_origin_posts_without_a_body_are_refused(api: Api, hand: Hand) -> None:
     job_id = api.submit()
     answer = api.http.post(f"/v1/jobs/{job_id}/cancel", headers={"origin": EVIL})
-    assert (answer.status_code, answer.json()["field"]) == (403, "Origin")
+    assert answer.status_code == 403
+    assert answer.json()["field"] == "Origin"
     assert "www-authenticate" not in answer.headers
     assert api.view(job_id)["state"] == "queued"
     assert (

@@ -24,8 +24,10 @@ pytest_plugins = ["shared_stack"]
 pytestmark = pytest.mark.xdist_group("shared_stack")
 
 MODEL = "fake-model"
-HIDDEN, LAYERS = 8, 4
-CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"  # a token for each byte: 22 and 19
+HIDDEN = 8
+LAYERS = 4
+CLEAN = "The Eiffel Tower is in"  # a token for each byte: 22
+CORRUPT = "The Colosseum is in"  # and 19
 TOKENS = len(CLEAN)
 VECTOR = from_numpy(np.arange(HIDDEN, dtype=np.float32))
 INLINE: dict[str, Any] = json.loads(to_json(VECTOR))
@@ -98,24 +100,21 @@ def stored(stack: Stack, job: str) -> Job:
 
 def test_a_named_capture_is_a_source_run_listing_its_sites(http: httpx2.Client, clean: str) -> None:
     view = from_json(http.get("/v1/runs/clean").content, RunView)
-    assert (view.name, view.model, view.job, view.tag, view.state) == (
-        "clean",
-        MODEL,
-        clean,
-        "default",
-        "ready",
-    )
+    assert view.name == "clean"
+    assert view.model == MODEL
+    assert view.job == clean
+    assert view.tag == "default"
+    assert view.state == "ready"
     assert view.prompts is not None
     assert [(prompt.request, prompt.tokens, prompt.hidden_size) for prompt in view.prompts] == [
         (0, TOKENS, HIDDEN),
         (1, 19, HIDDEN),
     ]
-    assert (view.prompts[0].sites, view.prompts[0].positions) == (
-        {"pre_attn": [0, 1, 2, 3], "post_block": [0, 1, 2]},
-        list(range(TOKENS)),
-    )
+    assert view.prompts[0].sites == {"pre_attn": [0, 1, 2, 3], "post_block": [0, 1, 2]}
+    assert view.prompts[0].positions == list(range(TOKENS))
     by_job = from_json(http.get(f"/v1/runs/{clean}").content, RunView)
-    assert (by_job.job, by_job.prompts) == (clean, view.prompts)
+    assert by_job.job == clean
+    assert by_job.prompts == view.prompts
 
 
 def test_a_row_is_patched_by_the_runs_name_or_its_jobs_id_alike(
@@ -129,7 +128,8 @@ def test_a_row_is_patched_by_the_runs_name_or_its_jobs_id_alike(
     assert by_name.choices[0].text == by_job.choices[0].text != plain["choices"][0]["text"]
     assert applied(by_name) == applied(by_job) == [2]
     job = stored(stack, by_name.id)
-    assert (job.runs, stored(stack, by_job.id).runs) == ({"clean": clean}, {clean: clean})
+    assert job.runs == {"clean": clean}
+    assert stored(stack, by_job.id).runs == {clean: clean}
     assert [entry.tensors for entry in job.steering[0]] == [
         [f"run:{clean}.0.default:post_block:{layer}:3"] for layer in (1, 2)
     ]
@@ -235,11 +235,13 @@ def test_runs_are_listed_newest_first_and_a_name_means_the_last_that_took_it(
 ) -> None:
     first, second = (capture(http, "again", [CLEAN], layers=layer) for layer in (0, 3))
     page = from_json(http.get("/v1/runs", params={"limit": 1}).content, RunPage)
-    assert ([run.name for run in page.runs], page.runs[0].job) == (["again"], second)
+    assert [run.name for run in page.runs] == ["again"]
+    assert page.runs[0].job == second
     rest = from_json(
         http.get("/v1/runs", params={"cursor": page.next, "model": MODEL}).content, RunPage
     )
-    assert ([run.name for run in rest.runs], rest.next) == (["clean"], None)
+    assert [run.name for run in rest.runs] == ["clean"]
+    assert rest.next is None
     assert (
         refused(
             http.post(
@@ -254,11 +256,9 @@ def test_runs_are_listed_newest_first_and_a_name_means_the_last_that_took_it(
         == "patch[0].layers"
     )
     complete(http, patch(first, layers=0, hook="post_block"))
-    assert (
-        http.delete("/v1/runs/again").status_code,
-        http.get(f"/v1/captures/{second}").status_code,
-        http.get(f"/v1/captures/{first}").status_code,
-    ) == (204, 410, 200)
+    assert http.delete("/v1/runs/again").status_code == 204
+    assert http.get(f"/v1/captures/{second}").status_code == 410
+    assert http.get(f"/v1/captures/{first}").status_code == 200
 
 
 def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(
@@ -270,24 +270,24 @@ def test_a_deleted_run_is_refused_by_name_and_by_its_jobs_id(
     over(http, kept)
     assert http.delete("/v1/runs/short").status_code == 204
     problem = refused(http.get("/v1/runs/short"), 404)
-    assert (problem["field"], problem["detail"], problem["allowed"]) == (
-        "name", f"unknown source run 'short' of model {MODEL!r}", "clean",
-    )  # fmt: skip
+    assert problem["field"] == "name"
+    assert problem["detail"] == f"unknown source run 'short' of model {MODEL!r}"
+    assert problem["allowed"] == "clean"
     refused(http.delete("/v1/runs/short"), 404)
     field = "patch[0].source.run"
     assert "clean" in refused(http.post("/v1/jobs", json=body), 400, field, "'short'")["allowed"]
     by_job = body | {"patch": [patch(job, hook="post_block")]}
     refused(http.post("/v1/jobs", json=by_job), 400, field, "is deleted")
     again = http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "kept"})
-    assert (again.status_code, again.json()["id"]) == (202, kept), (
-        "a repeated submission is the same job"
-    )
+    assert again.status_code == 202
+    assert again.json()["id"] == kept, "a repeated submission is the same job"
 
 
 def test_a_source_run_is_pending_until_its_job_succeeds(http: httpx2.Client, stack: Stack) -> None:
     job = submit(http, [CLEAN], capture={"layers": 1, "run": "slow"}, sampling={"max_tokens": 4000})
     body = {"model": MODEL, "prompts": [CORRUPT], "patch": [patch("slow", hook="post_block")]}
-    field, says = "patch[0].source.run", f"run 'slow' of job {job} is pending"
+    field = "patch[0].source.run"
+    says = f"run 'slow' of job {job} is pending"
     problem = refused(http.post("/v1/jobs", json=body), 400, field, says)
     assert f"GET /v1/jobs/{job}?wait=30" in problem["hint"]
     assert from_json(http.get("/v1/runs/slow").content, RunView).state == "pending"

@@ -41,7 +41,8 @@ def calm(client: Client) -> str:
         "thresholds": [None, 5.0],
     }
     made = client.probes.put("calm", **fields | {"bias": [1, 2]})
-    assert (made.content.layer, made.content.labels) == (3, ["calm", "angry"])
+    assert made.content.layer == 3
+    assert made.content.labels == ["calm", "angry"]
     return "calm"
 
 
@@ -53,18 +54,16 @@ def test_a_job_returns_the_scores_of_its_probes(client: Client, calm: str) -> No
         model="fake-model",
     )
     first, second = result.probes
-    assert (first.request, second.request, first.probe) == (0, 1, "calm")
+    assert first.request == 0
+    assert second.request == 1
+    assert first.probe == "calm"
     positions = result.outputs[0].prompt_tokens + 2
-    assert (first.positions, first.scores) == (
-        positions,
-        {"calm": positions - 1, "angry": positions},
-    )
-    assert (first.crossed, first.flagged, first.stopped, first.tokens) == (
-        {"angry": 4},
-        True,
-        False,
-        [[position, position + 1] for position in range(positions)],
-    )
+    assert first.positions == positions
+    assert first.scores == {"calm": positions - 1, "angry": positions}
+    assert first.crossed == {"angry": 4}
+    assert first.flagged
+    assert not first.stopped
+    assert first.tokens == [[position, position + 1] for position in range(positions)]
     assert result.determinism is not None
     assert result.determinism.consistent
     assert client.run(prompts=["hello"], max_tokens=2, model="fake-model").probes == []
@@ -99,14 +98,13 @@ def test_completions_carry_the_scores(client: Client, calm: str) -> None:
     asked = {"model": "fake-model", "prompt": "hello there", "max_tokens": 2, "probes": [calm]}
     answer = client.completion(**asked)
     (scores,) = answer.probes
-    assert (scores.probe, scores.crossed, answer.finish_reasons) == (
-        "calm",
-        {"angry": 4},
-        ["length"],
-    )
+    assert scores.probe == "calm"
+    assert scores.crossed == {"angry": 4}
+    assert answer.finish_reasons == ["length"]
     streamed = httpx2.post(f"{client.url}/v1/completions", json=asked | {"stream": True})
     (last,) = chunks_of(streamed)[-1]["probes"]
-    assert (last["probe"], last["crossed"]) == ("calm", {"angry": 4})
+    assert last["probe"] == "calm"
+    assert last["crossed"] == {"angry": 4}
     named = client.completion(**asked | {"policies": ["watcher"]}).probes
     client.policies.delete("watcher")
     assert [each.probe for each in named] == ["calm", "policy:watcher"]
@@ -122,7 +120,8 @@ def test_a_policy_of_all_traffic_reads_every_request(client: Client, calm: str) 
     assert result.determinism is not None
     assert [(probe.probe, probe.flagged) for probe in result.probes] == [("policy:watcher", True)]
     answer = client.completion(model="fake-model", prompt="hello there", max_tokens=2)
-    assert (answer.probes, answer.determinism) == ([], None)
+    assert answer.probes == []
+    assert answer.determinism is None
     assert client.jobs.get(answer).state == "succeeded", (
         "held until the ranks have reported that they scored it"
     )
@@ -143,7 +142,8 @@ def test_a_probe_keeps_what_its_training_measured(client: Client) -> None:
     unmeasured = client.probes.put("trained", **fields)
     client.probes.put("trained", **fields, held_out=[HELD_OUT, HELD_OUT])
     found = client.probes.get("trained")
-    assert (found.digest, found.held_out[1].roc.auc) == (unmeasured.digest, 0.5)
+    assert found.digest == unmeasured.digest
+    assert found.held_out[1].roc.auc == 0.5
     assert found.held_out[1].histogram.positive == [0, 2]
     assert len(found.plot(label=1).axes) == 2
     with refuses("0 has no scores of held-out rows", field="label"):
@@ -242,16 +242,22 @@ def test_a_module_steers_while_the_score_is_above_the_threshold(
         model="fake-model", prompts=["hello", "there"], probes=[asked, calm], max_tokens=12
     )
     late, calm, other, _ = result.probes
-    first, last = max(13, result.outputs[0].prompt_tokens), late.positions - 1
-    assert (late.gate, late.gated, late.crossed) == ([(first, last)], last - first + 1, {"x": 12})
-    assert (calm.gate, calm.gated, other.gate) == (None, 0, [(13, other.positions - 1)])
+    first = max(13, result.outputs[0].prompt_tokens)
+    last = late.positions - 1
+    assert late.gate == [(first, last)]
+    assert late.gated == last - first + 1
+    assert late.crossed == {"x": 12}
+    assert calm.gate is None
+    assert calm.gated == 0
+    assert other.gate == [(13, other.positions - 1)]
     assert client.jobs.get(result.id).modules.keys() == {"joy"}
     shown = midstream(
         "submit", "hello", "--set", f"probes={json.dumps(asked)}", "--max-tokens", "12"
     )
     assert f"13-{last}" in shown
     answer = client.completion(model="fake-model", prompt="hello", max_tokens=12, probes=[asked])
-    assert (answer.probes[0].gate, answer.determinism is not None) == ([(13, last)], True)
+    assert answer.probes[0].gate == [(13, last)]
+    assert answer.determinism is not None
 
 
 def test_tokens_beyond_the_limit_are_refused(client: Client, calm: str) -> None:
@@ -278,10 +284,12 @@ def test_the_command_line_fits_a_probe_on_turns_of_conversations(
     chats = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": w}] for w in "ab"]
     lines = [json.dumps({"messages": chats[n % 2], "label": n % 2}) for n in range(16)]
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))
-    file, positions = f"{tmp_path}/chats.jsonl:messages,label", 'positions={"role": "assistant"}'
+    file = f"{tmp_path}/chats.jsonl:messages,label"
+    positions = 'positions={"role": "assistant"}'
     options = ["--set", "layer=1", "--set", "rows=all", "--set", positions]
     shown = midstream("fit", "probe", "cli", file, *options)
-    assert ("0: 6, 1: 6" in shown, "0: 2, 1: 2" in shown) == (True, True), shown
+    assert "0: 6, 1: 6" in shown, shown
+    assert "0: 2, 1: 2" in shown, shown
 
 
 def test_streams_carry_the_scores_of_each_token(client: Client, calm: str) -> None:
@@ -332,26 +340,31 @@ def test_a_policy_of_all_traffic_has_versions_and_modes(client: Client, calm: st
     job's result.
     """
     first = client.policies.put("guard", **of_all(calm, "stop", mode="shadow"))
-    digest, tokens = first.digest, run(client).outputs[0].token_ids
+    digest = first.digest
+    tokens = run(client).outputs[0].token_ids
     assert run(client).outputs[0].finish_reason == "length"
     active = client.policies.change("guard", mode="active")
-    assert (active.current.version, active.replaced) == (2, "")
+    assert active.current.version == 2
+    assert active.replaced == ""
     with refuses("version 2 is active: give mode", field="mode"):
         client.policies.put("guard", **of_all(calm, "stop", mode=None))
     stopped = run(client)
-    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].token_ids) == (
-        "policy:guard",
-        tokens[: len(stopped.outputs[0].token_ids)],
-    )
+    assert stopped.outputs[0].finish_reason == "policy:guard"
+    assert stopped.outputs[0].token_ids == tokens[: len(stopped.outputs[0].token_ids)]
     guard = decided(stopped)["guard"]
-    assert (guard.policy.version, guard.policy.mode, guard.policy.acts) == (2, "active", True)
+    assert guard.policy.version == 2
+    assert guard.policy.mode == "active"
+    assert guard.policy.acts
     assert [(each.position, each.event, each.score) for each in guard.decisions] == [
         (4, "trigger", 5.0)
     ]
     third = client.policies.change("guard", version=1)
-    assert (third.digest, third.current.version) == (digest, 3)
+    assert third.digest == digest
+    assert third.current.version == 3
     guard = decided(run(client))["guard"]
-    assert (guard.policy.acts, guard.policy.version, guard.decisions[0].position) == (False, 3, 4)
+    assert not guard.policy.acts
+    assert guard.policy.version == 3
+    assert guard.decisions[0].position == 4
     # the probe's name may change: the policy keeps what it was registered with
     client.probes.put("other", weight=np.ones((2, HIDDEN)), layer=0, labels=["calm", "angry"])
     client.policies.put("guard", **of_all("other", "stop"))
@@ -379,17 +392,16 @@ def test_a_dose_runs_under_what_the_operator_has_set(client: Client, calm: str) 
         "max_tokens": 4,
     }
     free = client.dose(**dose)
-    assert (
-        [(cell.scale, cell.stopped) for cell in free.dose.safe],
-        free.determinism.consistent,
-        free.determinism.global_version,
-    ) == ([(-1.0, 0), (1.0, 0)], True, version)
+    assert [(cell.scale, cell.stopped) for cell in free.dose.safe] == [(-1.0, 0), (1.0, 0)]
+    assert free.determinism.consistent
+    assert free.determinism.global_version == version
     client.policies.put("guard", **of_all(calm, "stop", edits="allow"))
     cut = client.dose(**dose)
     client.policies.delete("guard")
     client.global_steering.delete()
     stopped = [cell.stopped for cell in (cut.dose.unsteered, *cut.dose.cells)]
-    assert (stopped, cut.dose.safe) == ([2, 2, 2], [])
+    assert stopped == [2, 2, 2]
+    assert cut.dose.safe == []
     assert [cell.loss for cell in cut.dose.cells] == [cell.loss for cell in free.dose.cells]
 
 
@@ -402,12 +414,10 @@ def test_a_latch_turns_the_next_requests_of_a_conversation_on(client: Client, ca
     first = run(client, "latch", "shadow", conversation="c1")
     assert decided(first)["latch"].policy.inherited == ""
     later = decided(run(client, "latch", "shadow", conversation="c1"))
-    assert (
-        later["latch"].policy.inherited,
-        later["latch"].triggers,
-        later["latch"].flagged,
-        later["latch"].decisions,
-    ) == (first.id, 0, True, [])
+    assert later["latch"].policy.inherited == first.id
+    assert later["latch"].triggers == 0
+    assert later["latch"].flagged
+    assert later["latch"].decisions == []
     assert later["shadow"].policy.inherited == ""
     for other in ({"conversation": "c2"}, {}):
         assert decided(run(client, "latch", **other))["latch"].policy.inherited == ""
@@ -487,10 +497,8 @@ def test_a_policy_captures_the_window_around_its_trigger(client: Client, calm: s
     window = {"action": "capture", "layers": 0, "before": 1}
     client.policies.put("window", **of_all(calm, window, all_traffic=False))
     result = run(client, "window")
-    assert (result.capture_results.status, [file.tag for file in result.capture_results.files]) == (
-        "ok",
-        ["policy-window"],
-    )
+    assert result.capture_results.status == "ok"
+    assert [file.tag for file in result.capture_results.files] == ["policy-window"]
     with pytest.raises(MidstreamError, match="'policy-window', which another capture has"):
         run(client, "window", capture={"layers": 0, "tag": "policy-window"})
 

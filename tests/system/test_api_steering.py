@@ -102,12 +102,10 @@ def dynamic(http: httpx2.Client) -> Dynamic:
 
 def test_a_module_shows_its_entries_with_their_defaults(http: httpx2.Client) -> None:
     made = register(http, "joy", JOY, CALM)
-    assert (made.name, made.model, made.bytes, made.replaced) == (
-        "joy",
-        MODEL,
-        2 * 4 * HIDDEN,
-        "",
-    )
+    assert made.name == "joy"
+    assert made.model == MODEL
+    assert made.bytes == 2 * 4 * HIDDEN
+    assert made.replaced == ""
     assert [
         (entry.op, entry.hook, entry.layers, entry.positions, entry.scale, entry.numbers)
         for entry in made.entries
@@ -130,7 +128,8 @@ def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx2.Clien
         )
         assert answer.status_code in (200, 201), answer.text
         filed = from_json(answer.content, ModuleView)
-        assert (filed.digest, filed.description) == (by_json.digest, "glad")
+        assert filed.digest == by_json.digest
+        assert filed.description == "glad"
     assert answer.status_code == 200
     broken = http.put(
         "/v1/artifacts/modules/filed",
@@ -176,9 +175,10 @@ def said(answer: httpx2.Response) -> list[str]:
     """The texts of an answer or a stream, of completions or of a chat."""
     assert answer.status_code == 200, answer.text
     if answer.headers["content-type"].startswith("application/json"):
+        choices = answer.json()["choices"]
         return [
             choice["text"] if "text" in choice else choice["message"]["content"]
-            for choice in answer.json()["choices"]
+            for choice in choices
         ]
     lines = [line for line in answer.text.splitlines() if line.startswith("data: ")]
     assert lines[-1] == "data: [DONE]"
@@ -227,10 +227,8 @@ def test_invalid_steering_is_a_400_with_its_field_at_every_endpoint(http: httpx2
             http.post("/v1/completions", json={"model": MODEL, "prompt": PROMPT} | steering),
         ):
             assert refused(answer)["field"] == field
-    assert (
-        http.get("/v1/steering/global").json()["version"],
-        http.get("/v1/artifacts/modules").json()["modules"],
-    ) == (before, [])
+    assert http.get("/v1/steering/global").json()["version"] == before
+    assert http.get("/v1/artifacts/modules").json()["modules"] == []
 
 
 #: A second entry → the field that is named; what else is wrong with an entry is in
@@ -281,7 +279,8 @@ def put_global(http: httpx2.Client, *entries: dict[str, Any]) -> GlobalView:
 
 
 def test_requests_after_the_response_run_under_the_new_global_steering(http: httpx2.Client) -> None:
-    plain, steered = text(http), text(http, steering=[JOY])
+    plain = text(http)
+    steered = text(http, steering=[JOY])
     made = put_global(http, JOY)
     answer = complete(http)
     assert answer["choices"][0]["text"] == steered, (
@@ -290,9 +289,12 @@ def test_requests_after_the_response_run_under_the_new_global_steering(http: htt
     assert answer["determinism"]["consistent"]
     assert answer["determinism"]["global_version"] == made.version
     assert put_global(http, JOY).version == made.version, "the same again is no change"
-    assert from_json(http.get("/v1/steering/global").content, GlobalView) == made
+    shown = from_json(http.get("/v1/steering/global").content, GlobalView)
+    assert shown == made
     cleared = from_json(http.delete("/v1/steering/global").content, GlobalView)
-    assert (cleared.digest, cleared.entries, cleared.version) == ("", [], made.version + 1)
+    assert cleared.digest == ""
+    assert cleared.entries == []
+    assert cleared.version == made.version + 1
     assert text(http) == plain
     assert "determinism" not in complete(http)
     assert (
@@ -341,14 +343,13 @@ def test_an_unresponsive_worker_blocks_a_global_steering_change(
         shown = http.get("/v1/steering/dynamic")
         assert shown.status_code == 200
         told = from_json(shown.content, Dynamic)
-        assert (told.determinism.consistent, told.determinism.detail) == (
-            False,
-            "worker w1-2 did not answer",
-        )
+        assert not told.determinism.consistent
+        assert told.determinism.detail == "worker w1-2 did not answer"
     finally:
         stack.kill("worker-2", signal.SIGCONT)
     shown = http.get("/v1/steering/global").json()
-    assert (shown["version"], shown["digest"]) == (made.version, made.digest)
+    assert shown["version"] == made.version
+    assert shown["digest"] == made.digest
     assert put_global(http, CALM).version == made.version + 1
 
 
@@ -358,7 +359,8 @@ def test_a_refusing_rank_blocks_the_change(stack: Stack, http: httpx2.Client) ->
     stack.replace("worker-2", fault="check_global:rank=1,after=1")
     answer = http.put("/v1/steering/global", json={"steering": [CALM]})
     refused(answer, 409, None, "worker w1-2", "rank 1")
-    assert from_json(http.get("/v1/steering/global").content, GlobalView).version == made.version
+    shown = from_json(http.get("/v1/steering/global").content, GlobalView)
+    assert shown.version == made.version
     assert [worker.state for worker in dynamic(http).workers] == ["serving"] * 2
     stack.replace("worker-2")
     assert put_global(http, CALM).version == made.version + 1

@@ -48,13 +48,18 @@ def test_a_sweep_is_accepted_as_a_job_and_located(api: Api, hand: Hand) -> None:
     # field case 33
     answer = api.http.post("/v1/sweeps", json={**BODY, "metadata": {"who": "me"}})
     view = answer.json()
-    assert (answer.status_code, view["kind"], view["state"]) == (202, "sweep", "queued")
+    assert answer.status_code == 202
+    assert view["kind"] == "sweep"
+    assert view["state"] == "queued"
     assert answer.headers["location"] == f"/v1/jobs/{view['id']}"
-    assert (view["cells_expected"], view["metadata"]) == (CELLS, {"who": "me"})
+    assert view["cells_expected"] == CELLS
+    assert view["metadata"] == {"who": "me"}
     job = hand.job(view["id"])
-    assert (job.kind, job.prompts) == ("sweep", [])
+    assert job.kind == "sweep"
+    assert job.prompts == []
     sweep = job.work_as(SweepWork).sweep
-    assert (sweep.pairs[0].answer, sweep.pairs[0].foil) == ([10], [11])
+    assert sweep.pairs[0].answer == [10]
+    assert sweep.pairs[0].foil == [11]
     assert Units(sweep).nodes[0][0].token_ids == (10, 11), (
         "asked for by their ids, whatever is likely"
     )
@@ -73,18 +78,19 @@ def test_a_sweep_job_carries_what_applies_to_all_traffic(api: Api, hand: Hand) -
         with pytest.raises(MidstreamError, match="'policy-x', which another capture has"):
             client.submit(prompts=["a"], policies=["x"], model=MODEL)
     job = hand.job(swept(api))
-    assert (
-        job.hooks["guard"].url,
-        job.hooks["guard"].tenant,
-        [(probe.name, probe.actions) for probe in job.probes],
-        [spec.tag for spec in job.global_captures],
-    ) == (hook["url"], "default", [("policy:guard", ["stop", "webhook"])], ["policy-x"])
+    assert job.hooks["guard"].url == hook["url"]
+    assert job.hooks["guard"].tenant == "default"
+    assert [(probe.name, probe.actions) for probe in job.probes] == [
+        ("policy:guard", ["stop", "webhook"])
+    ]
+    assert [spec.tag for spec in job.global_captures] == ["policy-x"]
     for name in job.probes[0].content.tensors:
         assert hand.do(hand.ledger.get_tensor(name)).shape in ([1, HIDDEN], [1])
 
 
 def test_a_sweep_job_carries_its_mask_tensor(api: Api, hand: Hand) -> None:
-    sweep = hand.job(swept(api, mask=[0, -1])).work_as(SweepWork).sweep
+    job = hand.job(swept(api, mask=[0, -1]))
+    sweep = job.work_as(SweepWork).sweep
     mask = to_numpy(hand.do(hand.ledger.get_tensor(sweep.mask)))
     assert mask.tolist() == [1, *[0] * (HIDDEN - 2), 1]
 
@@ -139,10 +145,10 @@ def test_sweep_cells_are_capped_per_sweep_and_in_total(redis_url: str, tmp_path:
             "pairs",
             "48 cells (3 pairs × 1 hook × 4 layers × 4 columns)",
         )
-        first, second = (
-            swept(api),
-            api.http.post("/v1/sweeps", json=BODY, headers={"Idempotency-Key": "k"}).json()["id"],
-        )
+        first = swept(api)
+        second = api.http.post("/v1/sweeps", json=BODY, headers={"Idempotency-Key": "k"}).json()[
+            "id"
+        ]
         answer = api.http.post("/v1/sweeps", json=BODY)
         says = "waiting or running: 32; cells of this sweep: 16"
         refused(answer, 429, None, says, kind="too_many_cells")
@@ -171,17 +177,13 @@ def test_a_plan_aligns_both_prompts_and_accepts_nothing(api: Api, hand: Hand) ->
     )
     assert answer.status_code == 200, answer.text
     plan = from_json(answer.content, SweepPlan)
-    assert (plan.hooks, plan.layers, plan.patched, plan.cells, plan.skipped) == (
-        ["pre_attn"],
-        [0, 1, 2, 3],
-        "corrupt",
-        CELLS,
-        4,
-    )
-    assert (plan.pairs[0].clean_tokens, plan.pairs[0].corrupt_tokens) == (
-        ["<bos>", "hello", "user", "world", "a"],
-        ["<bos>", "hello", "there", "a"],
-    )
+    assert plan.hooks == ["pre_attn"]
+    assert plan.layers == [0, 1, 2, 3]
+    assert plan.patched == "corrupt"
+    assert plan.cells == CELLS
+    assert plan.skipped == 4
+    assert plan.pairs[0].clean_tokens == ["<bos>", "hello", "user", "world", "a"]
+    assert plan.pairs[0].corrupt_tokens == ["<bos>", "hello", "there", "a"]
     assert [(column.positions, column.sources) for column in plan.pairs[0].columns] == [
         ([0], [0]),
         ([1], [1]),
@@ -189,7 +191,8 @@ def test_a_plan_aligns_both_prompts_and_accepts_nothing(api: Api, hand: Hand) ->
         ([3], [4]),
     ]
     assert "takes its place" in plan.pairs[0].columns[2].reason
-    assert (plan.pairs[0].answer_tokens, plan.pairs[0].foil_tokens) == ([10], [11])
+    assert plan.pairs[0].answer_tokens == [10]
+    assert plan.pairs[0].foil_tokens == [11]
     assert hand.count_jobs() == 0
 
 
@@ -233,9 +236,11 @@ def test_a_running_sweep_shows_its_request_and_its_cells_so_far(api: Api, hand: 
     assert hand.do(keeping) == "kept"
     assert api.http.get(f"/v1/jobs/{job_id}/result").status_code == 409, "not over yet"
     view = seen(api, job_id)
-    assert (view.job.state, view.job.cells) == (State.RUNNING, 2)
+    assert view.job.state == State.RUNNING
+    assert view.job.cells == 2
     assert view.request is not None
-    assert (view.request.hooks, view.request.layers) == (["resid_pre"], "0-1"), "as it was written"
+    assert view.request.hooks == ["resid_pre"]
+    assert view.request.layers == "0-1", "as it was written"
     assert cells_of(view) == [[None, 0.25, None, None], [None] * 4]
     hand.do(hand.ledger.request_cancel(job_id))
     assert hand.do(hand.ledger.finish_cancel(job_id, claim.attempt))
@@ -250,16 +255,13 @@ def test_a_running_sweep_shows_its_request_and_its_cells_so_far(api: Api, hand: 
     rest = parse(api.http.get(events, headers={"Last-Event-ID": view.last_event}).text)
     assert rest == parse(api.http.get(events).text)[5:], "what came after the view"
     ended = seen(api, job_id)
-    assert (ended.job.state, cells_of(ended)) == (State.CANCELLED, cells_of(view)), (
-        "what was known stays to be seen"
-    )
+    assert ended.job.state == State.CANCELLED
+    assert cells_of(ended) == cells_of(view), "what was known stays to be seen"
 
 
 def test_only_a_sweep_is_seen_as_one(api: Api, hand: Hand) -> None:
-    assert (
-        api.http.get(f"/v1/sweeps/{api.submit()}").status_code,
-        api.http.get("/v1/sweeps/job_none").status_code,
-    ) == (404, 404)
+    assert api.http.get(f"/v1/sweeps/{api.submit()}").status_code == 404
+    assert api.http.get("/v1/sweeps/job_none").status_code == 404
 
 
 def seen(api: Api, job_id: str) -> SweepView:
@@ -285,10 +287,10 @@ def test_zooming_into_an_unequal_span_patches_the_same_rows(client: Client) -> N
     closer = study.sweep(spans=spans, layers=[1], metric="logprob", progress=False).zoom(
         progress=False
     )
-    coarse, fine = study.result.pairs[0], closer.result.pairs[0]
-    assert (fine.positions, fine.sources) == (
-        [[place] for place in coarse.positions[0]],
-        [[place] for place in coarse.sources[0]],
-    )
-    assert (fine.labels, closer.result.summary.skipped) == (list("Colosseum"), 0)
+    coarse = study.result.pairs[0]
+    fine = closer.result.pairs[0]
+    assert fine.positions == [[place] for place in coarse.positions[0]]
+    assert fine.sources == [[place] for place in coarse.sources[0]]
+    assert fine.labels == list("Colosseum")
+    assert closer.result.summary.skipped == 0
     assert [coarse.source_tokens[place] for place in coarse.sources[0]] == list("fel Tower")

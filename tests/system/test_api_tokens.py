@@ -48,7 +48,8 @@ def test_positions_are_those_of_a_capture(
     assert found["positions"] == wanted
     assert found.get("generated", False) == ("stop" in str(positions))
     body = {"prompts": None, f"{name.removesuffix('s')}s": [value]}
-    job = hand.job(api.submit(**body, capture={"positions": positions}, sampling={"max_tokens": 8}))
+    sampling = {"max_tokens": 8}
+    job = hand.job(api.submit(**body, capture={"positions": positions}, sampling=sampling))
     count = found["count"]
     assert [*select(job.captures[0][0].positions, 0, count, count)] == wanted
 

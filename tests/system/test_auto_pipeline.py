@@ -38,10 +38,8 @@ async def test_large_arguments_go_between_small_commands_and_change_no_answer(cl
         *(client.hget("sizes", name) for name in (large, "a", "none", parts, few, large, parts))
     )
     assert answers == [b"large", b"small", None, b"large", b"small", b"large", b"large"]
-    assert (await client.hget("sizes", few), await client.hget("sizes", large)) == (
-        b"small",
-        b"large",
-    )
+    assert await client.hget("sizes", few) == b"small"
+    assert await client.hget("sizes", large) == b"large"
 
 
 @pytest.mark.parametrize(
@@ -50,10 +48,8 @@ async def test_large_arguments_go_between_small_commands_and_change_no_answer(cl
 def test_commands_are_packed_as_hiredis_does_without_empty_pieces(sizes: tuple[int, ...]) -> None:
     """asyncio's `writelines` of Python 3.12 and later never gets done with an empty piece."""
     commands = [("HGET", "key", "x" * size) for size in sizes]
-    encoder, wanted = (
-        redis.asyncio.Redis().get_encoder(),
-        b"".join(map(hiredis.pack_command, commands)),
-    )
+    encoder = redis.asyncio.Redis().get_encoder()
+    wanted = b"".join(map(hiredis.pack_command, commands))
     pieces = packed(commands, encoder)
     assert all(pieces)
     assert b"".join(pieces) == wanted
@@ -76,7 +72,8 @@ async def test_a_pipelined_error_affects_only_its_command(client: Any) -> None:
         *(client.hget(name, "field") for name in ("hash", "text", "hash")),
         return_exceptions=True,
     )
-    assert (answers[0], answers[2]) == (b"value", b"value")
+    assert answers[0] == b"value"
+    assert answers[2] == b"value"
     assert isinstance(answers[1], redis.exceptions.ResponseError)
 
 

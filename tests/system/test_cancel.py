@@ -50,12 +50,13 @@ def long(stack: Stack, http: httpx2.Client) -> Iterator[str]:
 
 
 def posted(stack: Stack, http: httpx2.Client, max_tokens: int = 4, **body: object) -> str:
+    sampling = {"max_tokens": max_tokens, "ignore_eos": True}
     answer = http.post(
         "/v1/jobs",
         json={
             "model": stack.settings.served_model,
             "prompts": ["abc"],
-            "sampling": {"max_tokens": max_tokens, "ignore_eos": True},
+            "sampling": sampling,
             **body,
         },
     )

@@ -65,18 +65,17 @@ async def test_a_message_is_json_and_carries_the_job_id_alone(
     job = make_job()
     await ledger.release(job.id, await claimed(ledger, job))
     messages = waiting(redis_url)
-    assert (
-        {message["content-type"] for message in messages},
-        [message["headers"]["id"] for message in messages],
-        [json.loads(message["body"])[0] for message in messages],
-    ) == ({"application/json"}, [job.id, f"{job.id}.1"], [[job.id]] * 2)
+    assert {message["content-type"] for message in messages} == {"application/json"}
+    assert [message["headers"]["id"] for message in messages] == [job.id, f"{job.id}.1"]
+    assert [json.loads(message["body"])[0] for message in messages] == [[job.id]] * 2
     assert len({message["properties"]["delivery_tag"] for message in messages}) == 2
 
 
 async def test_a_message_of_the_ledger_is_the_one_that_celery_would_send(
     ledger: Ledger, redis_url: str
 ) -> None:
-    app, job = make_app(settings_for(redis_url)), make_job(kind="chat")
+    app = make_app(settings_for(redis_url))
+    job = make_job(kind="chat")
     await ledger.submit(job, {})
     enqueue(app, job.id, "chat", MODEL)
     app.close()
@@ -101,17 +100,16 @@ async def test_lua_and_python_name_the_same_queue_for_any_model(
 ) -> None:
     job = await queued_job(ledger, model=model)
     (message,) = waiting(redis_url, model)
-    assert (message["headers"]["id"], message["properties"]["delivery_info"]["routing_key"]) == (
-        job.id,
-        queue_of(model),
-    )
+    assert message["headers"]["id"] == job.id
+    assert message["properties"]["delivery_info"]["routing_key"] == queue_of(model)
 
 
 @pytest.mark.parametrize("database", [0, 5])
 def test_every_sent_message_is_a_task_sent_event(redis_url: str, database: int) -> None:
     url = redis_url.rpartition("/")[0] + f"/{database}"
     app = make_app(settings_for(url))
-    state, jobs = app.events.State(), [make_job() for _ in range(3)]
+    state = app.events.State()
+    jobs = [make_job() for _ in range(3)]
 
     def listening() -> set[str]:
         with redis.Redis.from_url(url) as client:
@@ -145,7 +143,9 @@ def test_every_sent_message_is_a_task_sent_event(redis_url: str, database: int) 
 
 
 async def test_interactive_jobs_are_served_before_batch_jobs(ledger: Ledger) -> None:
-    app, batch, answer = make_app(ledger.settings), make_job(), make_job(kind="chat")
+    app = make_app(ledger.settings)
+    batch = make_job()
+    answer = make_job(kind="chat")
     for job in (batch, answer):
         await ledger.submit(job, {})
     with app.connection_for_read() as connection, connection.SimpleQueue(queue_of(MODEL)) as queue:
@@ -230,7 +230,8 @@ def test_a_succeeded_job_is_a_task_with_its_kind_id_queue_worker_and_runtime(
 ) -> None:
     job_id = stack.submit(["hello"], max_tokens=10)
     task = agrees(stack, flower, job_id, State.SUCCEEDED)
-    assert (task.name, task.routing_key) == ("midstream.generate", queue_of("fake-model"))
+    assert task.name == "midstream.generate"
+    assert task.routing_key == queue_of("fake-model")
     assert job_id in task.args
     assert task.worker.hostname.startswith("w1@")
     assert task.runtime >= 10 * 0.02
@@ -238,9 +239,8 @@ def test_a_succeeded_job_is_a_task_with_its_kind_id_queue_worker_and_runtime(
 
 def test_a_capture_task_ends_with_its_receipts(stack: Stack, flower: Watcher) -> None:
     stack.kill("relay")
-    whole, failing, unwanted = job_ids = [
-        stack.submit(["hello"], max_tokens=2, capture=CAPTURE) for _ in range(3)
-    ]
+    job_ids = [stack.submit(["hello"], max_tokens=2, capture=CAPTURE) for _ in range(3)]
+    whole, failing, unwanted = job_ids
     for job_id in job_ids:
         stack.wait(job_id, until=lambda view: view.generated is not None)
         flower.task(job_id, "STARTED")
@@ -293,7 +293,8 @@ def test_a_job_aborted_before_it_began_is_revoked_also_once_its_message_comes_ro
 def test_a_redelivered_message_of_a_finished_job_changes_no_task_state(
     stack: Stack, flower: Watcher
 ) -> None:
-    failed, succeeded = stack.submit(["abc"], steering=GONE), stack.submit(["abc"])
+    failed = stack.submit(["abc"], steering=GONE)
+    succeeded = stack.submit(["abc"])
     for job_id, end in ((failed, State.FAILED), (succeeded, State.SUCCEEDED)):
         agrees(stack, flower, job_id, end)
         before = flower.state.tasks[job_id].received
@@ -323,12 +324,10 @@ def test_every_task_of_a_job_ends_with_the_job(stack: Stack, flower: Watcher) ->
 def test_worker_stats_include_the_engine(stack: Stack) -> None:
     node = f"w1@{socket.gethostname()}"
     shown = stack.app.control.inspect([node], timeout=60).stats()[node]["midstream"]
-    assert (shown["model"], shown["tp"], shown["pp"], shown["healthy"]) == (
-        "fake-model",
-        1,
-        1,
-        True,
-    )
+    assert shown["model"] == "fake-model"
+    assert shown["tp"] == 1
+    assert shown["pp"] == 1
+    assert shown["healthy"] is True
 
 
 def test_a_part_that_is_put_back_is_rejected_without_a_warning(
@@ -364,13 +363,15 @@ def test_a_part_that_is_put_back_is_rejected_without_a_warning(
     with caplog.at_level("INFO"):
         assert trace_task(part, "id", ("job",), {}, request={"id": "id"}, app=app).info is not None
     request.on_failure(SimpleNamespace(exception=tasks.PutBack("put back"), traceback=""))
-    assert (rejected, [record.levelname for record in caplog.records]) == ([True], ["INFO"])
+    assert rejected == [True]
+    assert [record.levelname for record in caplog.records] == ["INFO"]
 
 
 # --- Two workers: what is late or a stranger's has no effect, what only takes long is left alone --
 
 
-TOKEN_S, VISIBILITY_S = 0.02, 4
+TOKEN_S = 0.02
+VISIBILITY_S = 4
 #: A worker may be kept from its work for 3 s. What it has generated is given up only after it has
 #: lost its lease: see `reap.lua`.
 SETTINGS = {
@@ -393,7 +394,8 @@ def test_a_job_five_times_longer_than_the_visibility_timeout_starts_once(workers
     assert view.started is not None
     assert view.finished is not None
     assert view.finished - view.started > 5 * VISIBILITY_S
-    assert (view.state, view.attempt) == (State.SUCCEEDED, 1)
+    assert view.state == State.SUCCEEDED
+    assert view.attempt == 1
     events = workers.do(lambda ledger: ledger.events(job_id))
     assert sum(event.event == "state" and event.data["state"] == "running" for event in events) == 1
     received = sum(
@@ -408,7 +410,8 @@ def test_a_job_five_times_longer_than_the_visibility_timeout_starts_once(workers
 def test_a_pickled_message_is_discarded_unread(workers: Stack, tmp_path: Path, kind: str) -> None:
     mark = tmp_path / "ran"
     bomb = b"cposix\nsystem\n(S'touch " + str(mark).encode() + b"'\ntR."
-    name, tag = queue_of(workers.settings.served_model), str(uuid.uuid4())
+    name = queue_of(workers.settings.served_model)
+    tag = str(uuid.uuid4())
     headers = {
         "lang": "py",
         "task": "midstream.generate",

@@ -83,11 +83,9 @@ def test_global_captures_are_taken_of_every_request(stack: Stack, client: Client
     assert plain.capture_results is None
     assert client.wait(plain.job, timeout=120).capture_status == "ok"
     reader = client.capture(plain.job)
-    assert (reader.positions(), reader.layers(hook="pre_attn"), len(reader.layers())) == (
-        [0, 4],
-        [0, 1],
-        NUM_LAYERS,
-    )
+    assert reader.positions() == [0, 4]
+    assert reader.layers(hook="pre_attn") == [0, 1]
+    assert len(reader.layers()) == NUM_LAYERS
     with pytest.raises(MidstreamError, match="choose another"):
         client.submit(prompts=["hello"], capture={"tag": "ops"})
     stack.replace("worker")
@@ -140,14 +138,14 @@ def test_hooks_are_answered_under_the_names_that_were_asked_for(
     answer = client.completion(MODEL, "one", capture=capture)
     readers = [client.capture(result), returned_rows(result.capture_results), answer.rows]
     assert [reader.hooks() for reader in readers] == [named] * 3
-    assert [*readers[0].arrays(), *result.capture_results.files[0].sites] == [
-        "resid_pre.1", "post_block.1", *named,
-    ]  # fmt: skip
+    assert list(readers[0].arrays()) == ["resid_pre.1", "post_block.1"]
+    assert list(result.capture_results.files[0].sites) == named
     sites = [readers[0].site(1, hook) for hook in ("resid_pre", "pre_attn")]
     assert sites == [("resid_pre", 1)] * 2
     assert client.jobs.get(result).hook_names == {"pre_attn": "resid_pre"}
     shown = midstream("get", "capture", result.id) + midstream("get", "job", result.id)
-    assert ("resid_pre" in shown, "pre_attn" in shown) == (True, False)
+    assert "resid_pre" in shown
+    assert "pre_attn" not in shown
 
 
 def test_run_shows_a_prompt_count_on_terminals_and_in_notebooks(
@@ -168,10 +166,8 @@ def test_a_patch_study_zooms_and_cancels_on_interrupt(client: Client, tmp_path: 
     )
     assert study.grid().hooks == study.result.hooks == ["resid_pre", "mlp_out"]
     told = study.result.summary
-    assert (told.cells + told.skipped, told.total) == (
-        told.total,
-        2 * NUM_LAYERS * len(study.result.pairs[0].labels),
-    )
+    assert told.cells + told.skipped == told.total
+    assert told.total == 2 * NUM_LAYERS * len(study.result.pairs[0].labels)
     study.save(tmp_path / "study.json")
     best = study.top(1)[0]
     closer = PatchStudy.load(tmp_path / "study.json", client).zoom(best)
@@ -218,11 +214,9 @@ def test_the_capture_options_of_submit_reach_the_worker(midstream: Callable[...,
     assert {(file.layout, file.tag) for file in files} == {("per_file", "cli")}
     assert len(files) == 1 + NUM_LAYERS, "one file for each hook and layer"
     rows = returned_rows(result.capture_results)
-    assert (rows.positions(), rows.layers(hook="pre_attn"), len(rows.layers())) == (
-        [0, 2, 3, 7, 9],
-        [0],
-        NUM_LAYERS,
-    )
+    assert rows.positions() == [0, 2, 3, 7, 9]
+    assert rows.layers(hook="pre_attn") == [0]
+    assert len(rows.layers()) == NUM_LAYERS
     shown = midstream("submit", "hello", "--hooks", "mlp_in", "--layers", "1", *consumers)
     assert "mlp_in" in shown
     assert re.search(r"\d B in the response", shown)
@@ -235,7 +229,8 @@ def test_a_job_of_a_file_is_submitted_now_and_looked_at_later(
     (tmp_path / "job.json").write_text(json.dumps(body))
     job_id = midstream("submit", "--file", str(tmp_path / "job.json"), "--no-wait").strip()
     waited = json.loads(midstream("wait", job_id, "--json"))
-    assert (waited["capture_results"]["status"], waited["outputs"][0]["prompt_tokens"]) == ("ok", 3)
+    assert waited["capture_results"]["status"] == "ok"
+    assert waited["outputs"][0]["prompt_tokens"] == 3
     assert job_id in midstream("list", "jobs")
     assert "succeeded" in midstream("get", "job", job_id)
     assert "done" in midstream("events", job_id)
@@ -285,10 +280,8 @@ async def refused(call: Awaitable[Any], kind: str) -> None:
 
 async def jobs(client: AsyncClient) -> None:
     assert await client.ready()
-    assert (await client.models(), (await client.model("fake-model"))["num_layers"]) == (
-        ["fake-model"],
-        NUM_LAYERS,
-    )
+    assert await client.models() == ["fake-model"]
+    assert (await client.model("fake-model"))["num_layers"] == NUM_LAYERS
     job = await client.submit(prompts=["hello", "you"], capture=CAPTURE, max_tokens=3)
     assert [event.event async for event in client.jobs.events(job)][-1] == "done"
     assert (await client.wait(job, timeout=120)).state is State.SUCCEEDED
@@ -378,7 +371,8 @@ async def test_the_awaiting_client_works(
 # --- Steering -------------------------------------------------------------------------------------
 
 
-JOY, CALM = np.ones(HIDDEN_SIZE, np.float32), np.linspace(-1, 1, HIDDEN_SIZE, dtype=np.float32)
+JOY = np.ones(HIDDEN_SIZE, np.float32)
+CALM = np.linspace(-1, 1, HIDDEN_SIZE, dtype=np.float32)
 
 
 def text(client: Client, *steering: Any) -> str:
@@ -448,7 +442,8 @@ def test_steering_of_another_width_is_refused_and_changes_nothing(client: Client
     ):
         with refuses(kind="invalid_request", field="steering[0].vector.shape"):
             ask([{"layers": 2, "vector": [1.0, 2.0]}])
-    assert (client.global_steering.get().version, client.modules.list()) == (before.version, [])
+    assert client.global_steering.get().version == before.version
+    assert client.modules.list() == []
 
 
 MATRICES = {

@@ -23,7 +23,8 @@ class Keys:
     """A folder of keys, and what a worker of a name shows."""
 
     def __init__(self, folder: Path):
-        self.folder, self.clients = folder, folder / "clients"
+        self.folder = folder
+        self.clients = folder / "clients"
         self.server = new_keys("relay", "relay", folder)[1].read_text().strip()
         self.clients.mkdir()
 
@@ -137,7 +138,8 @@ def test_a_sender_with_missing_or_wrong_curve_keys_logs_why(
         wait_until(lambda: "curve_server_key may not be its public key" in caplog.text)
         wait_until(lambda: "one side has CURVE keys and the other has none" in caplog.text)
         assert "This worker has no key: set MIDSTREAM_CURVE_DIR" in caplog.text
-        assert (plain.depth(), wrong.depth()) == (1, 1)
+        assert plain.depth() == 1
+        assert wrong.depth() == 1
     assert jobs.arrived(job) == {}
 
 

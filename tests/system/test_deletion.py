@@ -51,6 +51,7 @@ from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.storage.file_store import FileStore
 from midstream.storage.store import open_store
 
+LAYOUTS = ["packed", "segment"]
 AGAIN = captures_module.SWEEP_AGAIN_S
 
 
@@ -67,7 +68,8 @@ def captures(ledger: Ledger) -> LedgerCaptures:
 async def ended(ledger: Ledger, url: str, sequence: int = 1, **changes: Any) -> Job:
     """A capturing job that has succeeded, with a receipt and no files."""
     job = make_job(capture=True, **changes)
-    await ledger.store_outputs(job.id, await claimed(ledger, job, ranks=1), outputs())
+    attempt = await claimed(ledger, job, ranks=1)
+    await ledger.store_outputs(job.id, attempt, outputs())
     settler(url).settle(WORKER, 0, EPOCH, [(sequence, receipt(job))])
     assert (await ledger.view(job.id)).state is State.SUCCEEDED
     return job
@@ -100,7 +102,7 @@ def files_in(root: Path) -> list[str]:
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("layout", ["packed", "segment"])
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("end", ["error", "cancel"])
 async def test_files_written_after_an_early_deletion_are_removed(
     ledger: Ledger, captures: LedgerCaptures, root: Path, redis_url: str, layout: str, end: str
@@ -118,7 +120,8 @@ async def test_files_written_after_an_early_deletion_are_removed(
     await captures.sweep(deleted + grace - AGAIN)
     assert open_store(root).marks() == [job.id]
     await captures.sweep(deleted + grace + 1)
-    assert (open_store(root).marks(), files_in(root)) == ([], [])
+    assert open_store(root).marks() == []
+    assert files_in(root) == []
     assert await ledger.redis.zcard("ms:deleting") == 0
 
 
@@ -143,7 +146,8 @@ async def test_a_deletion_continues_while_receipts_arrive(
     await captures.sweep(now() + 3600)
     monkeypatch.undo()
     await captures.sweep(now() + 3600 + AGAIN)
-    assert (files_in(root), await ledger.redis.zcard("ms:deleting")) == ([], 0)
+    assert files_in(root) == []
+    assert await ledger.redis.zcard("ms:deleting") == 0
 
 
 async def test_a_deletion_recorded_only_on_disk_is_completed(
@@ -154,7 +158,8 @@ async def test_a_deletion_recorded_only_on_disk_is_completed(
     write(root, finished("job_x", layout="packed"))
     (root / ".deleted" / "job_x").mkdir(parents=True)
     await captures.sweep(now())
-    assert (files_in(root), open_store(root).marks()) == ([], ["job_x"])
+    assert files_in(root) == []
+    assert open_store(root).marks() == ["job_x"]
     await captures.sweep(now() + 3600)
     assert open_store(root).marks() == []
 
@@ -174,7 +179,8 @@ async def test_a_deletion_without_the_capture_root_is_left_to_a_process_with_it(
             await LedgerCaptures(elsewhere).sweep(now() + 3600)
         assert files_in(tmp_path / "captures") != []
         await LedgerCaptures(here).sweep(now() + 3600)
-        assert (files_in(tmp_path / "captures"), await here.redis.zcard("ms:deleting")) == ([], 0)
+        assert files_in(tmp_path / "captures") == []
+        assert await here.redis.zcard("ms:deleting") == 0
 
 
 async def test_undeletable_captures_do_not_block_other_deletions(
@@ -215,11 +221,9 @@ async def test_the_age_of_captures_counts_from_the_end_of_their_job(
         else:
             job = await queued_job(ledger, capture=True, created=accepted)
             await ledger.request_cancel(job.id)
-        assert (
-            await captures.sweep(before + 99),
-            await captures.sweep(now() + 101),
-            (await captures.list()).captures,
-        ) == ([], [job.id], [])
+        assert await captures.sweep(before + 99) == []
+        assert await captures.sweep(now() + 101) == [job.id]
+        assert (await captures.list()).captures == []
 
 
 async def test_captures_of_a_killed_gradient_worker_are_deleted_without_a_ttl(
@@ -252,17 +256,16 @@ def filled(directory: Path, size: int) -> None:
 
 @pytest.mark.long
 def test_idempotent_submission_ignores_a_full_capture_quota(redis_url: str, tmp_path: Path) -> None:
-    body, key = (
-        {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}},
-        {"Idempotency-Key": "k"},
-    )
+    body = {"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}
+    key = {"Idempotency-Key": "k"}
     with running(tmp_path, redis_url, capture_quota_mib=1) as api, Hand(api.settings):
         first = api.http.post("/v1/jobs", json=body, headers=key)
         filled(tmp_path, 2 << 20)
         api.stop()
         api.start()  # and measure again
         again = api.http.post("/v1/jobs", json=body, headers=key)
-        assert (first.status_code, again.json()["id"]) == (202, first.json()["id"])
+        assert first.status_code == 202
+        assert again.json()["id"] == first.json()["id"]
         assert (
             api.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "other"}).status_code
             == 507
@@ -284,21 +287,20 @@ def test_a_full_quota_skips_global_captures_and_refuses_no_job_without_captures(
         running(tmp_path, redis_url, capture_quota_mib=1) as api,
         Hand(api.settings, global_captures=[CaptureSpec(tag="ops")]) as hand,
     ):
-        plain, returned = (
-            api.submit(),
-            api.submit(
-                capture={
-                    "layers": [0],
-                    "positions": "last_prompt",
-                    "tag": "mine",
-                    "consumers": ["memory"],
-                }
-            ),
+        plain = api.submit()
+        returned = api.submit(
+            capture={
+                "layers": [0],
+                "positions": "last_prompt",
+                "tag": "mine",
+                "consumers": ["memory"],
+            }
         )
-        assert [
-            [capture.tag for capture in hand.claim(job_id).job.captures[:1] for capture in capture]
+        tags = [
+            [capture.tag for captures in hand.claim(job_id).job.captures for capture in captures]
             for job_id in (plain, returned)
-        ] == [[], ["mine"]]
+        ]
+        assert tags == [[], ["mine"]]
         assert api.view(plain)["capture_status"] == "not_requested"
         assert api.http.post(
             "/v1/jobs", json={"model": "tiny", "prompts": ["a"], "capture": {"layers": "all"}}
@@ -324,12 +326,11 @@ async def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(
         redis_url, data_dir=str(tmp_path), **{"tuning.dispatch_window": 1}, **times
     ) as ledger:
         settle = settler(redis_url, **times)
-        name, vector = "0" * 64, Tensor(dtype="float32", shape=[1], data=b"\0\0\0\0")
-        plain, late, unwanted = (
-            make_job(tenant="a"),
-            make_job(tenant="b", expires=now() + 0.1),
-            make_job(tenant="b"),
-        )
+        name = "0" * 64
+        vector = Tensor(dtype="float32", shape=[1], data=b"\0\0\0\0")
+        plain = make_job(tenant="a")
+        late = make_job(tenant="b", expires=now() + 0.1)
+        unwanted = make_job(tenant="b")
         captured = make_job(capture=True, steer=True)
         swept = msgspec.structs.replace(sweep_job(sweep(), "tiny"), tenant="a", identity=IDENTITY)
         await ledger.heartbeat(worker_info())
@@ -447,7 +448,8 @@ async def test_a_job_whose_rows_the_store_did_not_take_is_queued_again(redis_url
 async def test_a_worker_whose_store_takes_nothing_leaves_captures_in_the_queue(
     ledger: Ledger, reaper: Reaper
 ) -> None:
-    job, other = make_job(capture=True), make_job()
+    job = make_job(capture=True)
+    other = make_job()
     for each in (job, other):
         await ledger.submit(each, {})
     assert (
@@ -459,7 +461,8 @@ async def test_a_worker_whose_store_takes_nothing_leaves_captures_in_the_queue(
         is not None
     )
     view = await ledger.view(job.id)
-    assert (view.state, view.attempt) == (State.QUEUED, 0)
+    assert view.state == State.QUEUED
+    assert view.attempt == 0
     await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
     await reaper.sweep(now() + SHELVED_S + 1)
     assert [message.job_id for message in await sent(ledger)] == [job.id]
@@ -468,7 +471,8 @@ async def test_a_worker_whose_store_takes_nothing_leaves_captures_in_the_queue(
 
 async def test_a_job_waits_for_the_store_as_long_as_the_setting_says(redis_url: str) -> None:
     async with open_ledger(redis_url, artifact_wait_s=0.05) as ledger:
-        running, queued = make_job(capture=True), make_job(capture=True)
+        running = make_job(capture=True)
+        queued = make_job(capture=True)
         await claimed(ledger, running, ranks=1)
         await ledger.submit(queued, {})
         refuse(redis_url, running, artifact_wait_s=0.05)
@@ -488,15 +492,14 @@ async def test_a_job_that_waits_for_the_store_keeps_its_own_deadline(
 ) -> None:
     job = await queued_job(ledger, capture=True, expires=now() + 3)
     await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY, unreachable="it cannot be reached")
-    assert ((await reaper.sweep(now() + 1)).late, (await reaper.sweep(now() + 4)).late) == (
-        [],
-        [job.id],
-    )
+    assert (await reaper.sweep(now() + 1)).late == []
+    assert (await reaper.sweep(now() + 4)).late == [job.id]
 
 
 async def test_a_job_that_could_not_read_the_store_waits_for_it(redis_url: str) -> None:
     async with open_ledger(redis_url, artifact_wait_s=0.05, max_attempts=1) as ledger:
-        job, cancelled = make_job(), make_job()
+        job = make_job()
+        cancelled = make_job()
         await claimed(ledger, job, ranks=1)
         await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))
         assert await ledger.release(job.id, 1, unreachable="it cannot be reached") is State.QUEUED

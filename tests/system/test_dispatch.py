@@ -137,17 +137,16 @@ async def test_jobs_of_a_tenant_keep_their_order_and_priorities_have_windows_of_
             (normal[1].id, 6),
             (idle[0].id, 9),
         ]
-        assert (len(await line.serve(10)), await line.ledger.redis.keys("ms:wait:*")) == (10, [])
+        assert len(await line.serve(10)) == 10
+        assert await line.ledger.redis.keys("ms:wait:*") == []
 
 
 async def test_priority_is_capped_by_the_tenant(redis_url: str) -> None:
     async with opened(redis_url) as line:
         await line.ledger.tenants.put(Tenant(name="guest", limits=Limits(highest_priority="low")))
         (job,) = await line.submit(1, tenant="guest", kind="chat", priority="high")
-        assert ((await line.sent())[0].step, (await line.ledger.view(job.id)).priority) == (
-            9,
-            "low",
-        )
+        assert (await line.sent())[0].step == 9
+        assert (await line.ledger.view(job.id)).priority == "low"
 
 
 async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(
@@ -199,10 +198,8 @@ async def test_jobs_from_before_dispatch_windows_are_served(redis_url: str) -> N
             "ms:usage",
         )
         await line.lose_messages()
-        assert (
-            set((await line.reaper.sweep(now() + 1)).resent),
-            (await line.ledger.tenants.usage("default")).jobs_in_flight,
-        ) == ({job.id for job in former}, 3)
+        assert set((await line.reaper.sweep(now() + 1)).resent) == {job.id for job in former}
+        assert (await line.ledger.tenants.usage("default")).jobs_in_flight == 3
         for job in former:
             claim = await line.ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
             assert claim is not None
@@ -218,7 +215,8 @@ async def test_an_expired_job_is_never_started(redis_url: str) -> None:
         (begun,) = await line.submit(1, expires=now() + 60)
         assert await line.ledger.claim(missed.id, WORKER, BOOT, 1, IDENTITY) is None
         view = await line.ledger.view(missed.id)
-        assert (view.state, view.error.status if view.error else 0) == (State.ABORTED, 504)
+        assert view.state == State.ABORTED
+        assert (view.error.status if view.error else 0) == 504
         assert (await line.ledger.claim(begun.id, WORKER, BOOT, 1, IDENTITY)) is not None
         assert await line.ledger.release(begun.id, 1) is State.QUEUED
         report = await line.reaper.sweep(now() + 100)
@@ -240,11 +238,9 @@ async def test_a_user_who_may_not_write_queues_leaves_the_message_to_the_sweeper
         try:
             async with opened(redis_url.replace("//", "//former:pw@")) as former:
                 (job,) = await former.submit()
-            assert (await line.sent(), (await line.reaper.sweep()).resent, await line.sent()) == (
-                [],
-                [job.id],
-                [Sent(job.id, 0, 6)],
-            )
+            assert await line.sent() == []
+            assert (await line.reaper.sweep()).resent == [job.id]
+            assert await line.sent() == [Sent(job.id, 0, 6)]
         finally:
             await line.ledger.redis.execute_command("ACL", "DELUSER", "former")
 
@@ -281,7 +277,8 @@ class Queues(NamedTuple):
     gradients: Ledger
 
     async def messages(self, queue: Queue = "") -> int:
-        return sum([await self.vllm.redis.llen(name) for name in lists_of(queue_of(MODEL, queue))])
+        names = lists_of(queue_of(MODEL, queue))
+        return sum([await self.vllm.redis.llen(name) for name in names])
 
     async def lose_messages(self) -> None:
         for queue in ("", GRADIENTS):
@@ -318,11 +315,13 @@ async def queues(redis_url: str, request: pytest.FixtureRequest) -> AsyncIterato
 
 async def test_a_job_is_claimed_by_workers_of_its_queue_alone(queues: Queues) -> None:
     job = await queues.submit()
-    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [0, 1]
+    assert await queues.messages() == 0
+    assert await queues.messages(GRADIENTS) == 1
     assert await claimed(queues.vllm, job) is None
     claim = await claimed(queues.gradients, job)
     assert await queues.gradients.hand_on(job.id, 1, "", 4) == "handed_on"
-    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
+    assert await queues.messages() == 1
+    assert await queues.messages(GRADIENTS) == 1
     assert await claimed(queues.gradients, job) is None, "a former message"
     claim = await claimed(queues.vllm, job)
     assert claim.attempt == 2
@@ -333,7 +332,9 @@ async def test_a_hand_on_uses_up_no_attempt_and_may_be_repeated(queues: Queues) 
     job = await queues.estimated()
     assert await queues.gradients.hand_on(job.id, 1, "", 4) == "handed_on"
     view = await queues.vllm.view(job.id)
-    assert (view.state, view.queue, view.cells_expected) == (State.QUEUED, "", 4)
+    assert view.state == State.QUEUED
+    assert view.queue == ""
+    assert view.cells_expected == 4
     assert (await queues.vllm.tenants.usage("default")).sweep_cells == 4
     for attempt, state in ((2, State.QUEUED), (3, State.FAILED)):
         assert await claimed(queues.vllm, job) is not None
@@ -342,26 +343,23 @@ async def test_a_hand_on_uses_up_no_attempt_and_may_be_repeated(queues: Queues) 
 
 
 async def test_a_stale_attempt_and_a_cancelled_job_are_not_handed_on(queues: Queues) -> None:
-    job, other = await queues.submit(), await queues.submit()
+    job = await queues.submit()
+    other = await queues.submit()
     for each in (job, other):
         assert await claimed(queues.gradients, each) is not None
     await queues.gradients.release(job.id, 1)
     assert await claimed(queues.gradients, job) is not None
     assert await queues.gradients.hand_on(job.id, 1, "", 4) == "stale"
     await queues.vllm.request_cancel(other.id)
-    assert (
-        await queues.gradients.hand_on(other.id, 1, "", 4),
-        (await queues.vllm.view(other.id)).queue,
-    ) == ("cancelling", GRADIENTS)
+    assert await queues.gradients.hand_on(other.id, 1, "", 4) == "cancelling"
+    assert (await queues.vllm.view(other.id)).queue == GRADIENTS
 
 
 async def test_a_job_that_was_handed_on_is_cancelled_while_it_waits(queues: Queues) -> None:
     job = await queues.estimated()
     assert (await queues.vllm.request_cancel(job.id)).state is State.ABORTED
-    assert (
-        await claimed(queues.vllm, job),
-        (await queues.vllm.tenants.usage("default")).sweep_cells,
-    ) == (None, 0)
+    assert await claimed(queues.vllm, job) is None
+    assert (await queues.vllm.tenants.usage("default")).sweep_cells == 0
 
 
 async def test_a_lost_message_is_sent_again_to_the_queue_that_the_job_is_in(
@@ -369,10 +367,12 @@ async def test_a_lost_message_is_sent_again_to_the_queue_that_the_job_is_in(
 ) -> None:
     await relay_beat(queues.vllm)
     reaper = Reaper(queues.vllm, settings_for(redis_url))
-    waits, passed = await queues.submit(), await queues.estimated()
+    waits = await queues.submit()
+    passed = await queues.estimated()
     await queues.lose_messages()
     assert {*(await reaper.sweep(now() + 30)).resent} == {waits.id, passed.id}
-    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
+    assert await queues.messages() == 1
+    assert await queues.messages(GRADIENTS) == 1
     assert not await reaper.sweep(now() + 60)
 
 
@@ -385,7 +385,8 @@ async def test_an_expired_lease_requeues_the_job_in_its_queue(
     await queues.lose_messages()
     report = await Reaper(queues.vllm, settings_for(redis_url)).sweep(now() + 60)
     assert report.requeued == [job.id]
-    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [0, 1]
+    assert await queues.messages() == 0
+    assert await queues.messages(GRADIENTS) == 1
 
 
 @pytest.mark.parametrize("queues", [{"tuning.dispatch_window": 1}], indirect=True)
@@ -395,7 +396,8 @@ async def test_windows_of_the_queues_are_apart_and_the_status_names_them(
     for _ in range(3):
         await queues.submit()
         await queues.vllm.submit(make_job(), {})
-    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
+    assert await queues.messages() == 1
+    assert await queues.messages(GRADIENTS) == 1
     shown = (await read_status(queues.vllm)).queues
     lines = [(each.queue, each.priority, each.sent, sum(each.waiting.values())) for each in shown]
     assert lines == [("", "batch", 1, 2), (GRADIENTS, "batch", 1, 2)]
@@ -404,7 +406,8 @@ async def test_windows_of_the_queues_are_apart_and_the_status_names_them(
     for line in ("6", "6.gradients"):
         await queues.vllm.redis.delete(f"ms:sent:{MODEL}:{line}")
     await Reaper(queues.vllm, settings_for(redis_url, **{"tuning.dispatch_window": 1})).sweep()
-    assert [await queues.messages(), await queues.messages(GRADIENTS)] == [1, 1]
+    assert await queues.messages() == 1
+    assert await queues.messages(GRADIENTS) == 1
 
 
 @pytest.mark.parametrize("queues", [{"tuning.dispatch_window": 1}], indirect=True)
@@ -421,7 +424,8 @@ async def test_a_job_that_was_handed_on_waits_its_turn_among_tenants(queues: Que
 
 
 async def test_gradient_workers_are_no_workers_of_the_model(queues: Queues) -> None:
-    ledger, gone = queues.vllm, "0" * 64
+    ledger = queues.vllm
+    gone = "0" * 64
     await ledger.heartbeat(worker("w1"))
     info = GradientInfo(model=MODEL, identity=IDENTITY, dtype="float32", device="cpu")
     await ledger.publish_model(info, worker("g1", queue=GRADIENTS))
@@ -435,7 +439,8 @@ async def test_gradient_workers_are_no_workers_of_the_model(queues: Queues) -> N
 async def test_gradient_workers_of_another_model_are_refused(
     queues: Queues, redis_url: str
 ) -> None:
-    ledger, other = queues.vllm, "b" * 64
+    ledger = queues.vllm
+    other = "b" * 64
 
     async def publish(name: str, identity: str) -> None:
         info = GradientInfo(model=MODEL, identity=identity, dtype="float32", device="cpu")

@@ -101,7 +101,8 @@ def test_an_unreachable_redis_is_checked_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(redis_durability, "ASK_AGAIN_S", 0.05)
-    port, ended = free_port(), threading.Event()
+    port = free_port()
+    ended = threading.Event()
     codes: list[int] = []
 
     def end(code: int) -> None:
@@ -321,7 +322,8 @@ def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(
 
     deaths: list[int] = []
     with slow_redis(tmp_path, monkeypatch) as server:
-        client, jobs = connect_redis(server.url), Jobs(server.url)
+        client = connect_redis(server.url)
+        jobs = Jobs(server.url)
         with serving(Relay(Forgetful(client, jobs.settings), "", client)) as relay:
             (job,) = jobs.claim(1, 2)
             with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
@@ -341,9 +343,11 @@ def test_a_relay_settles_again_when_redis_forgot_a_script_after_its_load(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    jobs, client = Jobs(redis_url), connect_redis(redis_url)
+    jobs = Jobs(redis_url)
+    client = connect_redis(redis_url)
     client.script_flush()
-    load, forgotten = client.script_load, list[str]()
+    load = client.script_load
+    forgotten = list[str]()
 
     def forget(text: str) -> str:
         sha = load(text)

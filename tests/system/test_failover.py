@@ -24,7 +24,8 @@ from midstream.broker.redis_service import opening
 
 #: Seconds between the steps of a failover: what is written meanwhile must not be lost either.
 BETWEEN_S = 1.5
-AT_ONCE, MAX_WAIT_S = 8, 15.0
+AT_ONCE = 8
+MAX_WAIT_S = 15.0
 
 
 def after_a_kill(pair: FrontedRedis) -> None:

@@ -67,14 +67,13 @@ def test_fitted_module_is_registered_with_its_record(client: Client) -> None:
     view = client.fits.submit(msgspec.convert(FIT, FitRequest))
     result = client.fits.result(view.id)
     training = result.training
-    assert (training.job, training.effect.better, training.examples, training.effect.examples) == (
-        view.id,
-        True,
-        8,
-        2,
-    )
+    assert training.job == view.id
+    assert training.effect.better
+    assert training.examples == 8
+    assert training.effect.examples == 2
     module = client.modules.get("even")
-    assert (module.digest, module.training) == (result.digest, training)
+    assert module.digest == result.digest
+    assert module.training == training
     steered = client.run(
         model="fake-model", prompt="number 3 is", steering=[{"module": "even", "scale": 0.5}]
     )
@@ -82,12 +81,10 @@ def test_fitted_module_is_registered_with_its_record(client: Client) -> None:
     points = [event.data for event in client.jobs.events(view.id) if event.event == "fit"]
     assert [point["step"] for point in points] == [p.step for p in training.losses[1:]]
     again = client.fit_module(**FIT | {"register": "never"})
-    assert (again.digest, again.reason, again.training.losses, again.training.examples_digest) == (
-        "",
-        "register is 'never'",
-        training.losses,
-        training.examples_digest,
-    )
+    assert again.digest == ""
+    assert again.reason == "register is 'never'"
+    assert again.training.losses == training.losses
+    assert again.training.examples_digest == training.examples_digest
     assert client.modules.get("even") == module
 
 
@@ -122,10 +119,14 @@ def test_fitted_lens_is_registered_with_its_error_and_read(stack: Stack, client:
     job = client.fits.submit(lens_fit(folder="corpora", description="of numbers"))
     lens = client.fits.result(job).lens
     assert client.jacobians.get("said") == lens
-    assert (lens.layers, lens.description) == (list(range(NUM_LAYERS - 1)), "of numbers")
+    assert lens.layers == list(range(NUM_LAYERS - 1))
+    assert lens.description == "of numbers"
     assert lens.vocabulary > 0
     fit = lens.fit
-    assert (fit.method, fit.prompts, fit.short, len(fit.errors)) == ("sketched", 4, 1, 3)
+    assert fit.method == "sketched"
+    assert fit.prompts == 4
+    assert fit.short == 1
+    assert len(fit.errors) == 3
     file = Path(stack.settings.artifacts_of("lenses"), lens.path, "lens.safetensors")
     assert lens.path.startswith(f"corpora/{job.id}-")
     assert [path.name for path in file.parent.iterdir()] == [file.name]
@@ -137,7 +138,8 @@ def test_fitted_lens_is_registered_with_its_error_and_read(stack: Stack, client:
 def test_fit_of_a_name_that_exists_keeps_the_former_file(stack: Stack, client: Client) -> None:
     first = client.fit_lens(**LENS)
     second = client.fit_lens(**LENS | {"rank": None})
-    assert (second.fit.method, client.jacobians.get("said")) == ("exact", second)
+    assert second.fit.method == "exact"
+    assert client.jacobians.get("said") == second
     files = [
         Path(stack.settings.artifacts_of("lenses"), lens.path, "lens.safetensors").read_bytes()
         for lens in (first, second)
@@ -161,13 +163,11 @@ def test_gradient_rows_are_jobs_of_their_own_kind(client: Client) -> None:
         capture={"layers": [1], "of": "gradient", "scalar": {"kind": "logit", "token": 5}},
     )
     view = client.jobs.get(result.id)
-    assert (view.kind, view.queue, view.worker, view.capture_status, view.receipts) == (
-        "gradient",
-        GRADIENTS,
-        "w1-g",
-        "ok",
-        view.receipts_expected,
-    )
+    assert view.kind == "gradient"
+    assert view.queue == GRADIENTS
+    assert view.worker == "w1-g"
+    assert view.capture_status == "ok"
+    assert view.receipts == view.receipts_expected
     assert [file.rows for file in result.capture_results.files] == [1]
 
 
@@ -211,10 +211,13 @@ def test_fit_is_a_job_of_the_gradient_queue(api: Api, hand: Hand) -> None:
     answer = api.http.post("/v1/modules/fit", json=BODY)
     assert answer.status_code == 202, answer.text
     view = answer.json()
-    assert (view["kind"], view["queue"]) == ("fit", GRADIENTS)
+    assert view["kind"] == "fit"
+    assert view["queue"] == GRADIENTS
     fit = hand.job(view["id"]).work_as(FitWork).fit
     assert isinstance(fit, StoredModuleFit)
-    assert (fit.layers, len(fit.examples), fit.template.family) == ([1, 2], 8, "add")
+    assert fit.layers == [1, 2]
+    assert len(fit.examples) == 8
+    assert fit.template.family == "add"
 
 
 def test_result_of_a_fit_is_read_by_the_client(api: Api, hand: Hand) -> None:
@@ -226,7 +229,8 @@ def test_result_of_a_fit_is_read_by_the_client(api: Api, hand: Hand) -> None:
     result = FitResult(name="polite", training=training(job_id), digest="d" * 64)
     assert hand.do(hand.ledger.store_outputs(job_id, claim.attempt, result)) == "succeeded"
     with Client(str(api.http.base_url)) as client:
-        assert (client.fits.result(job_id), client.result(job_id).outputs) == (result, [])
+        assert client.fits.result(job_id) == result
+        assert client.result(job_id).outputs == []
 
 
 def test_other_jobs_are_no_fits(api: Api, hand: Hand) -> None:
@@ -277,20 +281,18 @@ def test_a_dose_is_one_job_whose_prompts_are_those_of_all_cells(api: Api, hand: 
     assert answer.status_code == 202, answer.text
     job_id = answer.json()["id"]
     job = hand.job(job_id)
-    assert (answer.json()["kind"], len(job.prompts), job.sampling.max_tokens) == ("dose", 25, 4)
+    assert answer.json()["kind"] == "dose"
+    assert len(job.prompts) == 25
+    assert job.sampling.max_tokens == 4
     dose = job.work_as(DoseWork).dose
-    assert (dose.cells, dose.target_tokens) == (
-        [(None, 0.0), (1, -1.0), (1, 2.0), (2, -1.0), (2, 2.0)],
-        [1, 1],
-    )
+    assert dose.cells == [(None, 0.0), (1, -1.0), (1, 2.0), (2, -1.0), (2, 2.0)]
+    assert dose.target_tokens == [1, 1]
     assert [[(e.layers, e.scale) for e in entries] for entries in job.steering] == [
         [([layer], scale)] if scale else [] for layer, scale in dose.cells for _ in range(5)
     ]
     asked = [prompt_request(job, number, 1) for number in range(5)]
-    assert (
-        [ask.sampling.prompt_logprobs for ask in asked],
-        [ask.sampling.max_tokens for ask in asked],
-    ) == ([None, None, 0, 0, 0], [4, 4, 1, 1, 1])
+    assert [ask.sampling.prompt_logprobs for ask in asked] == [None, None, 0, 0, 0]
+    assert [ask.sampling.max_tokens for ask in asked] == [4, 4, 1, 1, 1]
     cells = [
         DoseCell(
             layer=layer, scale=scale, effect=0.5, loss=1.0, repetition=0.0, safe=True, text="x"
@@ -353,10 +355,8 @@ def test_a_policys_edits_are_the_same_in_every_cell_of_a_dose(
     for number, (layer, scale) in enumerate(dose.cells):
         wanted = [([n], scale) for n in (1, 2) if scale and layer in (None, n)]
         for entries in job.steering[number * dose.requests :][: dose.requests]:
-            assert (
-                [entry for entry in entries if entry.gate],
-                [(e.layers, e.scale) for e in entries if not e.gate],
-            ) == (theirs, wanted)
+            assert [entry for entry in entries if entry.gate] == theirs
+            assert [(e.layers, e.scale) for e in entries if not e.gate] == wanted
     made = [(each.digest == each.content.digest, each.content.aggregation) for each in job.probes]
     assert made == [(True, "mean"), (True, "last")]
 
@@ -409,6 +409,7 @@ def test_a_tenants_limit_bounds_its_jobs_and_refuses_sweeps(api: Api, hand: Hand
     api.http.delete("/v1/artifacts/modules/shift")
     assert hand.job(plain).steering in ([], [[]])
     assert [[entry.limit for entry in each] for each in hand.job(steered).steering] == [[-0.7]]
-    assert (sweep.status_code, "edit_limit" in sweep.json()["detail"]) == (403, True), sweep.text
+    assert sweep.status_code == 403, sweep.text
+    assert "edit_limit" in sweep.json()["detail"], sweep.text
     (edit,) = hand.do(LedgerHarvests(hand.ledger).stored(harvested.json()["id"])).edits
     assert edit.limit == -0.7

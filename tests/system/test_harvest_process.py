@@ -83,10 +83,8 @@ async def test_documents_come_from_another_process(tmp_path: Path, process: Sour
     documents = texts(200)
     made = reader(process, tmp_path, lines(tmp_path, "a.jsonl", documents))
     plan, found = await everything(made)
-    assert ([document.number for document in found], found[7].token_ids.tolist()) == (
-        list(range(200)),
-        make_tokenizer().encode(documents[7]).ids,
-    )
+    assert [document.number for document in found] == list(range(200))
+    assert found[7].token_ids.tolist() == make_tokenizer().encode(documents[7]).ids
     assert await made.special() == (
         make_tokenizer().token_to_id("<bos>"),
         make_tokenizer().token_to_id("<eos>"),
@@ -140,10 +138,8 @@ def test_a_survey_out_of_memory_names_a_field_of_surveys(
     survey = Survey(uris=["/none"], top=1, context=0, against=against)
     task = SurveyTask(job="j", survey=survey, sae_root="", sae_bytes=0, data_dir="")
     error = process._failure(EXIT_MEMORY, "the survey", task)
-    assert (error.field, error.detail) == (
-        field,
-        f"the survey takes more than {LIMIT_MIB} MiB of memory",
-    )
+    assert error.field == field
+    assert error.detail == f"the survey takes more than {LIMIT_MIB} MiB of memory"
 
 
 async def test_a_cancel_ends_what_the_process_reads(tmp_path: Path, process: SourceProcess) -> None:

@@ -98,11 +98,13 @@ def until(
     seconds: float = WAIT_S,
 ) -> HarvestView:
     deadline = time.monotonic() + seconds
-    while not condition(view := client.harvests.get(view)):
+    while True:
+        view = client.harvests.get(view)
+        if condition(view):
+            return view
         assert time.monotonic() < deadline, view
         assert view.state not in ("failed", "cancelled"), view
         time.sleep(0.05)
-    return view
 
 
 def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None:
@@ -114,12 +116,10 @@ def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None
     )
     done = client.harvests.wait(view, timeout=WAIT_S)
     check_rows(checked(done.uri), documents, [("mlp_out", 0), ("post_block", 1), ("post_block", 3)])
-    assert (done.documents, done.share, done.state, done.rows) == (
-        20,
-        1.0,
-        "succeeded",
-        sum(map(len, documents)),
-    )
+    assert done.documents == 20
+    assert done.share == 1.0
+    assert done.state == "succeeded"
+    assert done.rows == sum(map(len, documents))
     assert client.harvests.list(limit=1).harvests[0].id == view.id
 
 
@@ -195,7 +195,8 @@ def test_rows_of_spans_are_at_the_positions_of_tokenize(
         # none where there is no such turn
         rows |= {(number, at, answer["tokens"][at]) for at in answer.get("positions", [])}
     wanted = kept(sorted(rows))
-    assert ([row for row in found if row in wanted], len(found)) == (wanted, len(wanted) + more)
+    assert [row for row in found if row in wanted] == wanted
+    assert len(found) == len(wanted) + more
 
 
 @pytest.mark.long
@@ -251,7 +252,8 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client) -> None:
         for example, (document, position, value, near) in zip(
             survey.examples(feature), expected, strict=True
         ):
-            assert (example.document, example.position) == (document, position)
+            assert example.document == document
+            assert example.position == position
             assert example.value == pytest.approx(value, rel=1e-6)
             assert list(zip(example.positions, example.token_ids, strict=True)) == [
                 place[:2] for place in near
@@ -260,11 +262,13 @@ def test_a_survey_finds_what_all_rows_at_once_show(client: Client) -> None:
     now = client.harvests.get(view)
     assert now.surveys == [survey.survey]
     (listed,) = client.harvests.list(surveyed="tiny").harvests
-    assert (listed.id, listed.surveys) == (view.id, now.surveys)
+    assert listed.id == view.id
+    assert listed.surveys == now.surveys
     assert client.harvests.list(surveyed="another").harvests == []
     figures = {each.feature: each for each in survey.features(limit=100)}
     assert survey.view(limit=1, feature=3).figures == figures[3]
-    assert (len(survey), survey.survey.survey.sae) == (len(rows), registered.stored())
+    assert len(survey) == len(rows)
+    assert survey.survey.survey.sae == registered.stored()
     assert now.bytes == view.bytes + survey.survey.bytes
     assert verify(view.uri).ok
     client.modules.put("moved", [{"layers": [1], "vector": np.ones(HIDDEN_SIZE)}])
@@ -322,7 +326,8 @@ def test_surveys_that_cannot_be_right_are_refused_by_name(stack: Stack, client: 
 
 def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> None:
     view = client.harvests.submit(model="fake-model", source={"lines": texts(50)}, layers=[0])
-    kinds, last = [], {}
+    kinds = []
+    last = {}
     with httpx2.stream(
         "GET", f"{stack.url}/v1/harvests/{view.id}/events", timeout=WAIT_S
     ) as response:
@@ -331,7 +336,9 @@ def test_progress_is_streamed_until_the_end(stack: Stack, client: Client) -> Non
                 kinds.append(line[7:])
             elif line.startswith("data: "):
                 last = json.loads(line[6:])
-    assert (kinds[-1], set(kinds[:-1]), last) == ("done", {"progress"}, {"state": "succeeded"})
+    assert kinds[-1] == "done"
+    assert set(kinds[:-1]) == {"progress"}
+    assert last == {"state": "succeeded"}
 
 
 def test_a_harvest_is_paused_resumed_cancelled_and_deleted(stack: Stack, client: Client) -> None:
@@ -407,12 +414,10 @@ def test_a_consumer_that_is_killed_gets_every_row_once(
     assert consumer(stack, view, tmp_path / "rows").communicate(timeout=WAIT_S)[1] == ""
     check_stored(tmp_path / "rows", made)
     done = client.harvests.wait(view, timeout=WAIT_S)
-    assert (done.acknowledged, done.bytes, done.rows, done.shards) == (
-        {"trainer": len(made.units)},
-        0,
-        len(made),
-        len(made.shards),
-    )
+    assert done.acknowledged == {"trainer": len(made.units)}
+    assert done.bytes == 0
+    assert done.rows == len(made)
+    assert done.shards == len(made.shards)
     assert not list(Path(done.uri).rglob("*.safetensors"))
 
 
@@ -429,13 +434,15 @@ def test_a_full_window_holds_its_harvest_and_nothing_else(stack: Stack, client: 
         return "its window is full" in view.reason and set(jobs) <= {"succeeded"}
 
     full = until(client, view, is_full)
-    assert (full.state, full.units_done) == ("running", 2)
+    assert full.state == "running"
+    assert full.units_done == 2
     assert client.completion(model="fake-model", prompt="beside it", max_tokens=2).text
     made = undisturbed(client, fields)
     assert len(made.units) > 4
     assert client.harvests.get(view).units_done == 2
     page = client.harvests.next_units(view, consumer="probe", wait=0)
-    assert ([unit.unit for unit in page.units], page.ended) == ([0, 1], False)
+    assert [unit.unit for unit in page.units] == [0, 1]
+    assert not page.ended
     for harvest, cursor, named, error in (
         (view.id, 3, "probe", "not all ready"),
         (view.id, 10**15, "probe", "not all ready"),
@@ -448,7 +455,8 @@ def test_a_full_window_holds_its_harvest_and_nothing_else(stack: Stack, client: 
         client.harvests.acknowledge(view, cursor, consumer="probe")
     client.harvests.acknowledge(view, 1)
     third = until(client, view, lambda view: is_full(view) and view.units_done > 2)
-    assert (third.units_done, third.acknowledged) == (3, {"trainer": 1, "probe": 2})
+    assert third.units_done == 3
+    assert third.acknowledged == {"trainer": 1, "probe": 2}
     found = zip_longest(*[client.harvests.stream(view, consumer=name) for name in names])
     mine, others = zip(*[[unit and unit.unit.unit for unit in pair] for pair in found], strict=True)
     assert list(mine) == list(range(1, len(made.units)))
@@ -467,10 +475,8 @@ def check_samples(folder: Path, made: Harvest, exported: Path) -> None:
         ):
             assert sorted(found.keys()) == ["hidden_states", "loss_mask", "token_ids"]
             for name in found.keys():  # noqa: SIM118
-                assert (found.get_tensor(name).tobytes(), found.get_tensor(name).shape) == (
-                    wanted.get_tensor(name).tobytes(),
-                    wanted.get_tensor(name).shape,
-                )
+                assert found.get_tensor(name).tobytes() == wanted.get_tensor(name).tobytes()
+                assert found.get_tensor(name).shape == wanted.get_tensor(name).shape
 
 
 def bridged(stack: Stack, view: HarvestView, target: str, **options: Any) -> subprocess.Popen[str]:
@@ -491,13 +497,17 @@ def test_a_bridge_that_is_killed_writes_every_document_once(
     fields = large(stack, "bridge", 400, 120)
     made = undisturbed(client, fields)
     view = client.harvests.submit(**fields, to="stream")
-    folder, taken = tmp_path / "in", tmp_path / "taken"
+    folder = tmp_path / "in"
+    taken = tmp_path / "taken"
     taken.mkdir()
-    chance, runs = random.Random(1), 0
-    while len(found := list(taken.iterdir())) < 400:
+    chance = random.Random(1)
+    runs = 0
+    found: list[Path] = []
+    while len(found) < 400:
         runs += 1
         with bridged(stack, view, f"file:{folder}") as process:
-            until_s, enough = time.monotonic() + WAIT_S, len(found) + chance.randint(80, 160)
+            until_s = time.monotonic() + WAIT_S
+            enough = len(found) + chance.randint(80, 160)
             while process.poll() is None and time.monotonic() < until_s:
                 if runs < 3 and len(found) >= enough:
                     break
@@ -529,7 +539,8 @@ def test_hs_connectors_reads_what_the_bridge_hands_over(
     fields = large(stack, "file", 300, 120)
     made = undisturbed(client, fields)
     view = client.harvests.submit(**fields, to="stream")
-    folder, taken = tmp_path / "in", tmp_path / "taken"
+    folder = tmp_path / "in"
+    taken = tmp_path / "taken"
     taken.mkdir()
     command = [sys.executable, str(Path(__file__).parent / "trainer.py"), str(folder), str(taken)]
     with bridged(stack, view, f"file:{folder}") as process:
@@ -604,6 +615,7 @@ def test_the_script_for_draft_models_writes_their_files(stack: Stack, tmp_path: 
     assert done.returncode == 0, done.stderr
     assert "24 files" in done.stdout
     with safe_open(tmp_path / "000000003.safetensors", framework="np") as file:
-        states, mask = file.get_tensor("hidden_states"), file.get_tensor("loss_mask")
+        states = file.get_tensor("hidden_states")
+        mask = file.get_tensor("loss_mask")
     assert states.shape[0] == len(mask) == len("What is the capital of Japan?") + 4
     assert mask.tolist() == [0] * (len(mask) - 4) + [1] * 4

@@ -108,11 +108,9 @@ async def test_requests_and_vectors_come_back_as_they_were_submitted(ledger: Led
     prompts = [StoredPrompt(token_ids=list(range(500)), text="x" * 2000)] * 1000
     job = msgspec.structs.replace(make_job(metadata={"k": "v"}), prompts=prompts)
     await ledger.submit(job, {content_hash(vector): vector})
-    assert (
-        (await ledger.request(job.id))[0],
-        await ledger.get_tensor(content_hash(vector)),
-        await ledger.get_blob("unknown"),
-    ) == (job, vector, None)
+    assert (await ledger.request(job.id))[0] == job
+    assert await ledger.get_tensor(content_hash(vector)) == vector
+    assert await ledger.get_blob("unknown") is None
     with refuses(kind="intervention_failed"):
         await ledger.get_tensor("unknown")
 
@@ -150,10 +148,8 @@ async def test_events_are_read_from_where_the_reader_left_off(ledger: Ledger) ->
         "state", "state", "token", "output", "state", "done",
     ]  # fmt: skip
     assert events[2].data["text"] == 'a"é'
-    assert (
-        await ledger.events(job.id, after=events[2].id),
-        await ledger.events(job.id, after=events[-1].id),
-    ) == (events[3:], [])
+    assert await ledger.events(job.id, after=events[2].id) == events[3:]
+    assert await ledger.events(job.id, after=events[-1].id) == []
     with refuses(kind="invalid_request"):
         await ledger.events(job.id, after="nonsense")
 
@@ -216,7 +212,8 @@ async def test_a_list_of_a_state_reads_only_the_jobs_in_it(ledger: Ledger, reape
 
 async def test_jobs_that_have_expired_are_listed_as_such_and_then_dropped(redis_url: str) -> None:
     async with open_ledger(redis_url, result_ttl_s=1000) as ledger:
-        old, gone, _ = jobs = await submit(ledger, 3, created=now() - 3000)
+        jobs = await submit(ledger, 3, created=now() - 3000)
+        old, gone, _ = jobs
         for job in jobs:
             await ledger.request_cancel(job.id)
         await ledger.redis.hset(f"ms:job:{old.id}", "finished", repr(now() - 2000))
@@ -233,7 +230,8 @@ async def test_the_listing_pages_without_gap_or_repeat_also_for_equal_times(ledg
     for place in range(20):
         model = "odd" if place % 2 else "even"
         jobs += await submit(ledger, 1, created=float(1000 + place // 7), model=model)
-    seen, cursor = [], None
+    seen = []
+    cursor = None
     while True:
         page = await ledger.list(limit=6, cursor=cursor)
         seen += [view.id for view in page.jobs]
@@ -241,7 +239,8 @@ async def test_the_listing_pages_without_gap_or_repeat_also_for_equal_times(ledg
         if cursor is None:
             break
     newest = sorted(jobs, key=lambda job: (job.created, job.id), reverse=True)
-    assert (seen, len((await ledger.list(model="even")).jobs)) == ([job.id for job in newest], 10)
+    assert seen == [job.id for job in newest]
+    assert len((await ledger.list(model="even")).jobs) == 10
     with refuses(field="cursor"):
         await ledger.list(cursor="nonsense")
 
@@ -272,12 +271,10 @@ async def test_workers_expire_with_their_heartbeat_and_models_stay(ledger: Ledge
     assert await ledger.workers() == [worker]
     assert 0 < await ledger.redis.pttl(f"ms:alive:{WORKER}") <= 1000 * ledger.settings.lease_s
     await ledger.redis.delete(f"ms:alive:{WORKER}")  # as if they had passed
-    assert (
-        await ledger.workers(),
-        await ledger.models(),
-        await ledger.model(model.name),
-        await ledger.model("other"),
-    ) == ([], [model], model, None)
+    assert await ledger.workers() == []
+    assert await ledger.models() == [model]
+    assert await ledger.model(model.name) == model
+    assert await ledger.model("other") is None
 
 
 async def test_everything_accepted_survives_kill_9_of_redis(

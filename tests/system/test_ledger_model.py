@@ -34,7 +34,8 @@ WINDOW = 2
 #: Tenant → its weight and how many jobs it may have in flight (0: any number).
 TENANTS = {"a": (1, 4), "b": (3, 0)}
 #: Jobs of one example at most, and how many of them at a time.
-JOBS, UNFINISHED = 20, 8
+JOBS = 20
+UNFINISHED = 8
 STEPS = 100
 #: Two prompts, two ranks.
 PLACES = [(request, rank) for request in (0, 1) for rank in (0, 1)]
@@ -174,7 +175,8 @@ class LedgerModel:
         self.jobs: list[Modelled] = []
         self.line = Line()
         self.marks: Counter[tuple[str, str]] = Counter()  # of each worker and epoch
-        self.boots, self.clock = 1, 0.0
+        self.boots = 1
+        self.clock = 0.0
         self.recount: UsageReconciliation | None = None
         self.wrong: dict[str, int] = {}  # what is counted too much, until it is counted anew
         self.do(self.broker.ledger.redis.flushall())
@@ -206,12 +208,16 @@ class LedgerModel:
 
     def to(self, job: Modelled, state: State, error: str = "") -> None:
         assert state in TRANSITIONS[job.state]
-        before, job.state, job.error = job.state, state, error
+        before = job.state
+        job.state = state
+        job.error = error
         job.states.append(state)
         if before is State.QUEUED:
             self.line.leave(job)
         if state is State.QUEUED:
-            job.generated, job.partial, job.arrived = False, False, {}
+            job.generated = False
+            job.partial = False
+            job.arrived = {}
             self.line.send(job)
 
     def finish(self, job: Modelled) -> None:
@@ -483,7 +489,8 @@ class LedgerModel:
             assert {line.partition(":")[0] for line in told} == set(self.wrong), (
                 "and what changed meanwhile is right"
             )
-            self.recount, self.wrong = None, {}
+            self.recount = None
+            self.wrong = {}
 
     def _is_over(self, job: Modelled) -> bool:
         late = job.state is State.QUEUED and job.attempt == 0 and job.job.expires is not None
@@ -497,12 +504,10 @@ class LedgerModel:
 
     def look_at(self, job: Modelled) -> None:
         view = self.do(self.ledger.view(job.job.id))
-        assert (view.state, view.attempt, view.generated is not None, view.receipts) == (
-            job.state,
-            job.attempt,
-            job.generated,
-            len(job.arrived),
-        )
+        assert view.state == job.state
+        assert view.attempt == job.attempt
+        assert (view.generated is not None) == job.generated
+        assert view.receipts == len(job.arrived)
         assert view.capture_status == job.capture_status
         assert view.error is None or view.error.type == f"urn:midstream:{job.error}"
         assert (view.error is None) == (job.error == "")
@@ -523,7 +528,8 @@ class LedgerModel:
                 return list(await pipe.execute())
 
         held, sent, live, *lists = [[name.decode() for name in found] for found in self.do(look())]
-        in_state, waiting = lists[: len(states)], lists[len(states) :]
+        in_state = lists[: len(states)]
+        waiting = lists[len(states) :]
         assert [set(ids) for ids in in_state] == [
             {job.job.id for job in self.jobs if job.state is state} for state in State
         ]

@@ -68,6 +68,10 @@ def sweep_of(tenant: str) -> Job:
     return msgspec.structs.replace(sweep_job(sweep(), "tiny"), tenant=tenant)
 
 
+def a_file(size: int) -> CapturedFile:
+    return CapturedFile(path="p", bytes=size, crc32=1, rows=1, layers=[0], positions=1)
+
+
 class Clock:
     """What the ledger takes for the time; it stands until it is moved."""
 
@@ -96,7 +100,8 @@ async def test_requests_per_minute_limit_and_retry_after(ledger: Ledger, clock: 
     for _ in range(60):  # a minute's worth at once
         await ledger.submit(make_job(tenant="t"), {})
     error = await not_taken(ledger, make_job(tenant="t"))
-    assert (error.kind, error.retry_after) == ("rate_limited", pytest.approx(1))
+    assert error.kind == "rate_limited"
+    assert error.retry_after == pytest.approx(1)
     await ledger.submit(make_job(tenant="other"), {})
     clock.time += 1
     await ledger.submit(make_job(tenant="t"), {})
@@ -108,7 +113,8 @@ async def test_tokens_per_minute_count_prompts_and_what_they_may_generate(
     await limited(ledger, tokens_per_minute=600)
     await ledger.submit(of_tokens(3, 100), {})
     usage = await ledger.tenants.usage("t")
-    assert (usage.tokens_this_minute, usage.requests_this_minute) == (300, 1)
+    assert usage.tokens_this_minute == 300
+    assert usage.requests_this_minute == 1
     error = await not_taken(ledger, of_tokens(4, 100))
     assert error.retry_after == pytest.approx(10), "a hundred tokens too many, ten a second"
     await ledger.submit(of_tokens(2, 100), {})
@@ -158,7 +164,8 @@ async def test_a_refused_or_repeated_submission_takes_nothing(ledger: Ledger, cl
         "also while others are refused"
     )
     usage = await ledger.tenants.usage("t")
-    assert (usage.jobs_in_flight, usage.requests_this_minute) == (2, 2)
+    assert usage.jobs_in_flight == 2
+    assert usage.requests_this_minute == 2
 
 
 async def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(ledger: Ledger) -> None:
@@ -167,14 +174,13 @@ async def test_cells_of_sweeps_are_counted_exactly_for_a_tenant_and_for_all(ledg
     job = sweep_of("t")
     await ledger.submit(job, {})
     error = await not_taken(ledger, sweep_of("t"))
-    assert (error.kind, str(size) in error.detail) == ("too_many_cells", True)
+    assert error.kind == "too_many_cells"
+    assert str(size) in error.detail
     await limited(ledger, "small", sweep_cells=size - 1)
     never = await not_taken(ledger, sweep_of("small"))
-    assert (never.kind, never.field, never.retry_after) == (
-        "invalid_request",
-        "pairs",
-        None,
-    ), "to wait would be in vain"
+    assert never.kind == "invalid_request"
+    assert never.field == "pairs"
+    assert never.retry_after is None, "to wait would be in vain"
     await ledger.submit(make_job(tenant="t"), {})
     await ledger.submit(sweep_of("u"), {})
     await ledger.request_cancel(job.id)
@@ -193,29 +199,7 @@ async def test_a_tenants_own_capture_files_count_until_they_are_deleted(
         settle = settler(redis_url)
         for seq, job in enumerate((operators, mine), start=1):
             await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
-            settle.settle(
-                WORKER,
-                0,
-                EPOCH,
-                [
-                    (
-                        seq,
-                        receipt(
-                            job,
-                            files=[
-                                CapturedFile(
-                                    path="p",
-                                    bytes=3 << 20,
-                                    crc32=1,
-                                    rows=1,
-                                    layers=[0],
-                                    positions=1,
-                                )
-                            ],
-                        ),
-                    )
-                ],
-            )
+            settle.settle(WORKER, 0, EPOCH, [(seq, receipt(job, files=[a_file(3 << 20)]))])
             await ledger.store_outputs(job.id, 1, outputs())
         assert (await ledger.tenants.usage("t")).capture_bytes == 3 << 20, (
             "what the operator captures costs nobody anything"
@@ -257,7 +241,8 @@ async def test_an_abandoned_usage_count_changes_nothing(ledger: Ledger) -> None:
     assert await first.step() == [], "another one has begun"
     while (told := await second.step()) is None:
         pass
-    assert (told, await ledger.redis.keys("ms:recount*")) == (["t/jobs: 9 instead of 1"], [])
+    assert told == ["t/jobs: 9 instead of 1"]
+    assert await ledger.redis.keys("ms:recount*") == []
 
 
 # --- Named modules --------------------------------------------------------------------------------
@@ -301,7 +286,9 @@ async def test_a_tenants_module_limit_spans_models_and_deletion_makes_room(redis
         await put_module(ledger, *a_module("one"))
         await put_module(ledger, *a_module("two", model="another"))
         error = await no_module(ledger, "three")
-        assert (error.kind, error.status, error.retry_after) == ("module_limit", 429, None)
+        assert error.kind == "module_limit"
+        assert error.status == 429
+        assert error.retry_after is None
         assert "named modules of tenant t: 2; the limit is 2" in error.detail
         assert await modules.get(MODEL, "t/three") is None
         await put_module(ledger, *a_module("one", 2))
@@ -319,29 +306,32 @@ async def test_a_tenants_module_limit_spans_models_and_deletion_makes_room(redis
         await put_module(ledger, *a_module("one"))
         await modules.delete(MODEL, "t/one")
         usage = await ledger.tenants.usage("t")
-        assert (usage.modules, usage.module_bytes) == (0, 0)
+        assert usage.modules == 0
+        assert usage.module_bytes == 0
 
 
 async def test_a_module_that_replaces_another_needs_room_for_the_difference_only(
     redis_url: str,
 ) -> None:
     async with open_ledger(redis_url, **{"limits.module_mib": 2}) as ledger:
-        large, small = a_module("one", 6), a_module("one", 1)
+        large = a_module("one", 6)
+        small = a_module("one", 1)
         await put_module(ledger, *large)  # of eight vectors, less what entries take
         error = await no_module(ledger, "two", 2)
-        assert (error.kind, error.retry_after) == ("module_limit", None)
+        assert error.kind == "module_limit"
+        assert error.retry_after is None
         assert "with this module of 1 MiB" in error.detail
         await put_module(ledger, *a_module("two", 1))
         assert (await no_module(ledger, "one", 7)).kind == "module_limit"
         await put_module(ledger, msgspec.structs.replace(large[0], description="the same"), {})
         await put_module(ledger, *small)
         usage = await ledger.tenants.usage("t")
-        assert (usage.modules, usage.module_bytes >> 18) == (2, 2)
+        assert usage.modules == 2
+        assert usage.module_bytes >> 18 == 2
         await put_module(ledger, *a_module("two", 6))
         never = await no_module(ledger, "three", 8)
-        assert (never.kind, never.field) == ("invalid_request", "steering"), (
-            "to delete others would be in vain"
-        )
+        assert never.kind == "invalid_request"
+        assert never.field == "steering"
         assert "is 3 MiB" in never.detail
 
 
@@ -388,7 +378,8 @@ def test_a_full_queue_and_a_rate_limit_give_retry_after(redis_url: str, tmp_path
         api.submit()
         hand.claim_next()
         hasty = api.http.post("/v1/completions", json={"model": MODEL, "prompt": "hello"})
-        assert (hasty.status_code, hasty.json()["type"]) == (429, "urn:midstream:rate_limited")
+        assert hasty.status_code == 429
+        assert hasty.json()["type"] == "urn:midstream:rate_limited"
         assert 1 <= int(hasty.headers["retry-after"]) <= 30, "one request every thirty seconds"
         assert "its limit of requests per minute (2)" in hasty.json()["error"]["message"]
 

@@ -65,7 +65,8 @@ def test_a_killed_map_is_resumed_with_nothing_twice_and_nothing_missing(
         assert process.returncode == -signal.SIGKILL
     process = start(client, tmp_path / "cache", "killed", 30, 0)
     lines = process.communicate(timeout=300)[0].splitlines()
-    assert (process.returncode, [int(line.split()[0]) for line in lines]) == (0, list(range(30)))
+    assert process.returncode == 0
+    assert [int(line.split()[0]) for line in lines] == list(range(30))
     assert [line.split()[1] for line in lines[:15]] == ["True"] * 15
     assert computed(client, before) == 30
 
@@ -99,4 +100,5 @@ def test_a_map_goes_on_when_the_api_went_away(stack: Stack, client: Client, tmp_
     stack.kill("api")
     stack.spawn("api")
     found += [item.index for item in items]
-    assert (found, computed(client, before)) == (list(range(12)), 12)
+    assert found == list(range(12))
+    assert computed(client, before) == 12

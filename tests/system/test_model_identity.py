@@ -59,12 +59,10 @@ async def test_a_claim_by_a_worker_of_another_identity_fails_the_job(
         job = await queued_job(ledger, identity=identity)
         assert await ledger.claim(job.id, WORKER, BOOT, 1, OTHER) is None
         view = await ledger.view(job.id)
-        assert (view.state, view.attempt, view.identity, view.error.type) == (
-            State.FAILED,
-            0,
-            identity,
-            "urn:midstream:model_changed",
-        )
+        assert view.state == State.FAILED
+        assert view.attempt == 0
+        assert view.identity == identity
+        assert view.error.type == "urn:midstream:model_changed"
         assert "b" * 12 in view.error.detail
         assert (identity[:12] or "recorded no identity") in view.error.detail
 
@@ -88,7 +86,8 @@ async def test_a_job_waits_for_its_own_model_where_the_setting_says_so(redis_url
 
 
 async def test_a_name_has_one_identity_while_a_live_worker_serves_it(redis_url: str) -> None:
-    model, worker = model_info(name=MODEL), worker_info()
+    model = model_info(name=MODEL)
+    worker = worker_info()
     changed = model_info(name=MODEL, identity=OTHER)
 
     async with open_ledger(redis_url, lease_s=60) as ledger:
@@ -100,10 +99,8 @@ async def test_a_name_has_one_identity_while_a_live_worker_serves_it(redis_url: 
                 kind="model_changed",
             ):
                 await ledger.publish_model(changed, worker_info(other, identity=OTHER))
-        assert (
-            (await ledger.model(MODEL)).identity,
-            [each.worker for each in await ledger.workers()],
-        ) == (IDENTITY, ["w1", "w2"])
+        assert (await ledger.model(MODEL)).identity == IDENTITY
+        assert [each.worker for each in await ledger.workers()] == ["w1", "w2"]
         assert await ledger.serves(MODEL, OTHER) is False
         for gone in ("w1", "w2"):
             await ledger.redis.delete(f"ms:alive:{gone}")
@@ -135,7 +132,8 @@ class Two:
     """
 
     def __init__(self, stack: Stack, client: Client) -> None:
-        self.stack, self.client = stack, client
+        self.stack = stack
+        self.client = client
         self.first, self.second = (
             identity_of(Settings(model=model)) for model in ("first", "second")
         )
@@ -170,23 +168,19 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Two]:
 
 def test_jobs_and_sweeps_of_the_former_model_fail(two: Two) -> None:
     for view in (two.stack.wait(two.job.id), two.stack.wait(two.sweep.id)):
-        assert (view.state, view.attempt, view.identity, view.error.type) == (
-            "failed",
-            0,
-            two.first,
-            "urn:midstream:model_changed",
-        )
+        assert view.state == "failed"
+        assert view.attempt == 0
+        assert view.identity == two.first
+        assert view.error.type == "urn:midstream:model_changed"
     assert two.stack.result(two.job.id).identity == two.first
 
 
 def test_a_harvest_that_the_former_model_began_fails(two: Two) -> None:
     wait_until(lambda: two.client.harvests.get(two.harvest).state in OVER)
     view = two.client.harvests.get(two.harvest)
-    assert (view.state, view.identity, view.error.type) == (
-        "failed",
-        two.first,
-        "urn:midstream:model_changed",
-    )
+    assert view.state == "failed"
+    assert view.identity == two.first
+    assert view.error.type == "urn:midstream:model_changed"
     assert 0 < view.documents < LINES
 
 
@@ -210,7 +204,9 @@ def test_what_the_present_model_computes_says_so_everywhere(two: Two) -> None:
     job = two.client.submit(model=NAME, prompts=["a"], capture=EVERYWHERE)
     view = two.client.wait(job)
     result = two.client.result(job.id)
-    assert (view.state, view.identity, result.identity) == ("succeeded", two.second, two.second)
+    assert view.state == "succeeded"
+    assert view.identity == two.second
+    assert result.identity == two.second
     (raw,) = two.stack.do(lambda ledger: ledger.redis.hvals(f"ms:ticket:{job.id}"))
     assert receipt_decoder.decode(raw).identity == two.second
     with two.client.capture(job) as rows:
@@ -246,7 +242,9 @@ def test_a_worker_whose_name_was_taken_while_it_stood_still_ends(two: Two) -> No
         in two.stack.log("worker")
     )
     view = two.client.wait(two.client.submit(model=NAME, prompts=["a"]))
-    assert (view.state, view.identity, view.worker) == ("succeeded", two.first, "w1-3")
+    assert view.state == "succeeded"
+    assert view.identity == two.first
+    assert view.worker == "w1-3"
     assert two.stack.end("worker-3") == 0
     two.stack.restart("worker", model="first")
 
@@ -301,7 +299,8 @@ def test_an_incompatible_worker_gets_no_jobs_and_both_versions_are_named(
 ) -> None:
     restart_worker(stack, version, wire, oldest)
     answer = ask(stack)
-    assert (answer.status_code, answer.json()["type"]) == (500, "urn:midstream:version_mismatch")
+    assert answer.status_code == 500
+    assert answer.json()["type"] == "urn:midstream:version_mismatch"
     detail = answer.json()["detail"]
     assert (
         f"the worker of '{SERVED}' runs midstream {version} (wire {wire}, works with "
@@ -311,7 +310,9 @@ def test_an_incompatible_worker_gets_no_jobs_and_both_versions_are_named(
     assert detail.endswith(f"upgrade {upgrade}")
 
     ready = httpx2.get(f"{stack.url}/readyz")
-    assert (ready.status_code, ready.json()["ready"], ready.json()["models"]) == (503, False, [])
+    assert ready.status_code == 503
+    assert ready.json()["ready"] is False
+    assert ready.json()["models"] == []
     told = next(why for why in ready.json()["missing"] if why.startswith("worker "))
     assert f"runs midstream {version} (wire {wire}" in told
     assert f"this process runs midstream {__version__}" in told
@@ -324,7 +325,8 @@ def test_an_incompatible_worker_gets_no_jobs_and_both_versions_are_named(
 def test_a_newer_compatible_worker_takes_jobs(stack: Stack) -> None:
     restart_worker(stack, "9.0.0", WIRE + 1, WIRE)
     answer = ask(stack)
-    assert (answer.status_code, answer.json()["state"]) == (200, "succeeded")
+    assert answer.status_code == 200
+    assert answer.json()["state"] == "succeeded"
     assert httpx2.get(f"{stack.url}/readyz").json()["models"] == [SERVED]
 
 
@@ -346,11 +348,9 @@ def test_a_job_beyond_the_workers_version_fails_naming_both_versions(stack: Stac
     stack.do(lambda ledger: ledger.redis.hset(f"ms:job:{job.id}", mapping=fields))
     enqueue(stack.app, job.id, job.kind, job.model)
     view = stack.wait(job.id)
-    assert (view.state, view.attempt, view.error.type) == (
-        State.FAILED,
-        1,
-        "urn:midstream:version_mismatch",
-    )
+    assert view.state == State.FAILED
+    assert view.attempt == 1
+    assert view.error.type == "urn:midstream:version_mismatch"
     assert (
         f"accepted by midstream 9.0.0; midstream {__version__} cannot read it" in view.error.detail
     )

@@ -4,27 +4,21 @@ Logs, metrics, traces and the status of a whole stack, as an operator reads them
 """
 
 import functools
-import gzip
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import httpx2
 import pytest
 import redis
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
-    ExportTraceServiceRequest,
-    ExportTraceServiceResponse,
-)
+from span_kit import Collector, Span
 from stack import Stack, free_port
 from typer.testing import CliRunner
 from wait_kit import wait_until
@@ -41,113 +35,10 @@ from midstream.schemas.requests.specs import StoredSteering
 from midstream.schemas.service.status import ServiceStatus
 from midstream.schemas.settings.tuning import Tuning
 
-
-class Span(NamedTuple):
-    service: str
-    name: str
-    trace: str
-    id: str
-    parent: str  # empty: the first of its trace
-    start: float  # seconds since the epoch
-    end: float
-    attributes: dict[str, Any]
-    failed: bool
-
-
-class Collector:
-    """`with Collector() as collector`; `url` is what `otel_endpoint` takes."""
-
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
-        self._came = threading.Condition()
-        collector = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                raw = self.rfile.read(int(self.headers["content-length"]))
-                if self.headers.get("content-encoding") == "gzip":
-                    raw = gzip.decompress(raw)
-                assert self.path == "/v1/traces", self.path
-                collector.take(raw)
-                body = ExportTraceServiceResponse().SerializeToString()
-                self.send_response(200)
-                self.send_header("content-type", "application/x-protobuf")
-                self.send_header("content-length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *_: object) -> None:
-                """Quiet."""
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_port}"
-
-    def __enter__(self) -> "Collector":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def take(self, raw: bytes) -> None:
-        request = ExportTraceServiceRequest.FromString(raw)
-        with self._came:
-            for of_process in request.resource_spans:
-                service = next(
-                    each.value.string_value
-                    for each in of_process.resource.attributes
-                    if each.key == "service.name"
-                )
-                for scope in of_process.scope_spans:
-                    self.spans += [_span(service, span) for span in scope.spans]
-            self._came.notify_all()
-
-    def trace(self, trace: str, names: set[str], seconds: float = 60.0) -> list[Span]:
-        """The spans of a trace, by their start, once there is one of each of `names`."""
-        deadline = time.monotonic() + seconds
-        with self._came:
-            while True:
-                found = sorted(
-                    (span for span in self.spans if span.trace == trace),
-                    key=lambda span: span.start,
-                )
-                missing = names - {span.name for span in found}
-                if not missing:
-                    return found
-                left = deadline - time.monotonic()
-                assert left > 0, (
-                    f"no span {missing} came; there are {[span.name for span in found]}"
-                )
-                self._came.wait(left)
-
-
-def _span(service: str, span: Any) -> Span:
-    attributes = {
-        each.key.removeprefix("midstream."): getattr(each.value, each.value.WhichOneof("value"))
-        for each in span.attributes
-    }
-    return Span(
-        service,
-        span.name,
-        span.trace_id.hex(),
-        span.span_id.hex(),
-        span.parent_span_id.hex(),
-        span.start_time_unix_nano / 1e9,
-        span.end_time_unix_nano / 1e9,
-        attributes,
-        span.status.code == 2,
-    )
-
-
 SERVED = {"relay", "worker", "callbacks"}  # those that serve their metrics themselves
 ADMIN_KEY = "ms_abcdef012345_" + "s3cr3t" * 8
-TRACE, CALLER_SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
+CALLER_SPAN = "00f067aa0ba902b7"
 #: Only ends what hangs.
 LONG_S = 60.0
 #: Rows of the steering tables of a worker with the default settings.
@@ -267,7 +158,9 @@ def test_one_trace_follows_a_held_completion_from_its_caller_to_its_release(
         named(spans, name)[0] for name in ("POST /v1/completions", "queue", "attempt", "release")
     )
     assert post.parent == CALLER_SPAN
-    api, worker, relay = "midstream-api", "midstream-worker", "midstream-relay"
+    api = "midstream-api"
+    worker = "midstream-worker"
+    relay = "midstream-relay"
     assert {(span.name, span.parent, span.service) for span in spans if span.name != "durable"} == {
         (post.name, CALLER_SPAN, api),
         ("queue", post.id, worker),
@@ -295,7 +188,8 @@ def test_a_failed_job_marks_its_attempt_span(stack: Seen, collector: Collector) 
     job = stack.submit(["x"], steering=[missing], trace=f"00-{trace}-{CALLER_SPAN}-01")
     assert stack.wait(job).state == "failed"
     attempt = named(collector.trace(trace, {"attempt", "queue"}, LONG_S), "attempt")[0]
-    assert (attempt.failed, attempt.attributes["outcome"]) == (True, "failed")
+    assert attempt.failed
+    assert attempt.attributes["outcome"] == "failed"
 
 
 # --- Logs
@@ -323,12 +217,10 @@ def test_worker_log_lines_name_job_and_attempt(stack: Seen, held: httpx2.Respons
     line = stack.line(
         "worker", lambda line: line["message"].startswith("attempt over") and line.get("job") == job
     )
-    assert (line["attempt"], line["worker"], line["process"], line["trace_id"]) == (
-        1,
-        "w1",
-        "worker",
-        TRACE,
-    )
+    assert line["attempt"] == 1
+    assert line["worker"] == "w1"
+    assert line["process"] == "worker"
+    assert line["trace_id"] == TRACE
     celery = [
         line
         for line in stack.lines("worker")
@@ -360,7 +252,9 @@ def test_no_process_logs_a_secret(stack: Seen, held: httpx2.Response) -> None:
 
 
 def test_each_stage_of_a_job_is_measured_where_it_ends(stack: Seen, held: httpx2.Response) -> None:
-    worker, relay, api = stack.metrics("worker"), stack.metrics("relay"), stack.metrics("api")
+    worker = stack.metrics("worker")
+    relay = stack.metrics("relay")
+    api = stack.metrics("api")
     of_model = '{model="fake-model"}'
     for name in ("queue_wait", "first_token", "generation"):
         assert worker[f"midstream_{name}_seconds_count{of_model}"] >= 1, name
@@ -413,12 +307,15 @@ def test_the_api_counts_every_change_of_state_once(stack: Seen, held: httpx2.Res
 def test_the_status_shows_the_worker_and_its_engine(stack: Seen, held: httpx2.Response) -> None:
     status = from_json(httpx2.get(f"{stack.url}/v1/status", timeout=LONG_S).content, ServiceStatus)
     (worker,) = status.workers
-    assert (worker.worker, worker.tp, worker.healthy) == ("w1", 2, True)
+    assert worker.worker == "w1"
+    assert worker.tp == 2
+    assert worker.healthy
     assert worker.stats is not None
     assert worker.stats.rows == ROWS
     assert status.relay.alive
     assert status.callbacks.alive
-    assert (status.redis.policy, status.redis.aof) == ("noeviction", True)
+    assert status.redis.policy == "noeviction"
+    assert status.redis.aof
 
 
 def test_inspect_shows_the_engine_of_a_worker(stack: Seen) -> None:
@@ -430,8 +327,12 @@ def test_inspect_shows_the_engine_of_a_worker(stack: Seen) -> None:
         timeout=90,
     )
     (told,) = json.loads(done).values()
-    assert (told["model"], told["tp"], told["pp"], told["worker"]) == ("fake-model", 2, 1, "w1")
-    assert (told["stats"]["rows"], told["versions"]["midstream"]) == (ROWS, "0.1.0")
+    assert told["model"] == "fake-model"
+    assert told["tp"] == 2
+    assert told["pp"] == 1
+    assert told["worker"] == "w1"
+    assert told["stats"]["rows"] == ROWS
+    assert told["versions"]["midstream"] == "0.1.0"
 
 
 @pytest.mark.parametrize("shown", ["--once", "-n1", "-n2"])
@@ -488,7 +389,8 @@ def test_the_doctor_finds_a_healthy_stack_by_its_data_directory(
     assert "fail" not in {finding["level"] for finding in found.values()}, found
     assert done.exit_code == 0
     model = found["model fake-model"]
-    assert (model["level"], "not certified" in model["found"]) == ("warn", True)
+    assert model["level"] == "warn"
+    assert "not certified" in model["found"]
 
 
 @pytest.mark.long
@@ -560,9 +462,12 @@ def test_the_status_counts_what_waits_by_priority_and_tenant(lonely: Seen) -> No
     status = from_json(httpx2.get(f"{lonely.url}/v1/status", timeout=LONG_S).content, ServiceStatus)
     (queue,) = status.queues
     assert 0.1 < queue.oldest_s < LONG_S
-    assert (queue.priority, queue.sent, queue.waiting) == ("batch", 1, {"alice": 2})
+    assert queue.priority == "batch"
+    assert queue.sent == 1
+    assert queue.waiting == {"alice": 2}
     assert status.queued == status.live == 3
-    assert (status.workers, status.relay.alive) == ([], False)
+    assert status.workers == []
+    assert not status.relay.alive
     depth = 'midstream_queue_depth{model="fake-model",place="waiting",priority="batch"}'
     assert lonely.metrics("api")[depth] == 2
 
@@ -573,14 +478,16 @@ def test_the_doctor_reports_a_dead_relay_and_worker_and_exits_1(
 ) -> None:
     done = CliRunner().invoke(cli.app, ["doctor", "--data-dir", str(lonely.directory), "--json"])
     failed = [each["about"] for each in json.loads(done.stdout) if each["level"] == "fail"]
-    assert (sorted(failed), done.exit_code) == (["queue", "ready", "relay", "workers"], 1)
+    assert sorted(failed) == ["queue", "ready", "relay", "workers"]
+    assert done.exit_code == 1
     assert "python -m midstream.broker.relay" in done.stdout
 
 
 @pytest.mark.slow("the doctor waits for what is away")
 def test_the_doctor_reports_an_unreachable_redis_and_api(stack: Seen, patient_doctor: None) -> None:
     nowhere = free_port()
-    redis_url, url = f"redis://:s3cr3t@127.0.0.1:{nowhere}/0", f"http://127.0.0.1:{nowhere}"
+    redis_url = f"redis://:s3cr3t@127.0.0.1:{nowhere}/0"
+    url = f"http://127.0.0.1:{nowhere}"
     found = list(findings_of(of("quick"), Service(stack.settings, redis_url, url)))
     assert {finding.about for finding in found if finding.level == "fail"} == {
         "redis",

@@ -52,7 +52,8 @@ async def relay_beat(ledger: Ledger, since: float = 0.0) -> None:
 async def test_a_queued_job_without_a_message_gets_one(ledger: Ledger, reaper: Reaper) -> None:
     # field case 37
     began = now()
-    lost, there = make_job(), make_job(kind="chat")
+    lost = make_job()
+    there = make_job(kind="chat")
     await submit_unsent(ledger, lost)
     await ledger.submit(there, {})
     assert not await reaper.sweep(began + 9.9), "both are young: the message may be on its way"
@@ -92,7 +93,8 @@ async def test_the_messages_of_a_long_queue_are_all_seen(
     monkeypatch.setattr(reaper_module, "MESSAGES_CHUNK", 5)
     for _ in range(12):
         await ledger.submit(make_job(), {})
-    await submit_unsent(ledger, last := make_job())
+    last = make_job()
+    await submit_unsent(ledger, last)
     assert (await reaper.sweep(now() + 60)).resent == [last.id]
 
 
@@ -100,17 +102,17 @@ async def test_an_expired_lease_is_another_attempt_and_the_last_ends_as_worker_l
     redis_url: str,
 ) -> None:  # field case 37
     async with open_ledger(redis_url, max_attempts=2) as ledger:
-        reaper, began, job = Reaper(ledger, ledger.settings), now(), make_job(capture=True)
+        reaper = Reaper(ledger, ledger.settings)
+        began = now()
+        job = make_job(capture=True)
         assert await claimed(ledger, job) == 1
         assert not await reaper.sweep(began + 14.9)
         assert (await reaper.sweep(now() + 16)).requeued == [job.id]
         view = await ledger.view(job.id)
-        assert (view.state, view.attempt, view.worker, view.retry_reason) == (
-            State.QUEUED,
-            1,
-            None,
-            f"worker {WORKER} did not renew its lease",
-        )
+        assert view.state == State.QUEUED
+        assert view.attempt == 1
+        assert view.worker is None
+        assert view.retry_reason == f"worker {WORKER} did not renew its lease"
         assert await claimed_again(ledger, job) == 2
         assert (await reaper.sweep(now() + 60)).failed == [job.id]
         error = await error_of(ledger, job)
@@ -121,7 +123,8 @@ async def test_an_expired_lease_is_another_attempt_and_the_last_ends_as_worker_l
 async def test_a_delayed_renewal_does_not_shorten_the_lease(
     ledger: Ledger, reaper: Reaper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, began = make_job(), now()
+    job = make_job()
+    began = now()
     await claimed(ledger, job)
 
     async def renewed(after: float) -> float:
@@ -149,7 +152,8 @@ async def test_a_delayed_renewal_does_not_shorten_the_lease(
 async def test_a_restart_of_redis_gives_every_live_worker_the_time_to_renew(tmp_path: Path) -> None:
     with mortal(tmp_path) as server:
         async with open_ledger(server.url, lease_s=10) as ledger:
-            reaper, job = Reaper(ledger, ledger.settings), make_job()
+            reaper = Reaper(ledger, ledger.settings)
+            job = make_job()
             await claimed(ledger, job)
             leased = now()
             await asyncio.to_thread(handed_over, server.url)
@@ -167,7 +171,8 @@ async def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(
     """But not while no relay is alive, nor soon after."""
     # field case 18, 20
     async with open_ledger(redis_url, capture_timeout_s=5.0) as ledger:
-        reaper, job = Reaper(ledger, ledger.settings), make_job(prompts=2, capture=True)
+        reaper = Reaper(ledger, ledger.settings)
+        job = make_job(prompts=2, capture=True)
         await claimed(ledger, job, ranks=1)
         settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(job, 0))])
         began = now()
@@ -177,10 +182,13 @@ async def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(
         await relay_beat(ledger, since=began + 1002)
         assert not await reaper.sweep(began + 1006)
         assert (await reaper.sweep(began + 1008)).timed_out == [job.id]
-        result, error = await ledger.result(job.id), await error_of(ledger, job)
-        assert (result.state, result.capture_results.status) == (State.FAILED, "timed_out")
+        result = await ledger.result(job.id)
+        error = await error_of(ledger, job)
+        assert result.state == State.FAILED
+        assert result.capture_results.status == "timed_out"
         assert "1 of 2 receipts" in result.capture_results.detail
-        assert (error.type, error.status) == ("urn:midstream:receipts_timed_out", 504)
+        assert error.type == "urn:midstream:receipts_timed_out"
+        assert error.status == 504
 
 
 async def test_a_relay_begins_the_time_of_receipts_again_only_when_it_starts(
@@ -213,7 +221,8 @@ async def test_jobs_awaiting_receipts_of_a_dead_worker_are_retried(
     ledger: Ledger, reaper: Reaper, boot: str, found: str
 ) -> None:
     await relay_beat(ledger)
-    await claimed(ledger, job := make_job(capture=True))
+    job = make_job(capture=True)
+    await claimed(ledger, job)
     await ledger.store_outputs(job.id, 1, outputs())
     await ledger.heartbeat(worker_info(boot=boot))
     assert getattr(await reaper.sweep(now() + 100), found) == [job.id]

@@ -22,7 +22,8 @@ TRANSACTION = "redis.call('SET', KEYS[1], 'first') redis.call('SET', KEYS[2], 's
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[], "redis.Redis"]]:
     """Starts the server, after it has ended the one before, and returns its client."""
-    commands, data = tmp_path / "bin", tmp_path / "data"
+    commands = tmp_path / "bin"
+    data = tmp_path / "data"
     commands.mkdir()
     data.mkdir()
     for name in ("redis-server", "redis-check-aof"):

@@ -23,6 +23,7 @@ from midstream.client.stack.checks.redis_checks import default_user
 from midstream.schemas.settings.settings import SettingsError, load_settings
 
 ALL = ("relay", "callbacks", "worker", "api", "flower")
+CAPTURE = {"layers": "all", "positions": "all"}
 FLOWERS_AUTH = "somebody:a password"
 
 
@@ -73,7 +74,7 @@ def test_jobs_run_end_to_end_with_redis_users_and_tls(http: httpx2.Client) -> No
         "model": "fake-model",
         "prompt": "hello",
         "max_tokens": 4,
-        "capture": {"layers": "all", "positions": "all"},
+        "capture": CAPTURE,
         "capture_wait": True,
     }
     assert http.post("/v1/completions", json=body).json()["capture_results"]["status"] == "ok"
@@ -109,7 +110,8 @@ def test_jobs_of_a_killed_worker_are_rerun(machines: Machines, http: httpx2.Clie
     machines.processes["worker"].wait()
     machines.add("worker")
     view = ended(http, job)
-    assert (view["state"], view["attempt"]) == ("succeeded", 2)
+    assert view["state"] == "succeeded"
+    assert view["attempt"] == 2
 
 
 def test_flower_shows_the_ends_of_jobs_that_end_by_receipts(
@@ -119,7 +121,7 @@ def test_flower_shows_the_ends_of_jobs_that_end_by_receipts(
     wait_until(lambda: "w1@" in flower(machines, "/workers?json=1").text, why="it gets events")
     machines.end("relay")
     captured = {"capture": {"layers": "all", "positions": "all"}, "prompts": ["hello"]}
-    _, failing = jobs = [submit(http, 1, **captured) for _ in range(2)]
+    jobs = [submit(http, 1, **captured) for _ in range(2)]
 
     def states() -> list[str]:
         tasks = flower(machines, "/api/tasks").json()
@@ -127,7 +129,7 @@ def test_flower_shows_the_ends_of_jobs_that_end_by_receipts(
 
     wait_until(lambda: all(http.get(f"/v1/jobs/{job}").json().get("generated") for job in jobs))
     wait_until(lambda: states() == ["STARTED", "STARTED"])
-    failed = receipt(failing, worker="w1", world=1, status="error", message="the disk is full")
+    failed = receipt(jobs[1], worker="w1", world=1, status="error", message="the disk is full")
     with machines.client("relay") as client:
         Settler(client, machines.settings("relay")).settle("w1", 0, "another", [(1, failed)])
     wait_until(lambda: states() == ["STARTED", "FAILURE"])
@@ -224,7 +226,8 @@ def test_a_restart_keeps_what_scripts_and_transactions_wrote(tmp_path: Path) -> 
             assert list(default_user(client, (7, 0))) == []
             client.execute_command("ACL", "SETUSER", "default", "reset")
             (found,) = default_user(client, (7, 0))
-            assert (found.level, found.about) == ("fail", "redis users")
+            assert found.level == "fail"
+            assert found.about == "redis users"
         finally:
             server.kill()
             server.wait()

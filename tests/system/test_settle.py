@@ -78,7 +78,8 @@ def policed(registered: float = 1.0, **changes: Any) -> Job:
 def decided(job: Job, request: int = 0, inherited: str = "") -> Receipt:
     """The receipt of a rank whose policy triggered, or only inherited its latch."""
     policy = msgspec.structs.replace(GUARD, inherited=inherited)
-    crossed, triggers = [None if inherited else 2], int(not inherited)
+    crossed = [None if inherited else 2]
+    triggers = int(not inherited)
     score = ProbeScore("", "d", ["x"], [2.0], 3, crossed, policy=policy, triggers=triggers)
     return receipt(job, request, scores=[score])
 
@@ -99,7 +100,8 @@ async def test_a_job_succeeds_with_the_files_and_accounts_of_all_its_receipts(
     ledger: Ledger, settle: Settler
 ) -> None:
     # field case 18, 20: not with the first stage, not with the first prompt of a batch
-    job, other = make_job(prompts=2, capture=True), make_job(capture=True)
+    job = make_job(prompts=2, capture=True)
+    other = make_job(capture=True)
     for each in (job, other):
         await claimed(ledger, each)
         await ledger.store_outputs(each.id, 1, outputs(len(each.prompts)))
@@ -110,15 +112,19 @@ async def test_a_job_succeeds_with_the_files_and_accounts_of_all_its_receipts(
         settle.settle(WORKER, rank, EPOCH, [(request + 1, told)])
     result = await ledger.result(job.id)
     captured = result.capture_results
-    assert (result.state, captured.status, len(captured.files)) == (State.SUCCEEDED, "ok", 4)
-    assert (captured.bytes, captured.rows) == (4 * 64, 4 * 4)
+    assert result.state == State.SUCCEEDED
+    assert captured.status == "ok"
+    assert len(captured.files) == 4
+    assert captured.bytes == 4 * 64
+    assert captured.rows == 4 * 4
     assert [stage.pp for stage in result.determinism.stages] == [0, 1]
     assert await state_of(ledger, other) is State.RUNNING, "no job waits for another"
 
 
-@pytest.mark.parametrize(
-    "changed", [{"checksum": "0000000000000001"}, {"actions": 4}, {"epoch": 1}, {"applied": 7}]
-)
+DIFFERENT = [{"checksum": "0000000000000001"}, {"actions": 4}, {"epoch": 1}, {"applied": 7}]
+
+
+@pytest.mark.parametrize("changed", DIFFERENT)
 async def test_ranks_of_a_stage_that_disagree_fail_the_job_at_once(
     redis_url: str, changed: dict[str, object]
 ) -> None:
@@ -160,7 +166,8 @@ async def test_ranks_that_disagree_cost_the_job_one_attempt_and_the_next_says_wh
         settle.settle("w2", rank, EPOCH, [(1, receipt(job, 0, rank, attempt=2, worker="w2"))])
     await ledger.store_outputs(job.id, 2, outputs())
     result = await ledger.result(job.id)
-    assert (result.state, result.attempt) == (State.SUCCEEDED, 2)
+    assert result.state == State.SUCCEEDED
+    assert result.attempt == 2
     assert result.determinism.consistent
     (reason,) = result.determinism.retried
     assert reason.startswith(
@@ -208,33 +215,26 @@ async def test_an_error_of_one_rank_fails_the_job_with_rank_and_reason(
     said = {"status": "error", "message": 'disk "full" \\ é'} | told
     settle.settle(WORKER, 1, EPOCH, [(1, receipt(job, 1, 1, **said)), (2, receipt(job, 0, 1))])
     error = await error_of(ledger, job)
-    assert (error.type, error.status, error.detail) == (
-        f"urn:midstream:{expected}",
-        500,
-        'request 1, rank 1 (stage 0): disk "full" \\ é',
-    )
+    assert error.type == f"urn:midstream:{expected}"
+    assert error.status == 500
+    assert error.detail == 'request 1, rank 1 (stage 0): disk "full" \\ é'
     assert await receipts_told(ledger, job) == ["error"]
 
 
 async def test_a_gap_holds_the_mark_until_it_is_filled(ledger: Ledger, settle: Settler) -> None:
     job = await running_job(ledger, ranks=1, prompts=4, capture=True)
     told = {seq: (seq, receipt(job, seq - 1)) for seq in range(1, 5)}
-    assert (
-        settle.mark(WORKER, 0, EPOCH),
-        settle.settle(WORKER, 0, EPOCH, [told[1], told[3], told[4]]),
-    ) == (0, 1)
-    assert (settle.counts.beyond_gap, (await ledger.view(job.id)).receipts) == (2, 1)
-    assert (
-        settle.settle(WORKER, 0, EPOCH, [told[4], told[2], told[3]]),
-        settle.mark(WORKER, 0, EPOCH),
-        settle.mark(WORKER, 1, EPOCH),
-    ) == (4, 4, 0)
+    assert settle.mark(WORKER, 0, EPOCH) == 0
+    assert settle.settle(WORKER, 0, EPOCH, [told[1], told[3], told[4]]) == 1
+    assert settle.counts.beyond_gap == 2
+    assert (await ledger.view(job.id)).receipts == 1
+    assert settle.settle(WORKER, 0, EPOCH, [told[4], told[2], told[3]]) == 4
+    assert settle.mark(WORKER, 0, EPOCH) == 4
+    assert settle.mark(WORKER, 1, EPOCH) == 0
     assert (await ledger.view(job.id)).receipts == 4
-    assert (
-        settle.settle(WORKER, 0, EPOCH, [told[2], told[1]]),
-        settle.counts.applied,
-        settle.counts.duplicate,
-    ) == (4, 4, 2)
+    assert settle.settle(WORKER, 0, EPOCH, [told[2], told[1]]) == 4
+    assert settle.counts.applied == 4
+    assert settle.counts.duplicate == 2
 
 
 @pytest.mark.parametrize(
@@ -305,12 +305,14 @@ async def test_the_result_says_what_the_receipt_says_of_its_rows(
     settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, **told))])
     await ledger.store_outputs(job.id, 1, outputs())
     results = (await ledger.result(job.id)).capture_results
-    assert (results.status, results.detail) == (status, detail)
+    assert results.status == status
+    assert results.detail == detail
     for shown, said in zip(results.files, told.get("files", []), strict=True):
         for name in ("sites", "tag", "layout", "offset", "dropped", "reused"):
             assert getattr(shown, name) == getattr(said, name)
     for report, consumed in zip(results.consumers, told.get("consumed", []), strict=True):
-        assert (report.request, report.pp) == (0, told.get("pp", 0))
+        assert report.request == 0
+        assert report.pp == told.get("pp", 0)
         for name in ("name", "ok", "message", "rows"):
             assert getattr(report, name) == getattr(consumed, name)
     assert from_json(to_json(results), CaptureResults) == results, "bytes survive JSON"
@@ -334,7 +336,8 @@ async def test_only_prompts_with_a_capture_or_steering_are_waited_for(
     await claimed(ledger, job, ranks=1)
     await ledger.store_outputs(job.id, 1, outputs(2))
     view = await ledger.view(job.id)
-    assert (view.receipts_expected, view.state) == (1, State.RUNNING)
+    assert view.receipts_expected == 1
+    assert view.state == State.RUNNING
     settle.settle(WORKER, 0, EPOCH, [(1, receipt(job, request=1))])
     assert await state_of(ledger, job) is State.SUCCEEDED
 
@@ -344,7 +347,8 @@ async def test_receipts_of_an_unknown_job_or_request_are_acknowledged_and_counte
 ) -> None:
     job = await running_job(ledger, ranks=1, prompts=1, capture=True)
     told = [(1, receipt("job_unknown")), (2, receipt(job, request=1))]
-    assert (settle.settle(WORKER, 0, EPOCH, told), settle.counts.unknown) == (2, 2)
+    assert settle.settle(WORKER, 0, EPOCH, told) == 2
+    assert settle.counts.unknown == 2
     assert (await ledger.view(job.id)).receipts == 0
 
 
@@ -354,12 +358,18 @@ async def test_only_a_trigger_sets_a_latch_and_attempts_decide_alike(
     """Of one registration of the policy; a later attempt has the latches of the first claim,
     whatever was set or has expired since.
     """
-    before, first, heir, late, renewed = policed(), policed(), policed(), policed(), policed(2.0)
+    before = policed()
+    first = policed()
+    heir = policed()
+    late = policed()
+    renewed = policed(2.0)
     for job in (before, first, heir, late, renewed):
         await ledger.submit(job, {})
-    assert (await inherits(ledger, before), await inherits(ledger, first)) == ("", "")
+    assert await inherits(ledger, before) == ""
+    assert await inherits(ledger, first) == ""
     settle.settle(WORKER, 0, EPOCH, [(1, decided(first))])
-    assert (await inherits(ledger, heir), await inherits(ledger, renewed)) == (first.id, "")
+    assert await inherits(ledger, heir) == first.id
+    assert await inherits(ledger, renewed) == ""
     (latch,) = await ledger.redis.keys("ms:latch:*")
     assert await ledger.redis.ttl(latch) in (59, 60)
     await ledger.release(before.id, 1)
@@ -368,7 +378,8 @@ async def test_only_a_trigger_sets_a_latch_and_attempts_decide_alike(
     settle.settle(WORKER, 0, EPOCH, [(2, decided(heir, inherited=first.id))])
     assert await ledger.redis.keys("ms:latch:*") == [], "a request that only had it set it again"
     await ledger.release(heir.id, 1)
-    assert (await inherits(ledger, heir), await inherits(ledger, late)) == (first.id, "")
+    assert await inherits(ledger, heir) == first.id
+    assert await inherits(ledger, late) == ""
 
 
 async def test_a_policys_prompts_are_counted_by_day_while_it_is_registered(
@@ -380,7 +391,17 @@ async def test_a_policys_prompts_are_counted_by_day_while_it_is_registered(
         await claimed(ledger, job, 1)
     content = PolicyRequest(probe="p", condition=GUARD.condition, actions=[])
     probe = jobs[0].probes[0]
-    version = PolicyVersion(1, "d", 1.0, content, probe, [], IDENTITY, "", "")
+    version = PolicyVersion(
+        version=1,
+        digest="d",
+        created=1.0,
+        content=content,
+        probe=probe,
+        modules=[],
+        identity=IDENTITY,
+        tenant="",
+        key="",
+    )
     guard = Policy("guard", MODEL, "d", 1.0, versions=[version])
 
     async def counted(policy: str = "guard") -> list[list[int]]:
@@ -429,7 +450,8 @@ async def test_a_failed_prompt_is_counted_once_whatever_its_ranks_report(
 async def test_a_failed_prompts_scores_are_shown_and_measured_once(
     ledger: Ledger, settle: Settler
 ) -> None:
-    job, measured = policed(capture=True), metrics.PROBED.labels("", "")
+    job = policed(capture=True)
+    measured = metrics.PROBED.labels("", "")
     before = measured._value.get()
     await claimed(ledger, job)
     for rank, verdict in enumerate(("ok", "error")):
@@ -445,7 +467,8 @@ async def test_a_policys_webhooks_are_bounded_and_charged_to_nobody(redis_url: s
     before.
     """
     async with open_ledger(redis_url, **{"tuning.webhook_pending_limit": 30}) as ledger:
-        outbox, job = WebhookOutbox(ledger), policed(prompts=300, tenant="users")
+        outbox = WebhookOutbox(ledger)
+        job = policed(prompts=300, tenant="users")
         await claimed(ledger, job)
         found = [decided(job, number, f"job_{number}") for number in range(300)]
         settler(redis_url).settle(WORKER, 0, EPOCH, [*enumerate(found, 1)])

@@ -118,28 +118,29 @@ async def refusal(call: Awaitable[Any]) -> tuple[str, str]:
 async def test_a_run_name_refers_to_the_last_accepted_job_with_that_name(
     ledger: Ledger, runs: LedgerRuns
 ) -> None:
-    first, second = run_job(), run_job()
+    first = run_job()
+    second = run_job()
     assert await ledger.submit(first, {}, ("key", "body")) == (first.id, True)
     run = await named(runs)
-    assert (run.job, run.tag, run.created) == (first.id, TAG, first.created)
+    assert run.job == first.id
+    assert run.tag == TAG
+    assert run.created == first.created
     assert (await ledger.view(first.id)).run == "clean"
     await ledger.submit(second, {})
     # The same submission once more, its answer was lost: no new job, and the name is not
     # turned back.
     assert await ledger.submit(run_job(), {}, ("key", "body")) == (first.id, False)
-    assert ((await named(runs)).job, await runs.names(MODEL)) == (second.id, ["clean"])
-    assert (await runs.names("another"), await runs.lookup("another", "clean")) == (
-        [],
-        None,
-    )
+    assert (await named(runs)).job == second.id
+    assert await runs.names(MODEL) == ["clean"]
+    assert await runs.names("another") == []
+    assert await runs.lookup("another", "clean") is None
     by_job = await named(runs, first.id)
-    assert (by_job.job, by_job.tag) == (first.id, TAG)
+    assert by_job.job == first.id
+    assert by_job.tag == TAG
     assert await runs.lookup("another", first.id) is None
     user = await queued_job(ledger, runs={"clean": second.id})
-    assert ((await ledger.view(user.id)).runs, (await ledger.view(user.id)).run) == (
-        {"clean": second.id},
-        "",
-    )
+    assert (await ledger.view(user.id)).runs == {"clean": second.id}
+    assert (await ledger.view(user.id)).run == ""
 
 
 async def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason(
@@ -148,11 +149,9 @@ async def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason
     job = run_job()
     attempt = await claimed(ledger, job)
     view = await runs.view(MODEL, "clean")
-    assert (view.state, view.detail, view.prompts) == (
-        "pending",
-        "its job is running",
-        None,
-    )
+    assert view.state == "pending"
+    assert view.detail == "its job is running"
+    assert view.prompts is None
     run = await named(runs)
     assert await refusal(runs.prompts(run)) == (
         "conflict",
@@ -163,7 +162,8 @@ async def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason
         job.id, attempt, MidstreamError("capture_failed", "the disk is full").problem()
     )
     view = await runs.view(MODEL, "clean")
-    assert (view.state, view.detail) == ("failed", "the disk is full")
+    assert view.state == "failed"
+    assert view.detail == "the disk is full"
     assert await refusal(runs.prompts(run)) == (
         "capture_failed",
         "source run clean: the disk is full",
@@ -206,12 +206,10 @@ async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledge
     )
     key = run_key(job.id, 1, TAG)
     by_receipts = await runs.files(key)
-    assert (
-        by_receipts.sites,
-        by_receipts.positions,
-        by_receipts.hidden_size,
-        by_receipts.bytes,
-    ) == (SITES, [0, 1, 2], HIDDEN, 6 * 3 * HIDDEN * 2)
+    assert by_receipts.sites == SITES
+    assert by_receipts.positions == [0, 1, 2]
+    assert by_receipts.hidden_size == HIDDEN
+    assert by_receipts.bytes == 6 * 3 * HIDDEN * 2
     prompts = (await runs.view(MODEL, "clean")).prompts
     assert [(each.request, each.tokens, each.token_ids, each.dtype) for each in prompts] == [
         (0, 3, [100, 101, 102], "bfloat16"),
@@ -219,22 +217,16 @@ async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledge
     ]
     assert await runs.prompts(await named(runs), [1]) == prompts[1:]
     await ledger.redis.delete(f"ms:ticket:{job.id}")
-    assert (told(await runs.files(key)), (await runs.view(MODEL, "clean")).prompts) == (
-        told(by_receipts),
-        prompts,
-    )
+    assert told(await runs.files(key)) == told(by_receipts)
+    assert (await runs.view(MODEL, "clean")).prompts == prompts
     await ledger.redis.delete(f"ms:job:{job.id}")
-    assert (told(await runs.files(key)), (await runs.view(MODEL, job.id)).state) == (
-        told(by_receipts),
-        "ready",
-    )
+    assert told(await runs.files(key)) == told(by_receipts)
+    assert (await runs.view(MODEL, job.id)).state == "ready"
     await ledger.redis.flushall()
     assert told(await runs.files(key)) == told(by_receipts)
     kind, detail = await refusal(runs.files(run_key(job.id, 7, TAG)))
-    assert (kind, detail.endswith("no rows of this prompt were captured")) == (
-        "intervention_failed",
-        True,
-    )
+    assert kind == "intervention_failed"
+    assert detail.endswith("no rows of this prompt were captured")
     mark = root / DELETED / job.id
     mark.mkdir(parents=True)  # only the disk knows that it is being deleted
     assert (await refusal(runs.files(key)))[1].endswith("were deleted")
@@ -252,14 +244,16 @@ async def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_
     ledger: Ledger, runs: LedgerRuns, root: Path, redis_url: str
 ) -> None:
     job = await ready(ledger, redis_url, root)
-    run, key = await named(runs), run_key(job.id, 0, TAG)
+    run = await named(runs)
+    key = run_key(job.id, 0, TAG)
     await LedgerCaptures(ledger).delete(job.id)
     for forgotten in ("", f"ms:capture:{job.id}"):
         # long after the deletion its record is gone, too
         if forgotten:
             await ledger.redis.delete(forgotten, f"ms:job:{job.id}", f"ms:ticket:{job.id}")
         view = await runs.view(MODEL, "clean")
-        assert (view.state, view.detail) == ("deleted", "its captures were deleted")
+        assert view.state == "deleted"
+        assert view.detail == "its captures were deleted"
         assert await refusal(runs.prompts(run)) == (
             "gone",
             "source run clean: its captures were deleted",
@@ -276,7 +270,8 @@ async def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_
 async def test_run_names_of_deleted_captures_expire(
     ledger: Ledger, redis_url: str, tmp_path: Path
 ) -> None:
-    runs, at = LedgerRuns(ledger), now()
+    runs = LedgerRuns(ledger)
+    at = now()
     await ledger.publish_model(model_info(name=MODEL), worker_info())
     jobs = [
         await ready(ledger, redis_url, tmp_path / "captures", name=name) for name in ("old", "kept")
@@ -286,10 +281,8 @@ async def test_run_names_of_deleted_captures_expire(
     # as they expire
     await ledger.redis.delete(f"ms:capture:{jobs[0].id}", f"ms:job:{jobs[0].id}")
     assert await runs.prune(at + 60) == 0
-    assert (await runs.prune(at + runs_module.PRUNE_S), await runs.names(MODEL)) == (
-        1,
-        ["kept"],
-    )
+    assert await runs.prune(at + runs_module.PRUNE_S) == 1
+    assert await runs.names(MODEL) == ["kept"]
 
 
 async def test_deleting_a_run_deletes_its_captures_and_a_name_that_still_refers_to_it(
@@ -305,10 +298,12 @@ async def test_deleting_a_run_deletes_its_captures_and_a_name_that_still_refers_
     assert await runs.names(MODEL) == ["clean"]
     await finish(ledger, redis_url, following, root)
     await runs.delete(MODEL, "clean")
-    assert (await runs.names(MODEL), (await LedgerCaptures(ledger).list()).captures) == ([], [])
+    assert await runs.names(MODEL) == []
+    assert (await LedgerCaptures(ledger).list()).captures == []
     assert not list(root.rglob("*.safetensors"))
     await ready(ledger, redis_url, root)
-    delete, last = LedgerCaptures.delete, run_job()
+    delete = LedgerCaptures.delete
+    last = run_job()
 
     async def and_meanwhile(captures: LedgerCaptures, job_id: str) -> None:
         await delete(captures, job_id)
@@ -368,7 +363,9 @@ async def test_a_run_in_use_does_not_expire(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=60) as ledger:
-        captures, runs, root = LedgerCaptures(ledger), LedgerRuns(ledger), tmp_path / "captures"
+        captures = LedgerCaptures(ledger)
+        runs = LedgerRuns(ledger)
+        root = tmp_path / "captures"
         job = await ready(ledger, redis_url, root)
         later = now()
 
@@ -396,7 +393,9 @@ async def test_a_dead_workers_lease_lapses_and_explicit_deletion_ignores_leases(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_ledger(redis_url, data_dir=str(tmp_path), capture_ttl_s=60) as ledger:
-        captures, runs, root = LedgerCaptures(ledger), LedgerRuns(ledger), tmp_path / "captures"
+        captures = LedgerCaptures(ledger)
+        runs = LedgerRuns(ledger)
+        root = tmp_path / "captures"
         jobs = [await ready(ledger, redis_url, root, name=name) for name in ("old", "wanted")]
         await runs.lease({"job_user": [run_key(job.id, 0, TAG) for job in jobs]}, 3600)
         await captures.delete(jobs[1].id)
@@ -412,8 +411,10 @@ async def test_a_job_is_told_which_of_its_runs_is_not_there_and_holds_nothing(
     jobs = [await ready(ledger, redis_url, root, name=name) for name in ("here", "gone")]
     await runs.delete(MODEL, "gone")
     holds = SourceRunLeases(ledger, Held(), WORKER)  # type: ignore[arg-type]
-    keys, entered = [run_key(job.id, 0, TAG) for job in jobs], False
-    with refuses(detail=f"run 'gone': source run {keys[1]}: its captures were deleted"):
+    keys = [run_key(job.id, 0, TAG) for job in jobs]
+    entered = False
+    detail = f"run 'gone': source run {keys[1]}: its captures were deleted"
+    with refuses(detail=detail):
         async with holds.holding("job_user", keys, {"here": jobs[0].id, "gone": jobs[1].id}):
             entered = True
     assert not entered

@@ -126,9 +126,8 @@ async def later(seconds: float, call: Awaitable[Any]) -> Any:
 
 async def change(steering: LedgerSteering, *tensors: str) -> GlobalSteering:
     entries = [entry(tensor) for tensor in tensors]
-    return await steering.set_global(
-        MODEL, await steering.open_check(MODEL, entries, blobs(*tensors)), entries
-    )
+    check = await steering.open_check(MODEL, entries, blobs(*tensors))
+    return await steering.set_global(MODEL, check, entries)
 
 
 async def claimed(ledger: Ledger, job: Job, ranks: int = 1) -> Job:
@@ -207,14 +206,18 @@ async def test_a_check_becomes_the_global_steering_once(
     check = await steering.open_check(MODEL, [entry(A)], blobs(A))
     assert await steering.current(MODEL) == GlobalSteering()
     made = await steering.set_global(MODEL, check, [entry(A)])
-    assert (made.version, made.entries, abs(made.changed - now()) < 60) == (1, [entry(A)], True)
+    assert made.version == 1
+    assert made.entries == [entry(A)]
+    assert abs(made.changed - now()) < 60
     assert await steering.current(MODEL) == made
     await steering.close_check(MODEL, check)
     again = await steering.set_global(MODEL, check, [entry(A)])
     assert again == made, "its answer may have been lost"
     assert (await steering.look(MODEL, WORKER)).version == 1
     cleared = await change(steering)
-    assert (cleared.version, cleared.entries, await pinned(ledger)) == (2, [], {})
+    assert cleared.version == 2
+    assert cleared.entries == []
+    assert await pinned(ledger) == {}
     with refuses(kind="conflict"):
         await steering.set_global(MODEL, check, [entry(A)])
 
@@ -234,7 +237,8 @@ async def test_a_claim_brings_the_global_steering_of_its_moment(
     steered = await claimed(ledger, job, 2)
     assert steered.global_steering == msgspec.structs.replace(current, changed=0.0)
     view = await ledger.view(job.id)
-    assert (view.receipts_expected, view.steered) == (6, True), "every prompt tells of it"
+    assert view.receipts_expected == 6
+    assert view.steered, "every prompt tells of it"
     await ledger.store_outputs(job.id, 1, outputs(3))
     result = await ledger.result(job.id)
     assert result.state is State.RUNNING
@@ -267,7 +271,9 @@ async def test_a_repeated_claim_begins_under_the_global_steering_that_it_returns
     monkeypatch.setattr("secrets.token_hex", lambda _: "the same call")
     assert (await claimed(ledger, job)).global_steering.version == current.version
     view = await ledger.view(job.id)
-    assert (view.attempt, view.global_version, view.receipts_expected) == (1, current.version, 2)
+    assert view.attempt == 1
+    assert view.global_version == current.version
+    assert view.receipts_expected == 2
 
 
 async def test_a_job_whose_global_steering_cannot_be_read_fails(
@@ -279,7 +285,8 @@ async def test_a_job_whose_global_steering_cannot_be_read_fails(
     await ledger.redis.hset(f"ms:steering:{MODEL}", "entries", b"\xc3")
     assert await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY) is None
     view = await ledger.view(job.id)
-    assert (view.state, "global steering version 1" in view.error.detail) == (State.FAILED, True)
+    assert view.state == State.FAILED
+    assert "global steering version 1" in view.error.detail
 
 
 async def test_a_requeued_job_forgets_its_global_steering(
@@ -294,7 +301,8 @@ async def test_a_requeued_job_forgets_its_global_steering(
     await claimed(ledger, job)
     await ledger.store_outputs(job.id, 2, outputs())
     result = await ledger.result(job.id)
-    assert (result.state, result.determinism) == (State.SUCCEEDED, None)
+    assert result.state == State.SUCCEEDED
+    assert result.determinism is None
 
 
 async def test_a_worker_whose_ranks_disagree_claims_nothing_until_they_are_equal(
@@ -335,7 +343,8 @@ async def test_a_report_answers_the_questions_up_to_the_one_it_names(
     ledger: Ledger, steering: LedgerSteering
 ) -> None:
     await ledger.heartbeat(worker_info())
-    first, second = await steering.ask(MODEL), await steering.ask(MODEL)
+    first = await steering.ask(MODEL)
+    second = await steering.ask(MODEL)
     assert (await steering.look(MODEL, WORKER)).ask == second
     for told, answered in (
         ("", (False, False)),
@@ -378,10 +387,8 @@ async def test_a_name_points_at_content_and_the_same_content_again_is_no_change(
         == ["joy"]
     )
     assert await Registry(ledger, MODULES).delete(MODEL, "joy")
-    assert (await Registry(ledger, MODULES).delete(MODEL, "joy"), await pinned(ledger)) == (
-        False,
-        {},
-    )
+    assert not await Registry(ledger, MODULES).delete(MODEL, "joy")
+    assert await pinned(ledger) == {}
     assert await Registry(ledger, MODULES).get(MODEL, "joy") is None
 
 
@@ -425,7 +432,8 @@ async def test_an_accepted_job_has_its_tensors_whatever_becomes_of_the_module(
     await ledger.submit(job, {}, pinned=[A])
     await put_module(ledger, module(B), blobs(B))  # field case 15
     await Registry(ledger, MODULES).delete(MODEL, "joy")
-    assert (await pinned(ledger), content_hash(await ledger.get_tensor(A))) == ({}, A)
+    assert await pinned(ledger) == {}
+    assert content_hash(await ledger.get_tensor(A)) == A
     assert await steering.get_tensor(A) == await ledger.get_tensor(A)
     assert await ledger.redis.ttl(f"ms:blob:{A}") > 0
     assert (await ledger.view(job.id)).modules == {"joy": joy.digest}
@@ -522,13 +530,15 @@ class Pins(RuleBasedStateMachine):
 
     @rule(model=MODELS, names=NAMES, bring=st.booleans(), passes=st.booleans())
     def change(self, model: str, names: list[str], bring: bool, passes: bool) -> None:
-        steering, entries = self.broker.steering, [entry(name) for name in names]
+        steering = self.broker.steering
+        entries = [entry(name) for name in names]
         check = self.broker.do(steering.open_check(model, entries, blobs(*names) if bring else {}))
         if passes and (
             made := self.tried(steering.set_global(model, check, entries), names, bring)
         ):
             self.current[model] = self.current.get(model, 0) + 1
-            assert (made.version, set(made.tensors)) == (self.current[model], set(names))
+            assert made.version == self.current[model]
+            assert set(made.tensors) == set(names)
             self.owned[f"global:{model}"] = set(names)
         self.broker.do(steering.close_check(model, check))
 

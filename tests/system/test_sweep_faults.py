@@ -40,7 +40,8 @@ def each_cell(asked: StoredSweep, why: str, but: Container[int] = ()) -> dict[in
 async def test_only_cells_that_engine_or_ranks_fail_have_no_value(rig: Rig) -> None:
     asked = sweep()
     units = Units(asked)
-    refused, failed = units.first_cell + 2, units.first_cell + asked.num_columns + 5
+    refused = units.first_cell + 2
+    failed = units.first_cell + asked.num_columns + 5
 
     job_id = await rig.run(asked, fault=f"generate:request={refused};refuse:request={failed}")
     assert (await rig.ledger.view(job_id)).state is State.SUCCEEDED
@@ -62,9 +63,8 @@ async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig:
     asked = sweep(pair(), longer, noise=0)
 
     async with rig.worker() as runs:
-        await rig.watch(
-            max(len(pair().base), len(pair().source)) + 2.0, "flag", "stop", Steer(module="m"), HOOK
-        )
+        threshold = max(len(pair().base), len(pair().source)) + 2.0
+        await rig.watch(threshold, "flag", "stop", Steer(module="m"), HOOK)
         info, policies = await watched_model(rig.ledger, "fake-model")
         job = msgspec.structs.replace(sweep_job(asked), global_captures=info.global_captures)
         job = with_policies(job, policies)
@@ -83,9 +83,8 @@ async def test_prompts_of_a_sweep_are_scored_and_captured_as_all_traffic_is(rig:
         for skipped in result.sweep.skipped
     )
     units = Units(asked)
-    assert {scores.request for scores in result.probes if scores.flagged} == {
-        units.request(units.source(1), 0)
-    }
+    flagged = {scores.request for scores in result.probes if scores.flagged}
+    assert flagged == {units.request(units.source(1), 0)}
     sent = (await WebhookOutbox(rig.ledger).deliveries(None, job.id)).deliveries
     assert [(each.event, each.url) for each in sent] == [("job.decided", HOOK.url)]
     prompts = {
@@ -234,7 +233,8 @@ async def test_a_cancelled_sweep_stops_at_once_and_keeps_what_it_has(rig: Rig) -
         running = asyncio.create_task(runs.run_job(job_id))
         await rig.known(job_id, 20)
         await rig.ledger.request_cancel(job_id)
-        known, asked_for = (await rig.ledger.view(job_id)).cells, rig.engine.ranks.ranks[0].step
+        known = (await rig.ledger.view(job_id)).cells
+        asked_for = rig.engine.ranks.ranks[0].step
         assert await running is AttemptOutcome.CANCELLED
         assert rig.engine.ranks.ranks[0].step <= asked_for + 20, (
             "with the next cell, not with the last"
@@ -297,7 +297,8 @@ async def test_sweep_cells_lost_by_the_ledger_are_resent_at_the_end(rig: Rig) ->
 async def test_a_sweep_that_is_stopped_while_it_leases_its_runs_stops(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, ending: AttemptOutcome
 ) -> None:
-    leasing, lease = asyncio.Event(), LedgerRuns.lease
+    leasing = asyncio.Event()
+    lease = LedgerRuns.lease
 
     async def swallowing(self: LedgerRuns, held: Any, seconds: float) -> None:
         """A cancellation that comes together with the answer, as redis-py takes it."""
@@ -324,7 +325,8 @@ async def test_a_prompt_that_failed_in_an_earlier_attempt_is_not_rerun_for_compa
 ) -> None:
     asked = sweep(metric="kl")
     job_id = await rig.interrupted(asked, 10)
-    kept, clean = await rig.records(job_id), Units(asked).source(0).number
+    kept = await rig.records(job_id)
+    clean = Units(asked).source(0).number
     failed = msgspec.structs.replace(kept[clean], value=None, reason="no room", receipts=[])
     await rig.ledger.redis.hset(f"ms:units:{job_id}", clean, to_msgpack(failed))
     await rig.run(job_id, "boot2")

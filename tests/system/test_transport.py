@@ -44,7 +44,8 @@ def connection(redis_url: str) -> Iterator[Connection]:
 @pytest.fixture
 def loop() -> Iterator[Hub]:
     """As in a worker, whose acknowledgements wait for a message to go along with."""
-    former, hub = get_event_loop(), Hub()
+    former = get_event_loop()
+    hub = Hub()
     set_event_loop(hub)
     yield hub
     set_event_loop(former)
@@ -96,7 +97,8 @@ def test_one_poll_takes_all_waiting_messages(
 ) -> None:
     put(redis_url, name, 1, 2, 3)
     messages = take(connection, name)
-    assert (numbers(messages), noted(client, messages)) == ([1, 2, 3], [True] * 3)
+    assert numbers(messages) == [1, 2, 3]
+    assert noted(client, messages) == [True] * 3
     assert not client.exists(name)
     for message in messages:
         message.ack()
@@ -108,7 +110,8 @@ def test_prefetch_is_limited_to_free_slots(
 ) -> None:
     put(redis_url, name, *range(AT_ONCE + 5))
     assert numbers(take(connection, name, prefetch=3)) == [0, 1, 2]
-    assert (numbers(take(connection, name)), client.llen(name)) == (list(range(3, 3 + AT_ONCE)), 2)
+    assert numbers(take(connection, name)) == list(range(3, 3 + AT_ONCE))
+    assert client.llen(name) == 2
 
 
 def test_urgent_messages_are_taken_first(redis_url: str, connection: Connection, name: str) -> None:
@@ -154,7 +157,8 @@ def test_a_message_is_noted_while_redis_has_no_memory(
                 client.lpush(name, "more")
         finally:
             client.config_set("maxmemory", 0)
-    assert (numbers(messages), noted(client, messages)) == ([1, 2], [True, True])
+    assert numbers(messages) == [1, 2]
+    assert noted(client, messages) == [True, True]
 
 
 def test_the_lock_of_a_worker_killed_while_it_restored_expires_soon(
@@ -216,7 +220,8 @@ def test_a_failed_acknowledgement_is_a_warning(
     (message,) = take(connection, name)
     message.ack()
     message.channel.qos._on_collect.cancel()
-    client, connection.transport.client = connection.transport.client, None
+    client = connection.transport.client
+    connection.transport.client = None
     message.channel.qos.settle()
     connection.transport.client = client
     assert "stay unacknowledged" in caplog.text

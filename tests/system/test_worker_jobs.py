@@ -99,9 +99,12 @@ def test_streaming_publishes_each_token(stack: Stack) -> None:
     events = stack.do(lambda ledger: ledger.events(job_id))
     tokens = [event.data for event in events if event.event == "token"]
     result = stack.result(job_id)
-    assert (result.capture_results.status, result.determinism) == ("not_requested", None)
+    assert result.capture_results.status == "not_requested"
+    assert result.determinism is None
     (output,) = result.outputs
-    assert (len(tokens), len(output.token_ids), output.prompt_tokens) == (6, 6, 3)
+    assert len(tokens) == 6
+    assert len(output.token_ids) == 6
+    assert output.prompt_tokens == 3
     assert "".join(str(token["text"]) for token in tokens) == output.text
     assert [token["finish_reason"] for token in tokens] == [None] * 5 + ["length"]
     assert [event.event for event in events if event.event != "token"] == [
@@ -121,12 +124,14 @@ def test_a_stream_whose_events_a_failover_lost_begins_again(stack: Stack) -> Non
         time.sleep(0.01)
     stack.do(lambda ledger: ledger.redis.hincrby(f"ms:job:{job_id}", "said", -10))
     view = stack.wait(job_id)
-    assert (view.state, view.attempt) == (State.SUCCEEDED, 2)
+    assert view.state == State.SUCCEEDED
+    assert view.attempt == 2
     streamed: dict[int, list[int]] = {0: [], 1: []}
     for event in stack.do(lambda ledger: ledger.events(job_id)):
         if event.event == "token" and event.attempt == 2:
             streamed[event.data["index"]] += event.data["token_ids"]
-    assert streamed == {output.index: output.token_ids for output in stack.result(job_id).outputs}
+    outputs = stack.result(job_id).outputs
+    assert streamed == {output.index: output.token_ids for output in outputs}
 
 
 def test_eight_jobs_of_three_prompts_run_at_once_and_keep_their_own_outputs(stack: Stack) -> None:
@@ -185,10 +190,8 @@ def test_a_job_that_this_version_cannot_read_fails_with_both_versions_named(stac
     enqueue(stack.app, job_id, "generate", stack.settings.served_model)
     view = stack.wait(job_id)
     assert view.state is State.FAILED
-    assert (view.error.title, view.error.detail.count(f"midstream {__version__}")) == (
-        "Version mismatch",
-        2,
-    )
+    assert view.error.title == "Version mismatch"
+    assert view.error.detail.count(f"midstream {__version__}") == 2
 
 
 @pytest.mark.parametrize("broadcast", [True, False])
@@ -210,17 +213,18 @@ def test_a_running_job_is_cancelled_by_broadcast_or_by_the_next_heartbeat(
 
 def test_the_worker_registers_its_model(stack: Stack) -> None:
     info = stack.do(lambda ledger: ledger.model("fake-model"))
-    assert (info.num_layers, info.hidden_size, info.tp, info.pp) == (4, HIDDEN_SIZE, 2, 2)
+    assert info.num_layers == 4
+    assert info.hidden_size == HIDDEN_SIZE
+    assert info.tp == 2
+    assert info.pp == 2
     raw = stack.do(lambda ledger: ledger.get_blob(info.tokenizer))
     assert raw is not None
     assert encode_bundle(from_msgpack(raw, TokenizerBundle))[0] == info.tokenizer
     (worker,) = stack.do(lambda ledger: ledger.workers())
-    assert (worker.worker, worker.model, worker.pid, worker.healthy) == (
-        "w1",
-        "fake-model",
-        stack.pid("worker"),
-        True,
-    )
+    assert worker.worker == "w1"
+    assert worker.model == "fake-model"
+    assert worker.pid == stack.pid("worker")
+    assert worker.healthy
 
 
 def test_inspect_shows_the_engine_and_its_jobs(stack: Stack) -> None:
@@ -228,12 +232,10 @@ def test_inspect_shows_the_engine_and_its_jobs(stack: Stack) -> None:
     stack.wait_running(job_id)
     node = f"w1@{socket.gethostname()}"
     reply = stack.app.control.inspect([node], timeout=30)._request("midstream_engine")[node]
-    assert (reply["model"], reply["tp"], reply["pp"], reply["running"][job_id]) == (
-        "fake-model",
-        2,
-        2,
-        1,
-    )
+    assert reply["model"] == "fake-model"
+    assert reply["tp"] == 2
+    assert reply["pp"] == 2
+    assert reply["running"][job_id] == 1
     stack.do(lambda ledger: ledger.request_cancel(job_id))
     stack.app.control.broadcast("midstream_cancel", arguments={"job_id": job_id})
     stack.wait(job_id)
@@ -264,12 +266,10 @@ def test_a_capture_of_each_layout_is_durable_when_every_rank_has_reported(
         ["one", "three"], capture=capture(layout.replace("_", "-"), layout=layout)
     )
     view = stack.wait(job_id)
-    assert (view.state, view.capture_status, view.receipts, view.receipts_expected) == (
-        State.SUCCEEDED,
-        "ok",
-        8,
-        8,
-    )
+    assert view.state == State.SUCCEEDED
+    assert view.capture_status == "ok"
+    assert view.receipts == 8
+    assert view.receipts_expected == 8
     files = stack.result(job_id).capture_results.files
     assert {(file.request, file.pp, file.positions) for file in files} == {
         (0, 0, 3),
@@ -278,7 +278,8 @@ def test_a_capture_of_each_layout_is_durable_when_every_rank_has_reported(
         (1, 1, 5),
     }
     reader = CaptureReader(stack.settings.capture_root, job_id)
-    assert (reader.requests(), reader.layers()) == ([0, 1], [0, 1, 2, 3])
+    assert reader.requests() == [0, 1]
+    assert reader.layers() == [0, 1, 2, 3]
     for request in (0, 1):
         for layer in range(4):
             np.testing.assert_array_equal(
@@ -327,10 +328,8 @@ def test_a_full_disk_fails_the_capture_with_its_reason_and_the_worker_goes_on(st
     try:
         for layout in ("packed", "segment"):
             large = stack.wait(stack.submit(["x" * 2000], capture=capture("small", layout=layout)))
-            assert (large.state, large.error and large.error.type) == (
-                State.FAILED,
-                "urn:midstream:capture_failed",
-            )
+            assert large.state == State.FAILED
+            assert (large.error and large.error.type) == "urn:midstream:capture_failed"
             assert "No space left on device" in large.error.detail
             wait_until(  # the other stage may still be at it
                 lambda: shutil.disk_usage(disk).free >= 32 << 10,
@@ -349,13 +348,12 @@ def test_a_consumer_plugin_gets_rows_and_a_failing_one_makes_the_result_partial(
     (info,) = stack.do(lambda ledger: ledger.models())
     assert info.consumers == ["filesystem", "memory", "logging", "picky"]
     wanted = capture("picky", consumers=["filesystem", "picky"])
-    fine, short = (
-        stack.submit(["abc"], capture=wanted),
-        stack.submit(["abc", "abcdef"], capture=wanted),
-    )
+    fine = stack.submit(["abc"], capture=wanted)
+    short = stack.submit(["abc", "abcdef"], capture=wanted)
     assert stack.wait(fine).capture_status == "ok"
     view = stack.wait(short)
-    assert (view.state, view.capture_status) == (State.SUCCEEDED, "partial")
+    assert view.state == State.SUCCEEDED
+    assert view.capture_status == "partial"
     results = stack.result(short).capture_results
     assert "picky failed: more than three rows" in results.detail
     assert {(told.request, told.name, told.ok) for told in results.consumers} == {
@@ -392,11 +390,9 @@ def test_an_installed_reader_answers_from_both_stages(stack: Stack) -> None:
     found = stack.result(jobs[0]).readers
     assert found is not None
     for request, reading in enumerate(found):
-        assert (reading.request, reading.digest, reading.options) == (
-            request,
-            codes["row-geometry"],
-            {"k": 2},
-        )
+        assert reading.request == request
+        assert reading.digest == codes["row-geometry"]
+        assert reading.options == {"k": 2}
         assert [part.sites for part in reading.parts] == [
             {"post_block": [0, 1]},
             {"post_block": [2, 3]},

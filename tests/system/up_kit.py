@@ -122,9 +122,10 @@ class Up:
 
     def midstream(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another command, in the same surroundings; it finds the API by the data directory."""
+        environment = {**self.environment, "COLUMNS": "160"}
         return subprocess.run(
             [*MIDSTREAM, *arguments],
-            env={**self.environment, "COLUMNS": "160"},
+            env=environment,
             capture_output=True,
             text=True,
             timeout=120,

@@ -23,6 +23,5 @@ def aggregate(
         aggregation=kind,
         decay=decay,
     )
-    return ProbeGroup([StoredProbe(name="p", digest=content.digest, content=content)]).aggregated(
-        scores, before, first
-    )[0]
+    probe = StoredProbe(name="p", digest=content.digest, content=content)
+    return ProbeGroup([probe]).aggregated(scores, before, first)[0]

@@ -16,7 +16,8 @@ from midstream.schemas.requests.attributions import Edge, EdgeEnd, FeatureScore,
 
 #: The exact values are those of `sweep_kit`'s peak and of a weaker cell; the estimate of the latter
 #: is wrong.
-STRONG, WRONG = PEAK, (2, 1)
+STRONG = PEAK
+WRONG = (2, 1)
 HOOK = "pre_attn"
 
 
@@ -57,9 +58,8 @@ def estimated(**given: Any) -> PairAttribution:
 def attribution(*pairs: PairAttribution, **given: Any) -> AttributionResult:
     whole = list(pairs or [estimated()])
     nothing: list[list[float | None]] = [[None] * 6 for _ in LAYERS]
-    sweep = result(
-        *[pair(grids={"pre_attn": exact_grid(), "mlp_out": nothing}) for _ in whole], skipped=[]
-    )
+    exact = [pair(grids={"pre_attn": exact_grid(), "mlp_out": nothing}) for _ in whole]
+    sweep = result(*exact, skipped=[])
     fields = {name: getattr(sweep, name) for name in sweep.__struct_fields__}
     how: dict[str, Any] = {
         "method": "attribution", "steps": 1, "seed": 3, "verify": Verify(top=4), "estimated": whole,

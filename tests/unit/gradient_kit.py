@@ -124,7 +124,8 @@ def exact(points: Points, stored: StoredSweep, site: SiteKey) -> Callable[[int],
     pair = PairRuns(points, stored, 0, sites=[site])
     run = pair.run(grad=False)
     base, differences = pair.replaced(site, run)
-    prompt, at = pair.stored.base, np.array(pair.columns.base)
+    prompt = pair.stored.base
+    at = np.array(pair.columns.base)
     parts = pair.columns.parts(differences)
 
     def effect(column: int) -> float:

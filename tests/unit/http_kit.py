@@ -27,7 +27,8 @@ def server(*replies: Reply) -> Iterator[tuple[str, Requests]]:
     """An HTTP server that gives these answers in turn (the last one for ever); its URL and the
     requests it saw.
     """
-    left, seen = list(replies), Requests()
+    left = list(replies)
+    seen = Requests()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -19,7 +19,8 @@ def python_lines(action: Callable[[], object]) -> int:
         file = frame.f_code.co_filename
         if not file.startswith(_ROOT) or "/tests/" in file or "/.venv/" in file:
             return None
-        count += event == "line"
+        if event == "line":
+            count += 1
         return note
 
     before = sys.gettrace()

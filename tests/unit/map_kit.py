@@ -93,17 +93,10 @@ class Jobs:
             if job in self.errors:
                 return self.errors[job].status, self.errors[job], None
             return 200, self._result(job), None
-        over = number not in self.slow
-        return (
-            200,
-            self._view(
-                job,
-                (State.FAILED if job in self.errors else State.SUCCEEDED)
-                if over
-                else State.RUNNING,
-            ),
-            None,
-        )
+        state = State.FAILED if job in self.errors else State.SUCCEEDED
+        if number in self.slow:
+            state = State.RUNNING
+        return 200, self._view(job, state), None
 
     def _submit(self, key: str, body: dict[str, Any]) -> tuple[int, Any, int | None]:
         self.submitted += 1
@@ -115,7 +108,8 @@ class Jobs:
             return 413, MidstreamError("payload_too_large", "the body is too large").problem(), None
         if key not in self.by_key:
             job = self.name.format(len(self.jobs))
-            self.by_key[key], self.jobs[job] = job, {"prompts": None, "messages": None} | body
+            self.by_key[key] = job
+            self.jobs[job] = {"prompts": None, "messages": None} | body
             if self.failures:
                 self.errors[job] = self.failures.pop(0)
             self.running += 1

@@ -11,7 +11,8 @@ from midstream.schemas.requests.specs import SteeringSpec
 from midstream.schemas.requests.steering import Module, content_digest
 
 #: Of the model.
-HIDDEN, LAYERS = 8, 4
+HIDDEN = 8
+LAYERS = 4
 
 
 def model(**changes: Any) -> ModelInfo:

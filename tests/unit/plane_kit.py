@@ -159,9 +159,8 @@ class Rig:
         )
         tokens = [self._tokens(r)[first + n] for r, first, count in windows for n in range(count)]
         ids = torch.tensor(tokens, dtype=torch.int32)
-        self.plane.plan(
-            view_of(*((str(r.number), first, count) for r, first, count in windows), inputs=ids)
-        )
+        of_step = ((str(r.number), first, count) for r, first, count in windows)
+        self.plane.plan(view_of(*of_step, inputs=ids))
         if windows:
             with in_family(self.family):
                 self._rank.forward(*windows)

@@ -178,7 +178,8 @@ class Rank:
         made = overloads(policy, 100, self.backlog)
         memory = BankRows(self.arena, HIDDEN, torch.float32, made["writer"].spills)
         self.planner = Planner(self.sites, self.buffers, self.table, memory, made)
-        self.slots, self.tokens = Slots(), None
+        self.slots = Slots()
+        self.tokens = None
         self.ports = Ports(self.sites, HIDDEN, "float32")
         self._traced = traced
         # what the last forward's streams were after the sites
@@ -212,11 +213,11 @@ class Rank:
         """
         view = view_of(*((str(request.number), first, count) for request, first, count in windows))
         if not (again and self.tokens and self.tokens.move_to(view)):
-            self.tokens = StepTokens(
-                view, np.array([request.tracked.slot for request, _, _ in windows], dtype=np.int64)
-            )
+            slots = [request.tracked.slot for request, _, _ in windows]
+            self.tokens = StepTokens(view, np.array(slots, dtype=np.int64))
         self.planner.plan_steering(self.tokens, self.slots)
-        mine, stops = self.tokens.of_requests, self.tokens.stops
+        mine = self.tokens.of_requests
+        stops = self.tokens.stops
         self.slots.reached[mine] = np.maximum(self.slots.reached[mine], stops)
         self.planner.plan_capture(self.tokens)
         self.planner.commit()
@@ -268,14 +269,31 @@ class Rank:
 
     def finish(self, request: Request, capture: int = 0) -> FinishedCapture:
         recording = request.tracked.recordings[capture]
+        receipt = Receipt(
+            version="v",
+            worker="w",
+            boot="b",
+            job="j",
+            request=0,
+            attempt=1,
+            rank=0,
+            world=1,
+            tp=0,
+            pp=0,
+            step=0,
+            actions=0,
+            checksum="",
+            status="ok",
+        )
         ended = EndedRequest(
-            Receipt("v", "w", "b", "j", 0, 1, 0, 1, 0, 0, 0, 0, "", "ok"),
+            receipt,
             request.tracked.spec,
             [recording.ended(capture, [])],
             list(range(1000, 1000 + request.total)),
             request.total - 1,
         )
-        memory, origin = self.arena.memory, Origin("w", 0, 0, 1)
+        memory = self.arena.memory
+        origin = Origin("w", 0, 0, 1)
         (build,) = ended.job(memory.bytes, memory.wait, origin, {}, {}).builds
         return build()
 
@@ -306,7 +324,8 @@ def wanted_rows(request: Request, finished: FinishedCapture, hook: str, layer: i
 
 def assert_whole(rank: Rank, request: Request, number: int = 0) -> FinishedCapture:
     """The capture of this number has every row that its request asked for, unedited."""
-    finished, spec = rank.finish(request, number), request.captures[number]
+    finished = rank.finish(request, number)
+    spec = request.captures[number]
     assert finished.positions == list(spec.select(0, request.total - 1, request.prompt_tokens))
     assert finished.token_ids == [1000 + position for position in finished.positions]
     for hook, layers in spec.sites.items():

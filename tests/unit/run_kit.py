@@ -1,6 +1,7 @@
 """Files of a source run's rows, as two ranks write them."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,26 +12,27 @@ from midstream.schemas.requests.source_runs import RunFile, RunFiles
 from midstream.storage.formats.capture_blobs import encode_header
 
 
+def _empty(kind: Any) -> Any:
+    """An empty value of a field's type."""
+    if str(kind).startswith("dict"):
+        return {}
+    if str(kind).startswith("list"):
+        return []
+    return "" if kind is str else 0
+
+
 def blob(
     folder: Path, name: str, rows: np.ndarray, columns: list[int], site: tuple[str, int]
 ) -> RunFile:
     """One rank's columns of the rows."""
     fields = {field.name: field for field in msgspec.structs.fields(Manifest)}
     manifest = msgspec.convert(
-        {
-            name: {}
-            if str(field.type).startswith("dict")
-            else []
-            if str(field.type).startswith("list")
-            else ""
-            if field.type is str
-            else 0
-            for name, field in fields.items()
-            if field.required
-        },
+        {name: _empty(field.type) for name, field in fields.items() if field.required},
         Manifest,
     )
-    manifest.format, manifest.row, manifest.columns = FORMAT, RowShape(1, rows.shape[1]), columns
+    manifest.format = FORMAT
+    manifest.row = RowShape(1, rows.shape[1])
+    manifest.columns = columns
     part = rows[:, columns[0] : columns[1]].astype("<f4")
     raw = (
         encode_header([(f"{site[0]}.{site[1]}", "F32", list(part.shape), part.nbytes)], manifest)
@@ -48,7 +50,6 @@ def run(
     site: tuple[str, int],
 ) -> RunFiles:
     """A run with the rows of two ranks, in no order."""
-    files = [
-        blob(folder, f"{key}.{half[0]}", rows, half, site) for half in [[2, rows.shape[1]], [0, 2]]
-    ]
+    halves = [[2, rows.shape[1]], [0, 2]]
+    files = [blob(folder, f"{key}.{half[0]}", rows, half, site) for half in halves]
     return RunFiles(key=key, sites={}, positions=positions, hidden_size=0, bytes=1, files=files)

@@ -18,7 +18,8 @@ CLEAN = ["The", " E", "iffel", " Tower", " is", " in"]
 CORRUPT = ["The", " Col", "osse", "um", " is", " in"]
 LAYERS = list(range(30))
 #: Column 0 is skipped everywhere; the cell at layer 9, column 2 failed.
-SKIPPED_COLUMN, FAILED = 0, (9, 2)
+SKIPPED_COLUMN = 0
+FAILED = (9, 2)
 #: The strongest cell of `pre_attn`: layer, column.
 PEAK = (11, 3)
 

@@ -74,7 +74,8 @@ def test_a_capture_is_run_from_the_form_and_shown(site: Site, visit: Visit) -> N
     job = re.search(r"job_\w+", page.url)
     assert job is not None
     found = site.alice.get(f"/v1/captures/{job[0]}/norms")
-    assert (found["tag"], len(found["positions"])) == ("page", len(PROMPT))
+    assert found["tag"] == "page"
+    assert len(found["positions"]) == len(PROMPT)
     expect(said(visit)).to_contain_text(f"layer 0: norm {rounded(found['norms'][0][0])}")
     assert saved(page, "Norm of rows", "PNG").startswith(PNG)
     assert len(saved(page, "Norm of rows", "CSV").splitlines()) == 1 + np.size(found["norms"])

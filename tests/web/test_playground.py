@@ -250,9 +250,8 @@ def test_tokens_are_coloured_by_a_probe_while_they_come(site: Site, visit: Visit
     with generating(site, page):
         site.let(10)
         for title in ("Baseline", "Steered"):
-            expect(pane(page, title).locator(f'.chip[data-position="{first}"]')).to_have_attribute(
-                "title", re.compile(f": {first + 1}$")
-            )
+            chip = pane(page, title).locator(f'.chip[data-position="{first}"]')
+            expect(chip).to_have_attribute("title", re.compile(f": {first + 1}$"))
     both(page, "finished: length")
     for title in ("Baseline", "Steered"):
         expect(pane(page, title).locator(".chip")).to_have_count(first + TOKENS)
@@ -366,9 +365,8 @@ def test_an_error_of_the_playground_is_at_its_field(
     page = opened(site, visit)
     page.get_by_label(label, exact=True).fill(text)
     page.get_by_role("button", name="Run").click()
-    expect(
-        page.locator(".field").filter(has=page.get_by_label(label, exact=True)).get_by_role("alert")
-    ).to_contain_text(said)
+    field = page.locator(".field").filter(has=page.get_by_label(label, exact=True))
+    expect(field.get_by_role("alert")).to_contain_text(said)
     expect(page.get_by_role("alert")).to_have_count(1)
     page.get_by_label(label, exact=True).fill({"Max tokens": str(TOKENS)}.get(label, "1"))
     run(page)

@@ -90,7 +90,7 @@ def test_a_probe_draws_scores_and_its_threshold(site: Site, visit: Visit) -> Non
     page.get_by_label("Label").select_option("1")
     expect(page.get_by_text("threshold 5", exact=True)).to_be_visible()
     expect(page.locator(".finding")).to_contain_text("it reached its threshold of 5 at token 4")
-    (found, *_) = result_of(site, visit)["probes"]
+    found, *_ = result_of(site, visit)["probes"]
     expect(page.locator(".chip")).to_have_count(found["positions"])
     page.get_by_role("group", name="Score by token").focus()
     page.keyboard.press("ArrowLeft")
@@ -231,7 +231,8 @@ def test_a_harvest_is_started_followed_and_deleted(site: Site, visit: Visit) -> 
     page = asked(site, visit, "harvests", documents, "Harvest 2 documents")
     expect(page.get_by_text("midstream.harvest.open")).to_be_visible()
     (made,) = site.alice.get("/v1/harvests")["harvests"]
-    assert (made["state"], made["rows"]) == ("succeeded", len("one document" + "another one"))
+    assert made["state"] == "succeeded"
+    assert made["rows"] == len("one document" + "another one")
     expect(page.locator(".stat").filter(has_text="Rows")).to_contain_text(str(made["rows"]))
     page.on("dialog", lambda dialog: dialog.accept())
     page.get_by_role("button", name="Delete").click()
@@ -288,7 +289,8 @@ def test_features_stand_beside_the_examples_of_a_survey(site: Site, visit: Visit
     page.keyboard.press("Enter")
     expect(beside.get_by_role("heading")).to_have_text(f"Examples of feature {feature}")
     found = site.alice.get(f"/v1/harvests/{view.id}/surveys/{survey.survey.job}?feature={feature}")
-    (density,), (mean,) = found["figures"]["density"], found["figures"]["mean"]
+    (density,) = found["figures"]["density"]
+    (mean,) = found["figures"]["mean"]
     expect(beside).to_contain_text(f"Active on {round(100 * density, 2):g} %")
     expect(beside).to_contain_text(f"its mean is {mean:.4g}")
     shown = [
@@ -332,7 +334,9 @@ def test_a_direction_of_two_lists_is_tried_and_saved(site: Site, visit: Visit) -
     page.get_by_role("button", name="Save", exact=True).click()
     expect(page.get_by_role("group", name="Module coast")).to_be_visible()
     (entry,) = site.alice.get("/v1/artifacts/modules/coast")["entries"]
-    assert (entry["layers"], entry["norm_match"], entry["scale"]) == ([2], True, 0.2)
+    assert entry["layers"] == [2]
+    assert entry["norm_match"] is True
+    assert entry["scale"] == 0.2
     expected = ((red + blue) / 2 - office).astype("<f4")
     file = site.alice.http.get("/v1/artifacts/modules/coast/file").content
     (saved,) = (rows for rows in load(file).values() if rows.shape == (HIDDEN,))

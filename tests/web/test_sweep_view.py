@@ -34,11 +34,13 @@ BODY: dict[str, Any] = {
     "hooks": ["resid_pre", "attn_out"],
     "metric": "logit_diff",
 }
-LAYERS, TOKENS = 4, len(PAIR["corrupt"])  # of the fake engine; a token is a character
+LAYERS = 4  # of the fake engine
+TOKENS = len(PAIR["corrupt"])  # a token is a character
 CELLS = 2 * LAYERS * TOKENS
 #: Steps of the engine: enough for some cells after the ten that measure the unpatched prompts and
 #: the noise; and for more, but not all.
-SOME, MORE = 30, 60
+SOME = 30
+MORE = 60
 
 
 def submitted(site: Site, **changes: Any) -> str:
@@ -170,9 +172,8 @@ def test_tokens_are_shown_as_the_server_aligns_them(site: Site, visit: Visit) ->
         for column in plan["columns"]
         if column["positions"]
     )
-    assert (len(above), len(below)) == (len(PAIR["clean"]), len(PAIR["corrupt"])), (
-        "no token is left out"
-    )
+    assert len(above) == len(PAIR["clean"]), "no token is left out"
+    assert len(below) == len(PAIR["corrupt"]), "no token is left out"
     expect(visit.page.locator(".planned .note")).to_have_text(
         [f"Note: {note}" for note in plan["notes"]]
     )
@@ -459,11 +460,9 @@ def test_enter_on_a_cell_looks_closer_as_a_study_does(site: Site, visit: Visit) 
     assert site.alice.wait(new)["state"] == "succeeded"
     closer = seen(site, new)
     expect(visit.page.locator(".sweep-state")).to_contain_text("4 of 4 cells")
-    assert (closer.result.hooks, closer.result.layers, closer.result.pairs[0].positions) == (
-        ["pre_attn"],
-        [0, 1, 2, 3],
-        [[0]],
-    )
+    assert closer.result.hooks == ["pre_attn"]
+    assert closer.result.layers == [0, 1, 2, 3]
+    assert closer.result.pairs[0].positions == [[0]]
 
 
 def test_a_box_of_cells_is_chosen_by_mouse_and_by_shift_and_arrows(
@@ -585,11 +584,10 @@ def test_exports_are_the_grid_of_the_server(site: Site, visit: Visit) -> None:
         (record["layer"], record["column"]) for record in wanted
     ]
     study = PatchStudy.load(downloaded(visit, "JSON"))
-    assert (study.job, study.request, study.result) == (
-        view.job.id,
-        view.request,
-        renamed(view.result, {"pre_attn": "resid_pre"}),  # the name that was asked for
-    )
+    assert study.job == view.job.id
+    assert study.request == view.request
+    asked = {"pre_attn": "resid_pre"}  # the name that was asked for
+    assert study.result == renamed(view.result, asked)
     picture = downloaded(visit, "PNG").read_bytes()
     assert picture[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(picture[16:20]) > 800
@@ -776,10 +774,12 @@ def test_estimates_stand_beside_exact_values_with_disagreeing_cells_marked(
         for value in chain.from_iterable(rows)
         if value is not None
     )
-    off, known = sum(cell["off"] for cell in answer["checked"]), len(answer["checked"])
+    off = sum(cell["off"] for cell in answer["checked"])
+    known = len(answer["checked"])
     assert 0 < off < known
     early = json.loads(json.dumps(view))
-    early["job"]["finished"], early["result"]["estimated"][0]["checked"] = None, []
+    early["job"]["finished"] = None
+    early["result"]["estimated"][0]["checked"] = []
     for rows in early["result"]["pairs"][0]["grids"].values():
         rows[:] = [[None] * len(row) for row in rows]
     assert visit.page.evaluate(LATER, [early, view]) == known

@@ -162,7 +162,8 @@ def test_copied_code_sends_the_same_request(
     user.post(path, model=MODEL, **body)
     [first] = user.get("/v1/jobs")["jobs"]
     asked = user.get(f"/v1/jobs/{first['id']}/request")
-    assert (asked["path"], asked["body"]) == (path, {"model": MODEL, **body})
+    assert asked["path"] == path
+    assert asked["body"] == {"model": MODEL, **body}
     visit.log_in(user, f"jobs/{first['id']}")
     for language in ("Python", "curl", "CLI"):
         visit.run_code(user, language)
@@ -170,7 +171,8 @@ def test_copied_code_sends_the_same_request(
         again = user.get(f"/v1/jobs/{newest}/request")
         assert again["prompts"] == asked["prompts"]
         if language == "curl":
-            assert (again["path"], again["body"]) == (asked["path"], asked["body"])
+            assert again["path"] == asked["path"]
+            assert again["body"] == asked["body"]
     assert len(user.get("/v1/jobs")["jobs"]) == 4
 
 
@@ -212,7 +214,8 @@ def crowd(site: Site, tenant: str, count: int) -> list[str]:
     """Records of jobs that are over, oldest first."""
 
     async def fill(ledger: Ledger) -> list[str]:
-        start, names = now() - count, [new_job_id() for _ in range(count)]
+        start = now() - count
+        names = [new_job_id() for _ in range(count)]
         pipe = ledger.redis.pipeline(transaction=False)
         for number, name in enumerate(names):
             record = {

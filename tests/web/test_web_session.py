@@ -49,12 +49,10 @@ def test_the_key_is_in_no_address_and_no_storage(site: Site, visit: Visit) -> No
     assert addresses
     assert [url for url in addresses if secret in url or not url.startswith(site.url)] == []
     [cookie] = visit.context.cookies()
-    assert (cookie["httpOnly"], cookie["sameSite"], cookie["path"], cookie["secure"]) == (
-        True,
-        "Strict",
-        "/",
-        False,
-    )
+    assert cookie["httpOnly"] is True
+    assert cookie["sameSite"] == "Strict"
+    assert cookie["path"] == "/"
+    assert cookie["secure"] is False
     assert re.fullmatch(r"[0-9a-f]{64}", cookie["value"])
 
 
@@ -70,7 +68,8 @@ def test_a_revoked_key_ends_the_view(site: Site, visit: Visit) -> None:
 @pytest.mark.smoke
 def test_jobs_of_another_tenant_are_not_shown(site: Site, visit: Visit) -> None:
     with held(site):
-        hers, his = site.alice.submit(), site.bob.submit()
+        hers = site.alice.submit()
+        his = site.bob.submit()
         visit.log_in(site.alice)
         row = visit.page.locator(f'tr[data-id="{hers}"]')
         expect(row).to_contain_text("running")

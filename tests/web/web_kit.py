@@ -43,7 +43,8 @@ expect.set_options(timeout=LONG_S * 1000)
 ADMIN = new_key()
 MODEL = "fake-model"
 PNG = b"\x89PNG"  # the beginning of such a file
-WIDE, NARROW = (1280, 900), (390, 844)
+WIDE = (1280, 900)
+NARROW = (390, 844)
 
 
 def saved(page: Page, title: str, kind: str) -> bytes:
@@ -99,7 +100,9 @@ class User:
                 name=f"{tenant}'s laptop", tenant=tenant, scopes=list(scopes or ("submit", "read"))
             )  # type: ignore[arg-type]
             key = site.stack.do(lambda ledger: LedgerKeys(ledger).create(request))
-        self.tenant, self.key, self.id = tenant, key.key, key.id
+        self.tenant = tenant
+        self.key = key.key
+        self.id = key.id
         self.http = httpx2.Client(
             base_url=site.url, headers={"Authorization": f"Bearer {key.key}"}, timeout=LONG_S
         )
@@ -155,7 +158,8 @@ class Site:
 
     def __enter__(self) -> "Site":
         self.stack.start()
-        self.alice, self.bob = User(self, "alice"), User(self, "bob")
+        self.alice = User(self, "alice")
+        self.bob = User(self, "bob")
         self.operator = User(self, "default", "admin")
         until(lambda: self.alice.get("/v1/models")["data"], "a model")
         return self
@@ -198,7 +202,8 @@ class Visit:
     """
 
     def __init__(self, context: BrowserContext, url: str) -> None:
-        self.context, self.url = context, url
+        self.context = context
+        self.url = url
         self.page: Page = context.new_page()
         self.errors: list[str] = []
         self._allowed: list[str] = []

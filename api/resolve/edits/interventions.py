@@ -282,7 +282,9 @@ def resolve_entry(
     """
     spec = _filled_in(spec)
     place = apply_rules(PLACE_RULES, spec, bounds, at)
-    hook, heads, family = place["hook"], place["heads"], family_of(spec)
+    hook = place["hook"]
+    heads = place["heads"]
+    family = family_of(spec)
     if heads:
         spec = widened(spec, heads, bounds.model)
     made = apply_rules(RULES[family.name], spec, bounds, at)

@@ -224,15 +224,14 @@ class _Writing:
         self._text = ""
         self._sent_tokens = 0
         self._sent_text = 0
-        self._ask, self._dice = (
-            ask,
-            Dice(tokenizer, ask.token_ids, ask.sampling.seed, steering, weights),
-        )
+        self._ask = ask
+        self._dice = Dice(tokenizer, ask.token_ids, ask.sampling.seed, steering, weights)
         self._decode: Callable[[list[int]], str] = tokenizer.decode
         #: Characters held back while they may turn out to begin a stop string.
         self._held_back = max((len(stop) for stop in ask.sampling.stop), default=1) - 1
         self._stop_at, self._probe = _crossing(ask)
-        self._reason = self._probe if self._probe.startswith("policy:") else f"probe:{self._probe}"
+        is_policy = self._probe.startswith("policy:")
+        self._reason = self._probe if is_policy else f"probe:{self._probe}"
         if self._stop_at < len(ask.token_ids):
             self.finish_reason = self._reason
 
@@ -242,7 +241,8 @@ class _Writing:
         self._text += self._decode(self.token_ids[-1:])
         ends = [result for stop in sampling.stop if (result := self._text.find(stop)) >= 0]
         if ends:
-            self._text, self.finish_reason = self._text[: min(ends)], "stop"
+            self._text = self._text[: min(ends)]
+            self.finish_reason = "stop"
         elif self.token_ids[-1] in sampling.stop_token_ids:
             self.finish_reason = "stop"
         elif self._stop_at < len(self._ask.token_ids) + len(self.token_ids):
@@ -256,9 +256,11 @@ class _Writing:
             if self.finish_reason
             else max(len(self._text) - self._held_back, self._sent_text)
         )
-        text, tokens = self._text[self._sent_text : until], self.token_ids[self._sent_tokens :]
+        text = self._text[self._sent_text : until]
+        tokens = self.token_ids[self._sent_tokens :]
         first = len(self._ask.token_ids) - 1 + self._sent_tokens
-        self._sent_text, self._sent_tokens = until, len(self.token_ids)
+        self._sent_text = until
+        self._sent_tokens = len(self.token_ids)
         scores = (
             [self._score(position) for position in range(first, first + len(tokens))]
             if self._ask.stream and self._ask.probes

@@ -80,7 +80,9 @@ class FakeGrades:
     def __init__(
         self, store: ArtifactStore, runs: Callable[[], dict[str, RunFiles]], weights: int = 0
     ) -> None:
-        self._store, self._runs, self._weights = store, runs, weights
+        self._store = store
+        self._runs = runs
+        self._weights = weights
         self._kept: dict[str, tuple[Sequence[int], Sequence[Edit]]] = {}
         self._read: dict[str, dict[tuple[str, int], np.ndarray]] = {}
 
@@ -115,7 +117,13 @@ class FakeGrades:
                         else self._row(parse_row(name))
                     )
                     edits += replaced(
-                        entry.hook, layer, position, token_ids, row, entry.numbers[0], self._weights
+                        entry.hook,
+                        layer,
+                        position,
+                        token_ids,
+                        row,
+                        alpha=entry.numbers[0],
+                        weights=self._weights,
                     )
                 else:
                     edits.append(

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 #: Every this many cells, the estimate is wrong, by this many nats.
-OFF, ERROR = 5, 3.0
+OFF = 5
+ERROR = 3.0
 
 
 class FakeGradients(FakeEngine):
@@ -143,9 +144,13 @@ def feature_estimate(sweep: StoredSweep, pair: int, sae: Autoencoder, weights: i
     """
     import torch
 
-    stored, how, layer = sweep.pairs[pair], sweep.attributed, sweep.layers[0]
+    stored = sweep.pairs[pair]
+    how = sweep.attributed
+    layer = sweep.layers[0]
     assert how is not None
-    hook, base, scores = sweep.hooks[0], measured(stored.base, [], stored), list[FeatureScore]()
+    hook = sweep.hooks[0]
+    base = measured(stored.base, [], stored)
+    scores = list[FeatureScore]()
     for number, column in enumerate(stored.columns):
         for to, of in column.places:  # one each
             ours, theirs = (
@@ -153,7 +158,9 @@ def feature_estimate(sweep: StoredSweep, pair: int, sae: Autoencoder, weights: i
                 for place, prompt in ((to, stored.base), (of, stored.source))
             )
             parts = sae.exchange(ours, theirs)
-            differ = [*parts.change[0].nonzero()[:, 0].tolist(), *[-1] * bool(parts.error.any())]
+            differ = parts.change[0].nonzero()[:, 0].tolist()
+            if parts.error.any():
+                differ.append(-1)
             for feature in differ:
                 row = from_numpy(sae.exchanged(ours, parts, feature)[0].numpy())
                 edit = hook, layer, to, to_msgpack(("replace", [content_hash(row)], [1.0], 1.0))
@@ -177,7 +184,8 @@ def is_off(place: int) -> bool:
 
 def measured(token_ids: list[int], edits: list[Edit], pair: StoredPair) -> float:
     """The difference between answer and foil, of one token each, in nats."""
-    (answer,), (foil,) = pair.answer, pair.foil
+    (answer,) = pair.answer
+    (foil,) = pair.foil
     return expected_logprob(token_ids, edits, answer) - expected_logprob(token_ids, edits, foil)
 
 

@@ -25,7 +25,8 @@ HIDDEN_SIZE = 8
 VOCABULARY = 256  # one token per byte, special ones aside
 FAKE_LINEAR = "model.layers.*.mlp.up_proj"
 LORA_SHAPE = LoraModule(inputs=HIDDEN_SIZE, outputs=HIDDEN_SIZE, layers=f"0-{NUM_LAYERS - 1}")
-BOS, EOS = "<bos>", "<eos>"
+BOS = "<bos>"
+EOS = "<eos>"
 MAX_MODEL_LEN = 4096
 
 _CHAT_TEMPLATE = (

@@ -38,9 +38,10 @@ class FakeFaults:
 
     def switch(self, text: str) -> None:
         """Have these faults from now on."""
+        parts = [part.partition(":") for part in text.split(";") if part]
         self._known = {
             name: dict(pair.split("=", 1) for pair in rest.split(",") if pair)
-            for name, _, rest in [part.partition(":") for part in text.split(";") if part]
+            for name, _, rest in parts
         }
 
     def get(self, name: str) -> dict[str, str] | None:
@@ -84,7 +85,9 @@ class FakeRank:
     """Rank `rank`, at place `tp` of stage `pp`."""
 
     def __init__(self, rank: int, tp: int, pp: int, settings: Settings, faults: FakeFaults) -> None:
-        self.rank, self.tp, self.pp = rank, tp, pp
+        self.rank = rank
+        self.tp = tp
+        self.pp = pp
         self.ledger = ActionLedger()
         self.step = 0
         #: A real rank's figures of the scheduler, its writer and its outbox.
@@ -95,7 +98,8 @@ class FakeRank:
         self.saes: set[str] = set()  # digests
         self._rows: Counter[str] = Counter()
         self._live: dict[str, list[str]] = {}  # request → keys of its rows
-        self._settings, self._faults = settings, faults
+        self._settings = settings
+        self._faults = faults
 
     # What the worker calls, by these names
 
@@ -155,7 +159,10 @@ class FakeRank:
     @_failing("restart")
     def midstream_restart_ledger(self) -> Answer:
         self.ledger.restart()
-        self.vectors, self.runs, self._rows, self._live = {}, {}, Counter(), {}
+        self.vectors = {}
+        self.runs = {}
+        self._rows = Counter()
+        self._live = {}
         return _FINE
 
     def midstream_fingerprint(self) -> str:

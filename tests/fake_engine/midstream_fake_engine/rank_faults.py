@@ -222,7 +222,8 @@ def _put(faults: Faults, original: Callable[..., None], due: list[int]) -> None:
 
 def _content(faults: Faults, tables: Any, original: Callable[..., Any], row: Any) -> Any:
     """What is written to the table instead of a row's content."""
-    joined, table = original(row), tables.of(row)
+    joined = original(row)
+    table = tables.of(row)
     if "skip_action" in faults:  # the ledger, which is called next, consumes it
         return table._join({})
     if joined.content and faults.once("alter_action"):
@@ -298,7 +299,9 @@ class FaultyRank:
 
         module: Any = worker_class  # whose imports are replaced
         faults = self.midstream_faults = Faults(plane_config().fault, self.rank)
-        complete, install_sites, make_plane = module.complete, module.install, module.DataPlane
+        complete = module.complete
+        install_sites = module.install
+        make_plane = module.DataPlane
         if "lose_law" in faults:
             wrap(module_laws.ModuleLaws, "mlp", lambda *_: faults.check("lose_law"))
 

@@ -76,7 +76,8 @@ class FakeRanks:
             FakeRank(rank, tp, pp, settings, faults) for rank, (pp, tp) in enumerate(places)
         ]
         self._installed = installed or {}
-        self._identity, self._weights = identity_of(settings), weights_of(settings)
+        self._identity = identity_of(settings)
+        self._weights = weights_of(settings)
         self._outboxes: list[Outbox] = []
         self._writers: list[CaptureWriter] = []
         self._grades = FakeGrades(
@@ -114,9 +115,8 @@ class FakeRanks:
 
         Raises MidstreamError("intervention_failed") when it cannot be steered.
         """
-        check_apply_results(
-            "steering a request", [rank.begin(spec) for rank in self.ranks], self.world
-        )
+        results = [rank.begin(spec) for rank in self.ranks]
+        check_apply_results("steering a request", results, self.world)
 
     def end(self, spec: RankSpec) -> None:
         """The request has left every rank."""
@@ -230,7 +230,8 @@ class FakeRanks:
         """Return the scores of the probes with layers on this stage: at position p label number
         n has the score p + n; if the only label is `token`, the token's id is the score.
         """
-        watch, positions = self._watch(finished, pp), len(finished.fed)
+        watch = self._watch(finished, pp)
+        positions = len(finished.fed)
         if watch is None:
             return []
         gates = gates_of(finished.spec, watch)
@@ -244,7 +245,8 @@ class FakeRanks:
         probes = [probe for probe in finished.spec.probes if probe.content.layer in share]
         if not probes:
             return None
-        spec, positions = finished.spec, len(finished.fed)
+        spec = finished.spec
+        positions = len(finished.fed)
         watch = Watch(spec.key, probes, prompt_tokens=spec.prompt_tokens)
         for probe, column in zip(probes, watch.kind.columns, strict=True):
             scores = np.arange(positions)[:, None] + np.arange(len(column))
@@ -255,7 +257,8 @@ class FakeRanks:
 
     def _applied(self, finished: _Finished, pp: int) -> int:
         """Token rows that steering would have changed on a stage, over its layers."""
-        rows, watch = 0, self._watch(finished, pp)
+        rows = 0
+        watch = self._watch(finished, pp)
         for entry in finished.spec.steering:
             layers = len(set(entry.layers) & set(self._stages[pp].tolist()))
             named = select(entry.positions, 0, len(finished.fed), len(finished.prompt))

@@ -85,7 +85,8 @@ def _features(capture: FinishedCapture, stored_features: StoredFeatures) -> Feat
     asked for are inactive.
     """
     ((hook, (layer,)),) = capture.sites.items()
-    places, count = np.arange(stored_features.top_k), len(capture.positions)
+    places = np.arange(stored_features.top_k)
+    count = len(capture.positions)
     present = places < -(-stored_features.top_k // 2)
     tokens = np.array(capture.token_ids, dtype="<i4").reshape(count, 1)
     return FeaturesPart(

@@ -18,7 +18,9 @@ class _Switched:
     """The rank's faults as they are now."""
 
     def __init__(self, config: Any, rank: int) -> None:
-        self._text, self._rank, self._told = config.fault, rank, told(config, rank)
+        self._text = config.fault
+        self._rank = rank
+        self._told = told(config, rank)
         self._told.unlink(missing_ok=True)
 
     def __contains__(self, name: str) -> bool:

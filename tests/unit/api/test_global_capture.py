@@ -11,14 +11,10 @@ from midstream.schemas.settings.settings import GlobalCapture, Settings, Setting
 def test_positions_and_tag_are_read_and_nothing_is_captured_without_hooks() -> None:
     assert parse("") == parse("  ") == []
     assert parse("post_block", "all_generated", "ops")[0].positions == "all_generated"
-    assert (
-        parse("post_block", "0, 5,-1", "ops")[0].positions,
-        parse("post_block", "0", "ops")[0].tag,
-    ) == ([0, 5, -1], "ops")
-    assert (
-        parse("post_block", "5:")[0].positions,
-        parse("post_block", " 0, 5:-1 ")[0].positions,
-    ) == (Span(start=5), [0, Span(start=5, stop=-1)])
+    assert parse("post_block", "0, 5,-1", "ops")[0].positions == [0, 5, -1]
+    assert parse("post_block", "0", "ops")[0].tag == "ops"
+    assert parse("post_block", "5:")[0].positions == Span(start=5)
+    assert parse("post_block", " 0, 5:-1 ")[0].positions == [0, Span(start=5, stop=-1)]
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,8 @@ def test_a_refusal_names_each_host_once(settings: Settings, allowed: str) -> Non
 def test_where_and_how_the_api_listens_decides_which_hosts_and_origins_are_allowed(
     settings: Settings, hosts: list[str], origin: str, said: str
 ) -> None:
-    assert refused(settings, hosts, [origin] * bool(origin), "POST" if origin else "GET") == said
+    origins = [origin] if origin else []
+    assert refused(settings, hosts, origins, "POST" if origin else "GET") == said
 
 
 @pytest.mark.parametrize(
@@ -138,11 +139,9 @@ def test_where_and_how_the_api_listens_decides_which_hosts_and_origins_are_allow
     ],
 )
 def test_cross_origin_pages_may_only_read(origin: str) -> None:
-    assert (
-        refused(OPEN, ["localhost:8321"], [origin], "POST"),
-        refused(OPEN, ["localhost:8321"], [OWN, origin], "DELETE"),
-        refused(OPEN, ["localhost:8321"], [origin]),
-    ) == ("cross_site", "cross_site", "")
+    assert refused(OPEN, ["localhost:8321"], [origin], "POST") == "cross_site"
+    assert refused(OPEN, ["localhost:8321"], [OWN, origin], "DELETE") == "cross_site"
+    assert refused(OPEN, ["localhost:8321"], [origin]) == ""
 
 
 def test_same_origin_pages_may_write() -> None:

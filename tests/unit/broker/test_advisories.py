@@ -40,5 +40,6 @@ def test_the_doctor_warns_of_a_server_with_published_faults(
     findings = redis_checks.redis_server(service)
     assert next(findings).about == "redis"
     warned = next(findings)
-    assert (warned.about, warned.level) == ("redis version", "warn")
+    assert warned.about == "redis version"
+    assert warned.level == "warn"
     assert "CVE-2026-81934" in warned.found

@@ -22,7 +22,8 @@ from midstream.schemas.requests.attributions import (
     Verify,
 )
 
-LAYERS, COLUMNS = 6, 8
+LAYERS = 6
+COLUMNS = 8
 CELLS = LAYERS * COLUMNS
 
 
@@ -67,7 +68,8 @@ def records(asked: StoredSweep, stored: Estimate, exact: dict[int, float]) -> di
 def test_top_random_and_doubtful_cells_are_chosen() -> None:
     asked = sweep(Verify(top=2, random=5, doubtful=2))
     stored = estimate({3: -4.0, 9: 2.0, 20: 1.0}, doubtful=[9, 20, 7, 30, 31])
-    chosen, first = chosen_cells(asked, 0, stored), Units(asked).first_cell
+    chosen = chosen_cells(asked, 0, stored)
+    first = Units(asked).first_cell
     assert chosen["top"] == [first + 3, first + 9]
     assert chosen["doubtful"] == [first + 20, first + 30], "7 is skipped, 9 is a top cell"
     assert len({*chosen["random"]}) == 5
@@ -115,7 +117,8 @@ def test_equal_values_share_their_mean_rank(
 def test_a_cell_is_off_beyond_noise_floor_and_tolerance(apart: float) -> None:
     """Effects are compared: each worker's values lie around its own unpatched prompt's."""
     asked = sweep(Verify(top=2, random=0, doubtful=0, tolerance=0.5))
-    first, stored = Units(asked).first_cell, estimate({3: 4.0, 9: 2.0})
+    first = Units(asked).first_cell
+    stored = estimate({3: 4.0, 9: 2.0})
     values = [value and value + apart for value in stored.values]
     chosen = Estimate(base=10.0 + apart, values=values, chosen={"top": [first + 3, first + 9]})
     found = pair_attribution(asked, 0, records(asked, chosen, {3: 4.59, 9: 2.61}))
@@ -124,9 +127,8 @@ def test_a_cell_is_off_beyond_noise_floor_and_tolerance(apart: float) -> None:
         (1, 1, True),
     ]
     assert [cell.difference for cell in found.checked] == pytest.approx([-0.59, -0.61])
-    assert [cell.estimate_effect - cell.exact_effect for cell in found.checked] == pytest.approx(
-        [-0.59, -0.61]
-    )
+    effects = [cell.estimate_effect - cell.exact_effect for cell in found.checked]
+    assert effects == pytest.approx([-0.59, -0.61])
 
 
 def test_recall_is_of_known_cells_and_needs_others_than_the_top() -> None:
@@ -140,15 +142,21 @@ def test_recall_is_of_known_cells_and_needs_others_than_the_top() -> None:
     more = Estimate(base=10.0, values=values, chosen=top | {"random": [first + 1, first + 2]})
     found = pair_attribution(asked, 0, records(asked, more, exact | {1: 0.0, 2: -3.0}))
     recall = found.recall
-    assert (recall.known, recall.found, recall.recall) == (4, 1, 0.5)
-    assert (found.random.cells, found.random.spearman, found.random.unchanged) == (2, None, 1)
+    assert recall.known == 4
+    assert recall.found == 1
+    assert recall.recall == 0.5
+    assert found.random.cells == 2
+    assert found.random.spearman is None
+    assert found.random.unchanged == 1
 
 
 def run_adaptive(
     asked: StoredSweep, stored: Estimate, truth: dict[int, float]
 ) -> tuple[set[int], Any, int]:
     """Rounds to the end; the indices of the cells looked at, what is said of the rest, rounds."""
-    first, exact, rounds = Units(asked).first_cell, dict[int, float](), 0
+    first = Units(asked).first_cell
+    exact = dict[int, float]()
+    rounds = 0
     while True:
         following = adaptive_round(asked, 0, stored, records(asked, stored, exact))
         if not following.cells:
@@ -160,12 +168,14 @@ def run_adaptive(
 
 def test_adaptive_stops_soon_where_estimates_are_right() -> None:
     truth = {3: 4.0, 9: 2.0, 20: 1.0}
-    looked, left, rounds = run_adaptive(
-        sweep(Verify(top=2), method="adaptive", budget=16), estimate(truth), truth
-    )
+    asked = sweep(Verify(top=2), method="adaptive", budget=16)
+    looked, left, rounds = run_adaptive(asked, estimate(truth), truth)
     assert {3, 9} <= looked
     assert len(looked) <= 8
-    assert (left.settled, left.last, left.sampled, rounds) == (True, 2.0, 4, 2)
+    assert left.settled
+    assert left.last == 2.0
+    assert left.sampled == 4
+    assert rounds == 2
     assert left.cells == LAYERS * (COLUMNS - 1) - len(looked)
 
 
@@ -176,7 +186,9 @@ def test_adaptive_is_settled_only_where_a_sample_says_so(
     """There are 20 grids whose estimates err by factors. `found`: how many of the 5 top cells of
     each it finds; `wrong`: how many grids it calls settled without one of them.
     """
-    chance, top, missed = np.random.default_rng(3), 0, 0
+    chance = np.random.default_rng(3)
+    top = 0
+    missed = 0
     asked = sweep(Verify(top=5), method="adaptive", budget=126)
     asked = replace(asked, hooks=["pre_attn", "attn_out", "mlp_out"], layers=list(range(30)))
     for _ in range(20):
@@ -185,11 +197,15 @@ def test_adaptive_is_settled_only_where_a_sample_says_so(
             near = np.exp(-(((np.arange(30) - layer) / 2) ** 2))
             exact[hook, :, column] += chance.uniform(1, 4) * near
         sizes = exact * np.exp(chance.normal(0, noise, exact.shape))
-        stored, truth = Estimate(base=0.0, values=sizes.ravel().tolist()), exact.ravel().tolist()
+        stored = Estimate(base=0.0, values=sizes.ravel().tolist())
+        truth = exact.ravel().tolist()
         looked, left, _ = run_adaptive(asked, stored, dict(enumerate(truth)))
         of_top = len({*np.argsort(truth)[-5:].tolist()} & looked)
-        top, missed = top + of_top, missed + (left.settled and of_top < 5)
-    assert (top >= found, missed <= wrong) == (True, True), (top, missed)
+        top += of_top
+        if left.settled and of_top < 5:
+            missed += 1
+    assert top >= found, (top, missed)
+    assert missed <= wrong, (top, missed)
 
 
 def test_adaptive_ends_with_its_budget_and_admits_it() -> None:
@@ -210,7 +226,8 @@ def features(count: int) -> list[FeatureScore]:
 def test_features_are_chosen_compared_and_kept_apart_from_the_grid() -> None:
     sae = StoredSae(name="s", digest="", path="s", hook="post_block", layer=0, bytes=1)
     asked = sweep(Verify(top=3, random=4, doubtful=0, tolerance=0.5), sae=sae)
-    units, scores = Units(asked), features(9)
+    units = Units(asked)
+    scores = features(9)
     # the last one is not among the listed features; the second is among the top ones
     stored = Estimate(
         base=10.0, features=scores[:8], drawn=[scores[number] for number in (1, 5, 8)]
@@ -237,6 +254,8 @@ def test_features_are_chosen_compared_and_kept_apart_from_the_grid() -> None:
         (0, 7, 11.0, True),
     ]
     assert [cell.why for cell in found.checked][1] == ["top", "random"]
-    assert (found.random.cells, found.random.spearman) == (3, 1.0)
-    assert (found.recall.known, found.recall.found) == (5, 2)
+    assert found.random.cells == 3
+    assert found.random.spearman == 1.0
+    assert found.recall.known == 5
+    assert found.recall.found == 2
     assert found.estimates == {"post_block": [[None] * COLUMNS] * LAYERS}

@@ -23,10 +23,8 @@ from midstream.schemas.settings.settings import Settings, SettingsError
 
 def test_a_new_key_is_readable_by_its_owner_alone_and_never_written_over(tmp_path: Path) -> None:
     private, public = new_keys("worker", "w1", tmp_path / "keys")
-    assert (private, public) == (
-        tmp_path / "keys" / "w1.key",
-        tmp_path / "keys" / "clients" / "w1.pub",
-    )
+    assert private == tmp_path / "keys" / "w1.key"
+    assert public == tmp_path / "keys" / "clients" / "w1.pub"
     assert stat.S_IMODE(private.stat().st_mode) == 0o600
     assert secret_key(str(private))[0] == public.read_text().strip()
     with pytest.raises(MidstreamError, match=r"w1\.key already exists"):

@@ -15,9 +15,8 @@ def test_the_head_of_outputs_has_the_first_text(outputs: int, length: int) -> No
         index=0, text="é日" * (length // 2), token_ids=[1], finish_reason="stop", prompt_tokens=3
     )
     second = Output(index=1, text="no", token_ids=[], finish_reason="stop", prompt_tokens=1)
-    assert _output(to_msgpack([first] + [second] * (outputs - 1))[:OUTPUT_BYTES]) == shortened(
-        first.text, SHOWN
-    )
+    head = to_msgpack([first] + [second] * (outputs - 1))[:OUTPUT_BYTES]
+    assert _output(head) == shortened(first.text, SHOWN)
 
 
 def test_no_outputs_are_no_text() -> None:

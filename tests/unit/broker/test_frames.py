@@ -60,7 +60,9 @@ def test_a_refusal_names_both_versions() -> None:
             frames.refuse(b"\x09\x03rest in an unknown layout", "protocol", "upgrade the older one")
         )
     )
-    assert (told.protocol, told.peer_protocol, told.version) == (PROTOCOL, 9, __version__)
+    assert told.protocol == PROTOCOL
+    assert told.peer_protocol == 9
+    assert told.version == __version__
     assert (
         f"uses protocol {PROTOCOL} (midstream {__version__}), but the sender uses 9" in told.detail
     )

@@ -26,7 +26,8 @@ Said = Callable[[], list[str]]
 def said(capsys: pytest.CaptureFixture[str]) -> Iterator[Said]:
     """Gives the lines since it was last called; the logging of the test run is put back."""
     root = logging.getLogger()
-    handlers, level = list(root.handlers), root.level
+    handlers = list(root.handlers)
+    level = root.level
     yield lambda: capsys.readouterr().err.splitlines()
     root.handlers[:] = handlers
     root.setLevel(level)

@@ -35,8 +35,10 @@ def there() -> set[Metric]:
     """Those that any process registers. (A worker registers its own when its engine runs.)"""
     found = set()
     for collector in [*REGISTRY._collector_to_names, ScrapedMetrics(OF_WORKER, list)]:
+        if not hasattr(collector, "describe"):
+            continue
         labels = getattr(collector, "_labelnames", None)
-        for family in collector.describe() if hasattr(collector, "describe") else ():
+        for family in collector.describe():
             if family.name.startswith("midstream_") and not family.name.startswith(
                 "midstream_http"
             ):

@@ -24,20 +24,20 @@ NOBODY = "tcp://127.0.0.1:9"  # the discard port: nothing listens
 
 def receipt(number: int, worker: str = "w", rank: int = 0) -> Receipt:
     return Receipt(
-        "0.1.0",
-        worker,
-        "boot",
-        f"job_{number}",
-        0,
-        1,
-        rank,
-        1,
-        rank,
-        0,
-        number,
-        number,
-        f"{number:016x}",
-        "ok",
+        version="0.1.0",
+        worker=worker,
+        boot="boot",
+        job=f"job_{number}",
+        request=0,
+        attempt=1,
+        rank=rank,
+        world=1,
+        tp=rank,
+        pp=0,
+        step=number,
+        actions=number,
+        checksum=f"{number:016x}",
+        status="ok",
     )
 
 
@@ -118,7 +118,8 @@ def test_what_was_appended_is_durable_when_close_returns_and_the_next_process_ha
             first.append(receipt(number))
         epoch = first.epoch
     with Outbox(tmp_path, "w", 0, NOBODY) as second:
-        assert (second.epoch, second.depth()) == (epoch, 300)
+        assert second.epoch == epoch
+        assert second.depth() == 300
         second.append(receipt(300))
     assert rows_on_disk(second.path) == [(number + 1, f"job_{number}.1") for number in range(301)]
 
@@ -242,9 +243,11 @@ def test_a_damaged_database_is_moved_aside_and_its_epoch_remembered(
 
     store = Store(tmp_path, "w", 0)
     assert store.epoch != former
-    assert (store.last, store.read(0, 10)) == (0, [])
+    assert store.last == 0
+    assert store.read(0, 10) == []
     (lost,) = store.past_epochs()
-    assert (lost.epoch, lost.last) == (former, 400)
+    assert lost.epoch == former
+    assert lost.last == 400
     assert lost.jobs == [(number + 1, f"job_{number}") for number in range(400)]
     assert len(list(tmp_path.glob("w.rank0.sqlite.damaged-*"))) == (how != "removed")
     store.forget(former)
@@ -259,7 +262,9 @@ def test_numbers_go_on_after_everything_was_acknowledged_and_deleted(tmp_path: P
     store.commit([], acked=5, prune=5)
     store.close()
     store = Store(tmp_path, "w", 0)
-    assert (store.last, store.acked, store.read(0, 10)) == (5, 5, [])
+    assert store.last == 5
+    assert store.acked == 5
+    assert store.read(0, 10) == []
     assert store.commit([("job", b"y")]) == 6
     store.close()
 

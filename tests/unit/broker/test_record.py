@@ -87,8 +87,11 @@ def read(stored: dict[str, bytes]) -> record.JobRecord:
 
 def test_a_stored_record_is_read() -> None:
     known = read(STORED)
-    assert (known.captures, known.steers, known.everyone) == (True, True, False)
-    assert (known.retried, known.lora) == ("ranks disagreed", LoraUse(name="l", digest="d"))
+    assert known.captures
+    assert known.steers
+    assert not known.everyone
+    assert known.retried == "ranks disagreed"
+    assert known.lora == LoraUse(name="l", digest="d")
     assert views.view(known, Settings()) == JobView(
         id="job_a",
         kind="generate",
@@ -123,8 +126,14 @@ def test_a_record_from_before_tenants_is_read() -> None:
     view = views.view(
         read({name: value for name, value in STORED.items() if name not in late}), Settings()
     )
-    assert (view.tenant, view.priority, view.identity, view.run) == ("default", "normal", "", "")
-    assert (view.contents, view.modules, view.runs, view.lora) == ({}, {}, {}, None)
+    assert view.tenant == "default"
+    assert view.priority == "normal"
+    assert view.identity == ""
+    assert view.run == ""
+    assert view.contents == {}
+    assert view.modules == {}
+    assert view.runs == {}
+    assert view.lora is None
 
 
 def test_no_state_means_no_job() -> None:

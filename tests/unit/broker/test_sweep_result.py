@@ -64,11 +64,9 @@ def test_grids_hold_values_in_place_and_null_elsewhere() -> None:
         "attn_out": [[None] * 3, [None] * 3],
     }
     assert result.pairs[1].grids["attn_out"] == [[None, -2.0, None], [None] * 3]
-    assert (result.pairs[0].labels, result.pairs[0].positions, result.pairs[0].notes) == (
-        ["t0", "t1", "x"],
-        [[0], [1], []],
-        ["shifted by one"],
-    )
+    assert result.pairs[0].labels == ["t0", "t1", "x"]
+    assert result.pairs[0].positions == [[0], [1], []]
+    assert result.pairs[0].notes == ["shifted by one"]
 
 
 @pytest.mark.parametrize(
@@ -141,10 +139,16 @@ def test_the_summary_counts_cells_and_tells_baselines_and_noise() -> None:
     }
     found |= {base.unit: base} | noise
     summary = sweep_summary(asked, found, 2.5)
-    assert (summary.cells, summary.skipped, summary.total, summary.seconds) == (1, 1, 12, 2.5)
-    assert (summary.base, summary.source, summary.noise_floor) == ([-4.0], [None], [0.02])
+    assert summary.cells == 1
+    assert summary.skipped == 1
+    assert summary.total == 12
+    assert summary.seconds == 2.5
+    assert summary.base == [-4.0]
+    assert summary.source == [None]
+    assert summary.noise_floor == [0.02]
     result = sweep_result(asked, found, 2.5)
-    assert (result.pairs[0].base.logprob, result.pairs[0].source) == (-5.0, None)
+    assert result.pairs[0].base.logprob == -5.0
+    assert result.pairs[0].source is None
 
 
 def test_cells_skipped_in_advance_are_in_the_start_event() -> None:

@@ -32,7 +32,8 @@ from midstream.schemas.base.states import ENDS
 
 
 def test_the_retry_schedule_is_ten_attempts_over_three_days() -> None:
-    at, seen = 0.0, []
+    at = 0.0
+    seen = []
     while (due := due_again(len(seen) + 1, at, chance=_Least())) is not None:
         seen.append(due - at)
         at = due

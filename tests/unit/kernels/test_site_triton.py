@@ -100,7 +100,8 @@ def test_the_kernels_compile_once_per_dtype_and_width_for_two_gpu_generations(
     answer = _in_its_own_process(
         str(TESTS / "site_compiler.py"), TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)
     )
-    dtypes, widths = 3, 3
+    dtypes = 3
+    widths = 3
     assert json.loads(answer) == {
         architecture: [dtypes * widths] * 3 for architecture in ("80", "90")
     }
@@ -136,6 +137,7 @@ def test_rows_leave_by_one_launch_of_few_programs(
     """A program that waits for the bus keeps a multiprocessor from the next forward."""
     kernel = MagicMock()
     monkeypatch.setattr(triton_rows, "_scatter", kernel)
-    memory, places = torch.zeros(1, 4), torch.zeros(rows, dtype=torch.int64)
+    memory = torch.zeros(1, 4)
+    places = torch.zeros(rows, dtype=torch.int64)
     triton_rows.scatter(memory, memory, places, places)
     assert [grid for _, grid, _ in kernel.mock_calls[::2]] == [((programs,),)]

@@ -68,7 +68,8 @@ def inject(number: int) -> Callable[[pytest.MonkeyPatch, Simulation], None]:
     owner, name, follows = BOUNDARIES[(number + number // len(BOUNDARIES)) % len(BOUNDARIES)]
 
     def prepare(patch: pytest.MonkeyPatch, simulation: Simulation) -> None:
-        function, first = getattr(owner, name), 3 + simulation.seed % 17
+        function = getattr(owner, name)
+        first = 3 + simulation.seed % 17
 
         def failing(*arguments: Any, **named: Any) -> Any:
             due = simulation.step >= first and not simulation.failed_at

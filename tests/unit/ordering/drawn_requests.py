@@ -33,7 +33,8 @@ from midstream.schemas.requests.specs import (
 Decides = Literal["nothing", "probes", "tokens"]
 LAYERS = 2
 #: Hooks of the residual bank, and of the second bank.
-STREAM, INSIDE = ("pre_attn", "post_attn", "post_block"), ("q", "z")
+STREAM = ("pre_attn", "post_attn", "post_block")
+INSIDE = ("q", "z")
 SHAPE = RowShape(heads=2, width=3)
 WIDTHS = {RESIDUAL: 8, "query": SHAPE.size}
 #: Every site of the rank by bank, in the order of its plan.
@@ -45,9 +46,12 @@ _NUMBERS = {site: number for number, site in enumerate(SITES[RESIDUAL] + SITES["
 #: Tokens of a block of the prefix cache.
 BLOCK = 4
 #: Contents of tokens: of shared prompts, of each request, and of what is computed and not kept.
-_OWN, _JUNK = 2_000, 100_000
+_OWN = 2_000
+_JUNK = 100_000
 #: The site that probes read, the request whose capture becomes a source run, and its tag.
-PROBED_SITE, SOURCE, SOURCE_TAG = ("post_block", 1), 0, "source"
+PROBED_SITE = ("post_block", 1)
+SOURCE = 0
+SOURCE_TAG = "source"
 WEIGHT = np.arange(1, WIDTHS[RESIDUAL] + 1, dtype=np.float32)[None]
 
 
@@ -55,7 +59,8 @@ def rows_at(site: tuple[str, int], contents: np.ndarray) -> np.ndarray:
     """Return the rows of tokens at a site before its edits: float32 `[tokens, width]`, small
     integers, which every dtype holds, and which name the token and the site.
     """
-    number, width = _NUMBERS[site], WIDTHS[BANK[site[0]]]  # type: ignore[index]
+    number = _NUMBERS[site]
+    width = WIDTHS[BANK[site[0]]]  # type: ignore[index]
     columns = [
         contents % 64,
         contents // 64 % 64,
@@ -230,7 +235,8 @@ class Asked:
 
     def gated(self, draws: random.Random) -> None:
         """Let a probe decide at which tokens its steering, or a part of it, is applied."""
-        self.probed, scores = True, self.scores(self.total - 1)
+        self.probed = True
+        scores = self.scores(self.total - 1)
         self.gate = float(draws.choice(scores[self.prompt - 1 :]))
         self.steering = [
             entry
@@ -366,7 +372,8 @@ def _captures(draws: random.Random, request: Asked, tag: str) -> list[StoredCapt
 def _steering(draws: random.Random, request: Asked) -> list[StoredSteering]:
     entries = []
     for hooks in draws.choice([(STREAM,), (INSIDE,), (STREAM, INSIDE)]):
-        hook, number = draws.choice(hooks), draws.randint(1, 9)
+        hook = draws.choice(hooks)
+        number = draws.randint(1, 9)
         entries.append(
             StoredSteering(
                 layers=sorted(draws.sample(range(LAYERS), draws.randint(1, LAYERS))),
@@ -378,7 +385,8 @@ def _steering(draws: random.Random, request: Asked) -> list[StoredSteering]:
             )
         )
     if draws.random() < 0.5:
-        site, place = draws.choice(SITES[RESIDUAL]), draws.randrange(5)
+        site = draws.choice(SITES[RESIDUAL])
+        place = draws.randrange(5)
         row = RunRow(run_key(f"j{SOURCE}", 0, SOURCE_TAG), site[0], site[1], place)  # type: ignore[arg-type]
         entries.append(
             StoredSteering(

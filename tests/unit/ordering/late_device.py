@@ -46,7 +46,8 @@ class Device:
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
         self._draw = random.Random(seed)
-        self._haste, self._behind = haste, behind
+        self._haste = haste
+        self._behind = behind
         self._current = threading.local()
         self.first = Stream(device=self)
         self.errors: list[Exception] = []  # of work that failed
@@ -58,7 +59,8 @@ class Device:
 
     @contextmanager
     def on(self, stream: "Stream") -> Iterator[None]:
-        before, self._current.stream = self.current, stream
+        before = self.current
+        self._current.stream = stream
         try:
             yield
         finally:
@@ -162,7 +164,8 @@ class Stream:
         queued before it, so no two streams wait for each other.)
         """
         while self.done < number:
-            if isinstance(work := self.queue[0], tuple):
+            work = self.queue[0]
+            if isinstance(work, tuple):
                 work[0].run_until(work[1])
             self.run_one()
 
@@ -264,7 +267,8 @@ def _call(device: Device, operation: Any, arguments: Any, named: dict[str, Any])
     given = {key: item for key, item in named.items() if key not in ("non_blocking", "pin_memory")}
     if to_device:
         given["device"] = torch.device("cpu")
-    inputs, given = tree_map(_content, arguments), tree_map(_content, given)
+    inputs = tree_map(_content, arguments)
+    given = tree_map(_content, given)
     if name in _VIEWS:
         return tree_map(_on_device, operation(*inputs, **given))
     to_host = target is not None and not to_device

@@ -31,24 +31,13 @@ from drawn_requests import (
 )
 from late_device import KIND, Device
 from rank_kit import nearby, plane_config, view_of
+from visited_site import visit
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.kernels import STREAM, WHOLE
-from midstream.kernels.plan import (
-    AFTER,
-    BEFORE,
-    CAPTURED_AFTER,
-    CAPTURED_BEFORE,
-    DEPTH,
-    EDITED,
-    EDITS,
-    OVERFLOWED,
-    SITE,
-)
 from midstream.schemas.base import content_hash, from_msgpack
 from midstream.schemas.jobs.receipts import BY_REQUEST, STORE_UNAVAILABLE, CapturedFile, Receipt
 from midstream.schemas.model.banks import RESIDUAL
-from midstream.schemas.requests.interventions import PLACE
 from midstream.schemas.requests.source_runs import RunFile, RunFiles, is_row, run_key
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.formats.capture_blobs import read_header
@@ -58,12 +47,14 @@ from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping, RequestCaptures, RowIndex
 from midstream.workers.runner.files import desk
 from midstream.workers.runner.files.finished_rows import BankColumns
-from midstream.workers.runner.hooks.sites import Buffers, RankSite, Sizes, buffers_of
+from midstream.workers.runner.hooks.sites import RankSite, Sizes, buffers_of
 from midstream.workers.runner.plane.data_plane import DataPlane
 from midstream.workers.runner.rows.banks import BankPart
 
 #: Token rows of a step, requests that run together, and requests of a simulation.
-CAPACITY, TOGETHER, REQUESTS = 40, 5, 12
+CAPACITY = 40
+TOGETHER = 5
+REQUESTS = 12
 #: Seconds that a source run's receipt may take, which only a deadlock reaches.
 PATIENCE_S = 20.0
 #: Kinds of failed receipts.
@@ -74,41 +65,6 @@ KINDS = {
 }
 #: What a request is told whose cached prompt's rows were lost with another request's failure.
 _LOST = "served by the prefix cache, are not available"
-
-
-def visit(buffers: Buffers, number: int, rows: np.ndarray) -> None:
-    """Do what the kernel does at one site, with the buffers as they are now. `rows`: float32
-    `[tokens, width]`, changed in place.
-    """
-    of = {name: tensor.content.numpy() for name, tensor in vars(buffers).items()}
-    plan = of["plan"][number]
-    if not plan[SITE]:
-        return
-    counts = of["counts"][plan[SITE] - 1]
-
-    def capture(port: type[BEFORE], column: int) -> None:
-        if plan[port.COUNT]:
-            slots = of["capture_slots"][plan[port.PATTERN], : len(rows)]
-            tokens = np.flatnonzero(slots >= 0)
-            of["ring"][plan[port.ROW] + slots[tokens]] = rows[tokens]
-            counts[column] += len(tokens)
-
-    capture(BEFORE, CAPTURED_BEFORE)
-    for token in range(len(rows)) if plan[EDITS] else ():
-        named = of["token_rows"][token, : plan[DEPTH]]
-        entries = of["site_rows"][number][:, named]  # [families, columns]
-        before = rows[token].copy()
-        counts[EDITED] += int((entries > 0).any(axis=0).sum())
-        for entry in entries[PLACE["replace"]]:
-            if entry > 0 and of["scalars"][entry, 0]:
-                rows[token] = of["pool"][entry]
-        for entry in entries[PLACE["add"]]:
-            if entry > 0:
-                rows[token] += of["pool"][entry]
-        if (entries > 0).any():
-            size = np.linalg.norm(rows[token] - before) / np.linalg.norm(before)
-            of["sizes"][plan[SITE] - 1, token] = size if np.isfinite(size) else OVERFLOWED
-    capture(AFTER, CAPTURED_AFTER)
 
 
 @dataclass
@@ -137,8 +93,11 @@ class Simulation:
     def __init__(
         self, seed: int, folder: Path, patch: pytest.MonkeyPatch, *, decides: Decides
     ) -> None:
-        self.seed, self.folder, self._draws = seed, folder, random.Random(seed)
-        draws, self._decides = self._draws, decides
+        self.seed = seed
+        self.folder = folder
+        self._draws = random.Random(seed)
+        draws = self._draws
+        self._decides = decides
         self.policy = ("block", "spill", "block", "drop")[seed % 4]
         # most steps repeat the one before: all requests generate one token in each
         self._calm = seed % 3 == 2
@@ -317,7 +276,8 @@ class Simulation:
 
     def _advance(self, *, first: bool = False) -> None:
         """Run one step. `first`: only the source's request begins."""
-        draws, keeping = self._draws, Keeping()
+        draws = self._draws
+        keeping = Keeping()
         self.step += 1
         finished, ends = self._ended()
         resumed: dict[str, int] = {}
@@ -339,7 +299,8 @@ class Simulation:
             and len(self._running) < TOGETHER
             and (not self._begun if first else draws.random() < 0.7)
         ):
-            life = _Life(asked := self._waiting.pop(0), RequestCaptures(asked.spec))
+            asked = self._waiting.pop(0)
+            life = _Life(asked, RequestCaptures(asked.spec))
             self._running.append(life)
             self._begun[asked.number] = self.step
             life.computed = self._served(life, keeping)
@@ -375,7 +336,8 @@ class Simulation:
     def _ended(self) -> tuple[dict[str, Finish], list[tuple[str, int]]]:
         """Return the requests that ended before this step, and the ends that the worker reports."""
         draws = self._draws
-        finished, ends = {}, [*self._late_ends]
+        finished = {}
+        ends = [*self._late_ends]
         self._late_ends = []
         for life in list(self._running):
             asked = life.asked
@@ -411,9 +373,12 @@ class Simulation:
 
     def _windows(self, keeping: Keeping) -> list[tuple[_Life, int, int, list[int]]]:
         """Return (request, first position, count, tokens) of this step."""
-        draws, room, windows = self._draws, CAPACITY, []
+        draws = self._draws
+        room = CAPACITY
+        windows = []
         for life in self._running:
-            asked, start = life.asked, life.computed
+            asked = life.asked
+            start = life.computed
             skips = draws.random() < (0.002 if self._calm else 0.1)
             if life.preempted or skips or room < 4:
                 continue
@@ -484,7 +449,7 @@ class Simulation:
             if asked.ending != "cancel":
                 yield "no receipt"
             return
-        (found, *_) = mine
+        found, *_ = mine
         receipt = found.receipt
         if receipt.status == "error":
             yield from self._wrong_failure(asked, receipt)

@@ -39,7 +39,11 @@ from midstream.workers.runner.base.engine_step import NewRequest
 from midstream.workers.runner.hooks.sites import RankSite, Sizes, buffers_of
 from midstream.workers.runner.plane.data_plane import DataPlane
 
-LAYERS, HIDDEN, PROMPT, MOST, STEPS = 32, 4, 2, 256, 48
+LAYERS = 32
+HIDDEN = 4
+PROMPT = 2
+MOST = 256
+STEPS = 48
 DTYPE = torch.float32
 
 #: Kind of load → our calls in a step on the model's thread, as many with 64 requests as with 256.
@@ -61,7 +65,8 @@ QUEUED = {
 #: Of a probe, whose score is its bias.
 WEIGHTS = [from_numpy(np.zeros((1, HIDDEN), dtype=np.float32)), from_numpy(np.ones(1, np.float32))]
 #: Tokens of a prompt, all of which are 1 as all that follow, and a trigger that each one opens.
-PROMPT_IDS, TRIGGER = [1] * PROMPT, Trigger(token_ids=[[1, 1], [2]])
+PROMPT_IDS = [1] * PROMPT
+TRIGGER = Trigger(token_ids=[[1, 1], [2]])
 #: Folders of the product whose functions are counted.
 OURS = tuple(f"/{folder}/" for folder in ("workers", "kernels", "schemas", "broker", "storage"))
 
@@ -81,8 +86,12 @@ class Load:
     """A rank whose requests decode, on a device that keeps up with it."""
 
     def __init__(self, kind: str, requests: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
-        self._kind, self._requests, self._position = kind, requests, 0
-        self.calls, self.queued, self.counted = 0, 0, False
+        self._kind = kind
+        self._requests = requests
+        self._position = 0
+        self.calls = 0
+        self.queued = 0
+        self.counted = False
         self.device = Device(0, haste=0.99)
         self.device.install(patch)
         with self.device.calls():
@@ -128,7 +137,9 @@ class Load:
 
     def _new(self, number: int) -> NewRequest:
         """A request with a configuration of its own."""
-        layers, captures, steering = list(range(LAYERS)), [], []
+        layers = list(range(LAYERS))
+        captures = []
+        steering = []
         probes = []
         if self._kind in ("gated all", "stopped all") or (self._kind == "gated" and not number):
             probes = [probe("stop", 2.0) if self._kind == "stopped all" else probe("steer", 0.5)]
@@ -180,17 +191,20 @@ class Load:
     def _step(self, new: list[NewRequest], count: int) -> None:
         windows = [(f"r{number}", self._position, count) for number in range(self._requests)]
         self._position += count
-        plane, first = self.plane, self.device.first
+        plane = self.plane
+        first = self.device.first
         before = first.issued
         with self._counting():
             plane.begin(new, {}, 0)
             plane.choose(windows)
             plane.plan(view_of(*windows, inputs=self._inputs))
         self.queued += first.issued - before
-        due, buffers = plane._banks.first.planner.due, self._buffers
+        due = plane._banks.first.planner.due
+        buffers = self._buffers
         if due is not None:
             edited = np.flatnonzero(due.counts[:, 0])
-            counts, sizes = buffers.counts.content, buffers.sizes.content
+            counts = buffers.counts.content
+            sizes = buffers.sizes.content
 
             def forward() -> None:
                 counts.add_(torch.from_numpy(due.counts))
@@ -209,12 +223,16 @@ class Load:
         stream; and the seconds that other threads ran meanwhile.
         """
         gc.collect()  # finalisers of what earlier loads left would be counted
-        self.queued, self.counted, before = 0, True, _others()
+        self.queued = 0
+        self.counted = True
+        before = _others()
         with self.device.calls():
             for _ in range(STEPS):
                 self._step([], 1)
-            self.counted, after = False, _others()
-            assert not any(tracked.failure for tracked in self.plane._requests.tracked.values())
+            self.counted = False
+            after = _others()
+            requests = self.plane._requests
+            assert not any(tracked.failure for tracked in requests.tracked.values())
             assert self._kind == "idle" or self.plane._banks.first.planner.repeats
         return round(self.calls / STEPS), round(self.queued / STEPS), after - before
 
@@ -237,7 +255,8 @@ def test_a_step_costs_calls_that_do_not_grow_with_the_requests(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for requests in (64, MOST):
-        calls, queued, others = Load(kind, requests, tmp_path / str(requests), monkeypatch).count()
+        load = Load(kind, requests, tmp_path / str(requests), monkeypatch)
+        calls, queued, others = load.count()
         print(f"{kind}, {requests} requests: calls {calls}, queued {queued}, others {others:.4f} s")
         assert calls <= CALLS[kind]
         assert queued <= QUEUED[kind]

@@ -23,7 +23,8 @@ def windows(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(streams, "SPAN", 4)
     monkeypatch.setattr(capture, "LATE", 8)
-    complete, positions = Asked.complete, Asked.positions
+    complete = Asked.complete
+    positions = Asked.positions
 
     def windowed(asked: Asked) -> Asked:
         draws = random.Random(100 * asked.total + asked.number)

@@ -18,7 +18,8 @@ REFUSED = invalid("axis", "'heads' is unknown", allowed="head, token", hint="did
     ],
 )
 def test_the_line_has_the_advice_before_the_valid_values(error: MidstreamError, line: str) -> None:
-    assert (str(error), openai_error(error.problem()).message) == (line, line)
+    assert str(error) == line
+    assert openai_error(error.problem()).message == line
 
 
 def test_an_error_survives_the_wire() -> None:
@@ -34,7 +35,9 @@ def test_an_error_of_another_field_keeps_the_rest() -> None:
 
 def test_an_unknown_name_lists_names_only() -> None:
     error = unknown("module", "jol", "tiny", ["joy", "calm"])
-    assert (error.allowed, error.hint) == ("joy, calm", "did you mean 'joy'?")
+    assert error.allowed == "joy, calm"
+    assert error.hint == "did you mean 'joy'?"
     error = unknown("module", "joy", "tiny", [])
-    assert (error.allowed, error.hint) == (None, "no module exists yet")
+    assert error.allowed is None
+    assert error.hint == "no module exists yet"
     assert suggestion("entirely other", ["joy"]) is None

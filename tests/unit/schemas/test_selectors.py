@@ -37,6 +37,8 @@ from midstream.schemas.requests.specs import (
     steering_rows,
 )
 
+NAMES = ["last_prompt", "all_prompt", "all_generated", "all"]
+
 
 def wishes(prompt: int) -> st.SearchStrategy[Any]:
     """Whatever a user may write for a prompt of so many tokens, texts left out."""
@@ -44,16 +46,15 @@ def wishes(prompt: int) -> st.SearchStrategy[Any]:
     inside = st.tuples(st.integers(0, prompt - 1), st.integers(1, prompt)).filter(
         lambda ends: ends[0] < ends[1]
     )
+    every = st.none() | st.integers(1, 9)
     one_range = st.builds(
-        lambda ends, step: Span(start=ends[0], stop=ends[1], every=step),
-        inside,
-        st.none() | st.integers(1, 9),
+        lambda ends, step: Span(start=ends[0], stop=ends[1], every=step), inside, every
     )
     open_range = st.tuples(st.integers(0, 2 * prompt), st.none() | st.integers(1, 30)).map(
         lambda ends: Span(start=ends[0], stop=None if ends[1] is None else ends[0] + ends[1])
     )
     return (
-        st.sampled_from(["last_prompt", "all_prompt", "all_generated", "all"])
+        st.sampled_from(NAMES)
         | st.lists(place | one_range, min_size=1, max_size=5)
         | open_range
         | place.map(lambda at: Span(start=at))
@@ -182,7 +183,8 @@ def test_sites_that_the_model_does_not_have_are_refused_by_the_name_that_was_use
 
 
 def test_positions_for_prompts_of_every_length_lose_what_is_beyond_the_prompt() -> None:
-    assert (cut_positions([0, 7, -1, -8], 3), cut_positions([7], 3)) == ([0, -1], [])
+    assert cut_positions([0, 7, -1, -8], 3) == [0, -1]
+    assert cut_positions([7], 3) == []
     assert cut_positions("all", 3) == "all"
 
 

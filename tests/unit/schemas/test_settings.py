@@ -49,7 +49,9 @@ def test_arguments_win_over_the_environment_and_the_environment_over_the_file(
         {FILE_VARIABLE: str(file), "MIDSTREAM_API_PORT": "2", "MIDSTREAM_FLOWER_PORT": "2"},
         api_port=3,
     )
-    assert (settings.api_port, settings.flower_port, settings.model) == (3, 2, "a")
+    assert settings.api_port == 3
+    assert settings.flower_port == 2
+    assert settings.model == "a"
 
 
 @pytest.mark.parametrize(
@@ -105,7 +107,5 @@ def test_the_uri_of_the_artifact_store_has_endpoint_and_region_and_no_credential
     uri = "s3://kept/here?endpoint=http://minio:9000&region=eu-west-1"
     keys = {"artifact_access_key": "AKID", "artifact_secret_key": "hidden"}
     assert load_settings({}, artifact_store=uri, **keys).artifacts == uri
-    assert (
-        Settings(data_dir="/data").artifacts,
-        Settings(artifact_store="/shared/captures").artifacts,
-    ) == ("/data/captures", "/shared/captures")
+    assert Settings(data_dir="/data").artifacts == "/data/captures"
+    assert Settings(artifact_store="/shared/captures").artifacts == "/shared/captures"

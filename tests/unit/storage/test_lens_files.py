@@ -22,7 +22,8 @@ from midstream.storage.formats.lens_files import (
     write,
 )
 
-WIDTH, VOCABULARY = 8, 20
+WIDTH = 8
+VOCABULARY = 20
 JACOBIANS = {
     layer: torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(layer))
     for layer in (0, 2)
@@ -59,12 +60,10 @@ def test_the_fields_files_are_imported(layout: str, tmp_path: Path) -> None:
     )
     assert convert(tmp_path / "lens.pt", tmp_path / "made", tmp_path / "model") == [0, 2]
     content = check_jacobian(tmp_path / "made", 4, WIDTH)
-    assert (content.layers, content.vocabulary, content.fit.method, content.fit.prompts) == (
-        [0, 2],
-        VOCABULARY,
-        "imported",
-        stated[0],
-    )
+    assert content.layers == [0, 2]
+    assert content.vocabulary == VOCABULARY
+    assert content.fit.method == "imported"
+    assert content.fit.prompts == stated[0]
     assert (content.fit.skip_first, content.fit.max_tokens) == stated[1:]
     with reading(tmp_path / "made") as file:
         for layer in (0, 2):
@@ -97,7 +96,9 @@ def test_a_written_lens_is_read_with_its_record(tmp_path: Path) -> None:
     arrays = {layer: matrix.numpy() for layer, matrix in JACOBIANS.items()}
     write(tmp_path, arrays, FIT, Matrix(HEAD.numpy()))
     content = check_jacobian(tmp_path, 3, WIDTH)
-    assert (content.layers, content.vocabulary, content.fit) == ([0, 2], VOCABULARY, FIT)
+    assert content.layers == [0, 2]
+    assert content.vocabulary == VOCABULARY
+    assert content.fit == FIT
     write(tmp_path, arrays, FIT)
     assert check_jacobian(tmp_path, 3, WIDTH).vocabulary == 0
     assert [path.name for path in tmp_path.iterdir()] == ["lens.safetensors"]

@@ -23,7 +23,8 @@ from midstream.storage.formats.lora_files import (
     read,
 )
 
-UP, DOWN = "model.layers.*.mlp.up_proj", "model.layers.*.mlp.down_proj"
+UP = "model.layers.*.mlp.up_proj"
+DOWN = "model.layers.*.mlp.down_proj"
 SUPPORT = LoraSupport(
     max_rank=8,
     modules={
@@ -273,7 +274,8 @@ def test_the_digest_covers_both_files(tmp_path: Path) -> None:
 
 
 def test_only_folders_below_the_allowed_one_are_taken(tmp_path: Path) -> None:
-    inside, outside = write(tmp_path / "root" / "deep" / "a"), write(tmp_path / "elsewhere")
+    inside = write(tmp_path / "root" / "deep" / "a")
+    outside = write(tmp_path / "elsewhere")
     root = str(tmp_path / "root")
     assert folder_of(root, "deep/a") == inside
     (tmp_path / "root" / "link").symlink_to(outside)

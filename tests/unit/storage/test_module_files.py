@@ -62,17 +62,19 @@ def test_tensors_named_by_site_become_one_entry_each_in_the_order_of_a_forward()
 
 
 def test_the_metadata_of_a_simple_file_holds_for_all_of_its_sites() -> None:
-    spec, other = specs_of(
-        file(
-            {"post_block.1": JOY, "post_block.2": JOY},
-            op="clamp",
-            low="-1.5",
-            strength="0.5",
-            positions='[0, {"text": "joy"}]',
-            format="pt",
-        )
+    raw = file(
+        {"post_block.1": JOY, "post_block.2": JOY},
+        op="clamp",
+        low="-1.5",
+        strength="0.5",
+        positions='[0, {"text": "joy"}]',
+        format="pt",
     )
-    assert (spec.op, spec.low, spec.high, spec.strength) == ("clamp", -1.5, None, 0.5)
+    spec, other = specs_of(raw)
+    assert spec.op == "clamp"
+    assert spec.low == -1.5
+    assert spec.high is None
+    assert spec.strength == 0.5
     assert msgspec.to_builtins(spec.positions)[0] == 0
     assert other == msgspec.structs.replace(spec, layers=2)
 
@@ -80,7 +82,8 @@ def test_the_metadata_of_a_simple_file_holds_for_all_of_its_sites() -> None:
 def test_names_in_the_metadata_may_be_bare_or_quoted() -> None:
     bare = specs_of(file({"post_block.1": JOY}, op="ablate", positions="all_generated"))
     assert bare == specs_of(file({"post_block.1": JOY}, op='"ablate"', positions='"all_generated"'))
-    assert (bare[0].op, bare[0].positions) == ("ablate", "all_generated")
+    assert bare[0].op == "ablate"
+    assert bare[0].positions == "all_generated"
 
 
 def test_the_matrices_of_a_low_rank_intervention_lie_beside_each_other() -> None:
@@ -91,12 +94,12 @@ def test_the_matrices_of_a_low_rank_intervention_lie_beside_each_other() -> None
         "post_block.3.bias": np.ones(2, np.float32),
     }
     (spec,) = specs_of(file(tensors, strength="2"))
-    assert (spec.op, spec.layers, spec.strength) == ("lowrank", 3, 2.0)
-    assert (spec.rotation, spec.weight, spec.bias) == (
-        from_numpy(matrix),
-        from_numpy(matrix + 1),
-        from_numpy(np.ones(2, np.float32)),
-    )
+    assert spec.op == "lowrank"
+    assert spec.layers == 3
+    assert spec.strength == 2.0
+    assert spec.rotation == from_numpy(matrix)
+    assert spec.weight == from_numpy(matrix + 1)
+    assert spec.bias == from_numpy(np.ones(2, np.float32))
 
 
 # --- The general form ---
@@ -158,7 +161,8 @@ def test_entries_round_trip_through_files(specs: list[SteeringSpec]) -> None:
 
 
 def test_each_tensor_of_a_file_lies_at_a_multiple_of_its_elements_size() -> None:
-    narrow, wide = Tensor(dtype="bfloat16", shape=[1], data=b"\0\0"), from_numpy(JOY)
+    narrow = Tensor(dtype="bfloat16", shape=[1], data=b"\0\0")
+    wide = from_numpy(JOY)
     raw = to_bytes([SteeringSpec(layers=1, vector=narrow), SteeringSpec(layers=2, vector=wide)])
     start = 8 + int.from_bytes(raw[:8], "little")
     header = msgspec.json.decode(raw[8:start])

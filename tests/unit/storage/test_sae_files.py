@@ -55,8 +55,11 @@ def with_tensors(
 )
 def test_every_form_of_saelens_is_registered_at_its_hook_and_layer(name: str) -> None:
     found = check_on(ROOT / name, None, None, **MODEL)
-    assert (found.hook, found.layer, found.content.trained_on) == ("post_block", LAYER, "tiny")
-    assert (found.content.form.d_in, found.content.form.d_sae) == (D_IN, D_SAE)
+    assert found.hook == "post_block"
+    assert found.layer == LAYER
+    assert found.content.trained_on == "tiny"
+    assert found.content.form.d_in == D_IN
+    assert found.content.form.d_sae == D_SAE
     assert size_of(found.content.form) == sum(
         tensor.nbytes for tensor in load_file(ROOT / name / "sae_weights.safetensors").values()
     )
@@ -64,21 +67,18 @@ def test_every_form_of_saelens_is_registered_at_its_hook_and_layer(name: str) ->
 
 def test_the_flat_config_before_version_6_is_read() -> None:
     found = check_on(ROOT / "flat", None, None, **MODEL)
-    assert (found.hook, found.layer, found.content.form.architecture, found.content.form.k) == (
-        "pre_attn",
-        LAYER,
-        "topk",
-        4,
-    )
+    assert found.hook == "pre_attn"
+    assert found.layer == LAYER
+    assert found.content.form.architecture == "topk"
+    assert found.content.form.k == 4
 
 
 def test_gemma_scope_needs_hook_and_layer() -> None:
     found = check_on(ROOT / "gemma_scope", "mlp_out", 3, **MODEL)
-    assert (found.hook, found.layer) == ("mlp_out", 3)
-    assert (found.content.form.architecture, found.content.form.apply_b_dec_to_input) == (
-        "jumprelu",
-        False,
-    )
+    assert found.hook == "mlp_out"
+    assert found.layer == 3
+    assert found.content.form.architecture == "jumprelu"
+    assert not found.content.form.apply_b_dec_to_input
     for hook, layer, field in (("mlp_out", None, "layer"), (None, 3, "hook")):
         with refuses("is required: params", field=field):
             check_on(ROOT / "gemma_scope", hook, layer, **MODEL)  # type: ignore[arg-type]

@@ -62,17 +62,16 @@ def test_groups_of_any_size_are_readable_and_carry_their_checksum(
     for n, (key, one) in enumerate(files):
         path = tmp_path / key
         raw = path.read_bytes()
-        assert (len(raw), zlib.crc32(raw)) == (one.size, one.crc32)
+        assert len(raw) == one.size
+        assert zlib.crc32(raw) == one.crc32
         assert values("post_block", 3, range(n + 1)).tobytes() in raw, "as they are"
         np.testing.assert_array_equal(
             load_file(path)["post_block.2"], values("post_block", 2, range(n + 1))
         )
         beside = json.loads(path.with_suffix(".json").read_text())
-        assert (beside["file"], beside["bytes"], beside["crc32"]) == (
-            path.name,
-            one.size,
-            one.crc32,
-        )
+        assert beside["file"] == path.name
+        assert beside["bytes"] == one.size
+        assert beside["crc32"] == one.crc32
     assert not list(tmp_path.rglob("*.tmp"))
 
 

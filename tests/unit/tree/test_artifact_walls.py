@@ -21,11 +21,8 @@ NAMES = {
 }
 
 
-MODULES = [
-    name
-    for path in sources(*PACKAGES)
-    if not (name := str(path.relative_to(ROOT))).startswith("storage/")
-]
+SOURCES = [str(path.relative_to(ROOT)) for path in sources(*PACKAGES)]
+MODULES = [name for name in SOURCES if not name.startswith("storage/")]
 
 
 def test_the_capture_root_is_only_handed_to_open_store() -> None:

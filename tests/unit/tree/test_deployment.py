@@ -156,11 +156,9 @@ def test_flower_remembers_changes_nothing_and_keeps_a_bounded_number() -> None:
     found = flower.options(Settings(data_dir="/somewhere"))
     names = {name.removeprefix("FLOWER_").lower() for name in found}
     assert names <= set(options), "this Flower would ignore it"
-    assert (found["FLOWER_PERSISTENT"], found["FLOWER_READ_ONLY"], found["FLOWER_DB"]) == (
-        "true",
-        "true",
-        "/somewhere/flower.db",
-    )
+    assert found["FLOWER_PERSISTENT"] == "true"
+    assert found["FLOWER_READ_ONLY"] == "true"
+    assert found["FLOWER_DB"] == "/somewhere/flower.db"
     for name in ("FLOWER_MAX_TASKS", "FLOWER_MAX_WORKERS"):
         assert 0 < int(found[name]) <= 5000
 
@@ -181,10 +179,8 @@ def test_the_probe_of_containers_says_whether_the_answer_is_200(
 ) -> None:
     with http_kit.server(http_kit.reply({"missing": ["redis"]}, status)) as (url, seen):
         done = _probe(url.rpartition(":")[2])
-    assert (done.returncode, done.stdout.strip()) == (
-        exit_status,
-        "" if status == 200 else '{"missing":["redis"]}',
-    )
+    assert done.returncode == exit_status
+    assert done.stdout.strip() == ("" if status == 200 else '{"missing":["redis"]}')
     assert seen == ["GET /readyz"]
 
 
@@ -192,7 +188,8 @@ def test_the_probe_of_containers_says_when_nothing_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
     done = _probe(port)
-    assert (done.returncode, port in done.stdout) == (1, True)
+    assert done.returncode == 1
+    assert port in done.stdout
 
 
 def test_the_probe_of_flower_shows_its_password(tmp_path: Path) -> None:
@@ -290,7 +287,8 @@ def test_a_worker_without_its_model_is_unhealthy_with_the_reason_and_tries_again
     health_folder: Path,
 ) -> None:
     """Its container goes on: each start of a container would be "health: starting" again."""
-    found, python = health_folder / "model", health_folder / "python"
+    found = health_folder / "model"
+    python = health_folder / "python"
     python.write_text(
         f"""#!/bin/sh
 note=$WORKER_STARTING_NOTE

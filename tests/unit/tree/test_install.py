@@ -29,7 +29,8 @@ def mode(path: Path) -> int:
 def test_a_data_directory_is_closed_but_to_a_group_that_was_let_in(
     tmp_path: Path, before: int | None, after: int, umask: int
 ) -> None:
-    data, said = tmp_path / "data", list[str]()
+    data = tmp_path / "data"
+    said = list[str]()
     if before is not None:
         data.mkdir()
         data.chmod(before)
@@ -49,10 +50,8 @@ def test_secrets_are_made_once_for_their_owner_alone(tmp_path: Path) -> None:
     first = redis_password(tmp_path)
     assert len(first) >= 32
     assert redis_password(tmp_path) == first
-    assert (mode(tmp_path / "secrets"), mode(tmp_path / "secrets" / "redis.password")) == (
-        0o700,
-        0o600,
-    )
+    assert mode(tmp_path / "secrets") == 0o700
+    assert mode(tmp_path / "secrets" / "redis.password") == 0o600
     assert kept_redis_url(tmp_path) == ""
     for port in (7, 8):
         keep_redis_url(f"redis://:{first}@127.0.0.1:{port}/0", tmp_path)

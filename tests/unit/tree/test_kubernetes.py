@@ -50,7 +50,8 @@ def rendered(folder: Path) -> Documents:
     done = subprocess.run(
         ["kubectl", "kustomize", str(folder)], capture_output=True, text=True, check=False
     )
-    assert (done.returncode, done.stderr) == (0, "")  # nor warnings of deprecated fields
+    assert done.returncode == 0
+    assert done.stderr == ""  # nor warnings of deprecated fields
     return tuple(yaml.safe_load_all(done.stdout))
 
 
@@ -223,7 +224,8 @@ def settings_of(documents: Documents) -> Document:
 def test_with_a_bucket_no_volume_is_shared_and_its_users_have_the_key(
     overlays: dict[str, Documents],
 ) -> None:
-    documents, users = overlays["bucket"], {"api", "callbacks", "worker"}
+    documents = overlays["bucket"]
+    users = {"api", "callbacks", "worker"}
     assert "captures" not in of(documents, "PersistentVolumeClaim")
     with_key = set()
     for name, pod, container in containers(documents):

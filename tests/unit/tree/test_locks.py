@@ -88,7 +88,8 @@ def asked_for(extras: tuple[str, ...]) -> list[Requirement]:
     """Direct dependencies of Midstream with `extras`, extras that name other extras followed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     direct = [Requirement(line) for line in project["dependencies"]]
-    waiting, seen = list(extras), set()
+    waiting = list(extras)
+    seen = set()
     while waiting:
         extra = waiting.pop()
         if extra in seen:
@@ -148,7 +149,8 @@ def test_torch_is_pinned_to_the_public_version_so_that_any_cpu_build_of_it_fits(
 
 @pytest.mark.parametrize("place", PLACES, ids="-".join)
 def test_the_cuda_libraries_are_those_of_the_gpu_lock(place: tuple[str, str]) -> None:
-    cuda, gpu = pins("torch-cuda.lock", *place), pins("gpu.lock", *place)
+    cuda = pins("torch-cuda.lock", *place)
+    gpu = pins("gpu.lock", *place)
     assert cuda.items() <= gpu.items()
     assert {"nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13"} <= cuda.keys()
     assert cuda.keys() & pins("cpu.lock", *place).keys() == set()
@@ -218,9 +220,8 @@ def test_install_names_what_is_missing_and_its_command(
     tmp_path: Path, there: dict[str, tuple[str, int] | None], said: str, command: str
 ) -> None:
     for name in TOOLS:
-        (tmp_path / name).symlink_to(
-            next(path for folder in ("/usr/bin", "/bin") if (path := Path(folder, name)).exists())
-        )
+        places = [Path(folder, name) for folder in ("/usr/bin", "/bin")]
+        (tmp_path / name).symlink_to(next(path for path in places if path.exists()))
     for name, python in {"dnf" if "dnf" in there else "apt-get": None, **there}.items():
         (tmp_path / name).write_text(
             PYTHON.format(version=python[0], venv=python[1]) if python else "#!/bin/sh\n"
@@ -237,7 +238,8 @@ def test_install_names_what_is_missing_and_its_command(
         text=True,
         timeout=60,
     )
-    assert (done.returncode, done.stdout) == (1, "")
+    assert done.returncode == 1
+    assert done.stdout == ""
     assert said in done.stderr
     assert command in done.stderr
 
@@ -273,7 +275,8 @@ WITHOUT = {
 
 @pytest.mark.parametrize("lock", WITHOUT)
 def test_a_smaller_lock_holds_what_is_tested_and_no_more_than_it_needs(lock: str) -> None:
-    smaller, whole = pins(lock), pins("cpu.lock")
+    smaller = pins(lock)
+    whole = pins("cpu.lock")
     assert smaller.keys() & WITHOUT[lock] == set()
     others = {name for name, version in smaller.items() if whole.get(name, version) != version}
     assert others == set()

@@ -50,9 +50,8 @@ def test_a_test_has_passed_only_once_its_end_was_reported(told: str, outcome: st
     durations = Durations("tree", bounded=False)
     for when, of in (phase.split() for phase in told.split(", ")):
         facts = {"when": when, "outcome": of, "passed": of == "passed", "keywords": {}}
-        durations.pytest_runtest_logreport(
-            SimpleNamespace(**facts, nodeid="t@group", fixtures={}, load=1.0, duration=1.0)
-        )
+        report = SimpleNamespace(**facts, nodeid="t@group", fixtures={}, load=1.0, duration=1.0)
+        durations.pytest_runtest_logreport(report)
     assert durations.tests["t"]["outcome"] == outcome
 
 

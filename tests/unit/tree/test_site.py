@@ -37,9 +37,8 @@ def test_navigation_leads_to_pages_and_links_stay_on_the_site(build: dict[str, A
 
 
 def test_a_page_has_no_inline_script_and_no_other_host(build: dict[str, Any]) -> None:
-    text, scripts = build["local"](
-        f'<script src="{build["SHIM"]}"></script><script>a=1</script>', "reference/python.html"
-    )
+    page = f'<script src="{build["SHIM"]}"></script><script>a=1</script>'
+    text, scripts = build["local"](page, "reference/python.html")
     ((name, script),) = scripts.items()
     assert script == "a=1"
     assert text == (

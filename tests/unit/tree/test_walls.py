@@ -228,7 +228,8 @@ def test_a_room_imports_only_rooms_below_it(folder: str) -> None:
         for found in imports_of(path):
             if not found.module.startswith(prefix):
                 continue
-            here, there = room_of(name, folder), room_of(found.module, folder)
+            here = room_of(name, folder)
+            there = room_of(found.module, folder)
             if here != there and level[here] >= level[there]:
                 wrong.append(f"{found.where} imports {found.module}")
     assert wrong == []

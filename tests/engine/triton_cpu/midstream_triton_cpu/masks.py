@@ -14,7 +14,8 @@ def mend() -> None:
 
     if getattr(InterpreterBuilder, "midstream_mended", False):
         return
-    load, store = InterpreterBuilder.create_masked_load, InterpreterBuilder.create_masked_store
+    load = InterpreterBuilder.create_masked_load
+    store = InterpreterBuilder.create_masked_store
 
     def as_mask(mask: Any) -> Any:
         return TensorHandle(mask.data.astype(bool), mask.dtype)

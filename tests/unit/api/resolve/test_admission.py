@@ -152,15 +152,14 @@ def test_a_large_module_used_often_is_refused_before_expansion() -> None:
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
-    assert (refused.value.field, refused.value.detail) == ("steering", "has 409600 entries")
+    assert refused.value.field == "steering"
+    assert refused.value.detail == "has 409600 entries"
 
 
 def test_a_range_costs_its_expanded_positions() -> None:
-    alone, short, open_end = (
-        wish(None, steered(Span(start=5))),
-        wish(None, steered([Span(stop=50)])),
-        wish(None, steered([Span(stop=-1)])),
-    )
+    alone = wish(None, steered(Span(start=5)))
+    short = wish(None, steered([Span(stop=50)]))
+    open_end = wish(None, steered([Span(stop=-1)]))
     assert [
         check_cost(asked, 100, 1_000_000)
         for asked in (wish(None, steered("all")), alone, short, open_end)

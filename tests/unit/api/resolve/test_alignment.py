@@ -87,19 +87,15 @@ def test_an_insertion_shifts_no_aligned_row(ids: list[int], data: st.DataObject)
         for place in range(len(ids))
         if not start <= place < stop
     ]
-    assert (made.pairs, list(made.clean_alone), made.counterparts("corrupt")) == (
-        expected,
-        list(range(start, stop)),
-        {other: one for one, other in expected},
-    )
+    assert made.pairs == expected
+    assert list(made.clean_alone) == list(range(start, stop))
+    assert made.counterparts("corrupt") == {other: one for one, other in expected}
 
 
 def test_tokens_without_a_counterpart_are_named_with_the_reason() -> None:
     made = align(EIFFEL, COLOSSEUM)
-    assert (made.pairs, made.alone("corrupt").keys()) == (
-        [(0, 0), (3, 2), (4, 3), (5, 4), (6, 5), (7, 6)],
-        {1},
-    )
+    assert made.pairs == [(0, 0), (3, 2), (4, 3), (5, 4), (6, 5), (7, 6)]
+    assert made.alone("corrupt").keys() == {1}
     for part in ("' Eiffel Tower'", "2 tokens", "' Colosseum'", "1 token"):
         assert part in made.corrupt_alone[1]
         assert part in made.clean_alone[2]
@@ -137,7 +133,8 @@ def test_equal_length_prompts_align_by_position_with_a_note_where_doubtful(
 
 
 def test_left_and_right_alignment_drop_the_overhang() -> None:
-    left, right = align(EIFFEL, COLOSSEUM, "left"), align(EIFFEL, COLOSSEUM, "right")
+    left = align(EIFFEL, COLOSSEUM, "left")
+    right = align(EIFFEL, COLOSSEUM, "right")
     assert left.pairs == [(place, place) for place in range(7)]
     assert right.pairs == [(place + 1, place) for place in range(7)]
     assert "' of', position 7 of the clean prompt" in left.notes[0]
@@ -147,10 +144,8 @@ def test_left_and_right_alignment_drop_the_overhang() -> None:
 
 def test_an_alignment_list_is_used_verbatim() -> None:
     made = align(EIFFEL, COLOSSEUM, [(-1, -1), (2, 1)])
-    assert (made.pairs, made.corrupt_alone[0]) == (
-        [(2, 1), (7, 6)],
-        "the alignment does not list it",
-    )
+    assert made.pairs == [(2, 1), (7, 6)]
+    assert made.corrupt_alone[0] == "the alignment does not list it"
     shared = align(EIFFEL, COLOSSEUM, [(2, 1), (2, 2)], "corrupt")
     assert shared.counterparts("corrupt") == {1: 2, 2: 2}, (
         "a row may be written at several positions"

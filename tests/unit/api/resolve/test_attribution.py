@@ -113,7 +113,8 @@ def test_the_plan_bounds_the_exact_cells_and_draws_a_seed() -> None:
     sweep = attributed(plan().sweep, asked, None)
     assert sweep.num_exact == 3 < sweep.num_cells
     assert sweep.attributed is not None
-    assert (sweep.attributed.steps, sweep.attributed.budget) == (1, 0)
+    assert sweep.attributed.steps == 1
+    assert sweep.attributed.budget == 0
     other = attributed(plan().sweep, asked, None).attributed
     assert other is not None
     assert other.seed != sweep.attributed.seed
@@ -126,7 +127,8 @@ def test_features_are_of_the_autoencoders_site_and_cost_exact_cells() -> None:
     few = attributed(plan().sweep, body(sae="s", verify={"top": 2, "random": 1}), SAE)
     assert few.attributed is not None
     assert few.attributed.verify is not None
-    assert (few.attributed.verify.doubtful, few.num_exact) == (0, 3)
+    assert few.attributed.verify.doubtful == 0
+    assert few.num_exact == 3
     wide = attributed(plan().sweep, body(sae="s", verify={"top": 500, "random": 500}), SAE)
     assert wide.num_exact == 1000 > wide.num_cells
     check_exact(wide, 1000)
@@ -134,7 +136,8 @@ def test_features_are_of_the_autoencoders_site_and_cost_exact_cells() -> None:
         check_exact(wide, 999)
     assert Units(wide).tokens > Units(plan().sweep).tokens > Units(few).tokens
     request = on_its_site(body(sae="s"), SAE)
-    assert (request.hooks, request.layers) == (["post_block"], [1])
+    assert request.hooks == ["post_block"]
+    assert request.layers == [1]
 
 
 def test_estimates_cost_three_passes_and_exact_cells_as_those_of_a_sweep() -> None:

@@ -95,10 +95,12 @@ EXTREMES: dict[str, dict[str, Any]] = {
 def calls_by_turn() -> Iterator[list[int]]:
     """Count the calls in each turn of the event loop of this thread."""
     counts: list[int] = []
-    run, here = asyncio.Handle._run, threading.get_ident()
+    run = asyncio.Handle._run
+    here = threading.get_ident()
 
     def note(_: object, event: str, __: object) -> None:
-        counts[-1] += event in ("call", "c_call")
+        if event in ("call", "c_call"):
+            counts[-1] += 1
 
     def counted(handle: asyncio.Handle) -> None:
         if threading.get_ident() != here:
@@ -123,7 +125,8 @@ class Context(AppContext):
     """What `AppContext.submit` takes, up to what is sent to Redis."""
 
     def __init__(self, tokenizer: Codec):
-        self.settings, self._tokenizer = SETTINGS, tokenizer
+        self.settings = SETTINGS
+        self._tokenizer = tokenizer
         self.ledger = self.served = self.names = self  # type: ignore[assignment]
 
     async def watched_model(self, name: str) -> tuple[ModelInfo, list[str]]:
@@ -208,6 +211,7 @@ async def test_large_jobs_are_resolved_in_one_thread_beside_the_event_loop(
         return resolve(*arguments)
 
     monkeypatch.setattr(admission, "resolve_captures", noted)
-    body, tokenizer = to_json({"model": MODEL.name, **EXTREMES["positions"]}), codec()
+    body = to_json({"model": MODEL.name, **EXTREMES["positions"]})
+    tokenizer = codec()
     await asyncio.gather(*(accepted(body, tokenizer) for _ in range(4)))
     assert threads == ["midstream-aside"] * 4

@@ -83,11 +83,20 @@ class Stores:
     submitted is packed as it is for Redis.
     """
 
-    disks = tenants = names = served = steering = property(lambda self: self)
     settings = SETTINGS
 
     def __init__(self) -> None:
         self._state = ModelState({"joy": module_of(limits.MAX_ENTRIES)})
+
+    @property
+    def itself(self) -> "Stores":
+        return self
+
+    disks = itself
+    tenants = itself
+    names = itself
+    served = itself
+    steering = itself
 
     async def model(self, *_: Any) -> Any:
         return INFO
@@ -136,7 +145,10 @@ class Api(AppContext):
 
     def __init__(self) -> None:
         stores: Any = Stores()
-        self.settings, self.ledger, self.served, self.names = SETTINGS, stores, stores, stores
+        self.settings = SETTINGS
+        self.ledger = stores
+        self.served = stores
+        self.names = stores
         self.steering = self.disks = stores
 
 
@@ -167,7 +179,10 @@ async def put(make: Any, body: Any) -> None:
 
 async def harvest(body: HarvestRequest) -> None:
     state = await API.names.state(INFO, [], EVERYBODY)
-    to_msgpack(await plan_harvest(body, INFO, SETTINGS, state, None, EVERYBODY, Limits()))
+    plan = await plan_harvest(
+        body, INFO, SETTINGS, state, lora=None, caller=EVERYBODY, limits=Limits()
+    )
+    to_msgpack(plan)
 
 
 def parsed(parse: Callable[[Any], Any]) -> Callable[[Any], Awaitable[Any]]:

@@ -70,7 +70,8 @@ def watch_after(*scores: float, one: StoredProbe | None = None) -> Watch:
     put(watch, 0, *scores[:PROMPT])
     for position in range(PROMPT, len(scores)):
         shut, failed = closed(watch, position + 1)
-        assert (shut, failed) == ([not open_among(watch, "p", [position])], [])
+        assert shut == [not open_among(watch, "p", [position])]
+        assert failed == []
         put(watch, position, scores[position])
     return watch
 
@@ -88,10 +89,8 @@ def test_the_score_of_a_token_decides_about_the_next_one() -> None:
     the first generated token.
     """
     watch = watch_after(9, 9, 9, 5, 4, 6, 7, 1, 1)
-    assert (open_among(watch, "p", range(12)), open_among(watch, "p", [2, 6, 8])) == (
-        [4, 6, 7],
-        [6],
-    )
+    assert open_among(watch, "p", range(12)) == [4, 6, 7]
+    assert open_among(watch, "p", [2, 6, 8]) == [6]
 
 
 @pytest.mark.parametrize(
@@ -117,11 +116,14 @@ def test_what_was_decided_stays_when_scores_are_computed_again() -> None:
     ("score", "words"), [(np.nan, "not finite at position 3"), (None, "not scored at position 3")]
 )
 def test_a_gate_without_a_score_fails_the_request(score: float | None, words: str) -> None:
-    watch = Watch("r", [probe(aggregation="max")], prompt_tokens=PROMPT)
+    one = probe(aggregation="max")
+    watch = Watch("r", [one], prompt_tokens=PROMPT)
     put(watch, 0, *([0.0, 0.0, 0.0] + ([score] if score is not None else [])))
     assert closed(watch, PROMPT + 1, decides=False) == ([True], [])
     shut, (why,) = closed(watch, PROMPT + 1)
-    assert (shut, words in why, open_among(watch, "p", range(9))) == ([True], True, [])
+    assert shut == [True]
+    assert words in why
+    assert open_among(watch, "p", range(9)) == []
 
 
 def test_a_probe_that_is_not_scored_here_gates_nothing() -> None:
@@ -145,14 +147,13 @@ def test_a_probe_that_is_not_scored_here_gates_nothing() -> None:
 def test_the_result_names_runs_of_open_positions_up_to_a_bound() -> None:
     watch = watch_after(0, 0, 0, 9, 9, 0, 9, 0, 9)
     score = watch.results(8)[0][0]
-    assert (
-        shown(watch, score, 8).gate,
-        shown(watch, score, 8).gated,
-        shown(watch, score, 7).gated,
-    ) == ([(4, 5), (7, 7)], 3, 2)
+    assert shown(watch, score, 8).gate == [(4, 5), (7, 7)]
+    assert shown(watch, score, 8).gated == 3
+    assert shown(watch, score, 7).gated == 2
     watch = watch_after(*[0, 0, 0], *[9, 0] * (MAX_GATE_RUNS + 5))
     told = shown(watch, watch.results(MAX_GATE_RUNS)[0][0], 10**6)
-    assert (len(told.gate or []), told.gated) == (MAX_GATE_RUNS, MAX_GATE_RUNS + 5)
+    assert len(told.gate or []) == MAX_GATE_RUNS
+    assert told.gated == MAX_GATE_RUNS + 5
 
 
 def test_decisions_that_differ_give_other_checksums() -> None:
@@ -188,16 +189,15 @@ def test_gated_entries_share_no_row_with_others_and_no_cached_block_with_any() -
     assert len({steering_digest([entry(gate)]) for gate in ("", "p", "q")}) == 3
 
     def digest(job: str, steering: StoredSteering) -> str:
-        spec = rank_spec(
-            EngineRequest(
-                job=job,
-                request=0,
-                attempt=1,
-                token_ids=[1] * PROMPT,
-                sampling=Sampling(),
-                steering=[steering],
-            )
+        asked = EngineRequest(
+            job=job,
+            request=0,
+            attempt=1,
+            token_ids=[1] * PROMPT,
+            sampling=Sampling(),
+            steering=[steering],
         )
+        spec = rank_spec(asked)
         assert spec is not None
         return spec.digest
 
@@ -230,10 +230,8 @@ def resolved(
     scale: float | None = None,
     module: str = "joy",
 ) -> Any:
-    bounds, state = (
-        Bounds(model(), [PromptFacts(length) for length in lengths], 4),
-        ModelState({"joy": model_kit.module(*specs)}, GlobalSteering(), ["joy"]),
-    )
+    bounds = Bounds(model(), [PromptFacts(length) for length in lengths], 4)
+    state = ModelState({"joy": model_kit.module(*specs)}, GlobalSteering(), ["joy"])
     return resolve_edits(
         [],
         [SteeringSpec(layers=0, vector=from_numpy(np.ones(8, np.float32)))],

@@ -39,7 +39,8 @@ from midstream.workers.engine.protocol import EngineRequest
 
 
 def file_of(kind: str, width: int = 3, height: int = 2) -> bytes:
-    Image.new("RGB", (width, height)).save(made := io.BytesIO(), kind)
+    made = io.BytesIO()
+    Image.new("RGB", (width, height)).save(made, kind)
     return made.getvalue()
 
 
@@ -183,7 +184,8 @@ WRITTEN = [10, 11, 500, 12, 13, 500, 14, 15]
 
 class Range:
     def __init__(self, offset: int, length: int):
-        self.offset, self.length = offset, length
+        self.offset = offset
+        self.length = length
 
 
 MADE = {
@@ -278,7 +280,8 @@ def test_the_client_takes_paths_bytes_and_pillow(tmp_path: Path) -> None:
 
 
 def test_images_are_written_as_text_on_the_command_line_and_not_for_everyone() -> None:
-    assert (parse_positions("image"), parse_positions("image:-1")) == ("image", {"image": -1})
+    assert parse_positions("image") == "image"
+    assert parse_positions("image:-1") == {"image": -1}
     with pytest.raises(ValueError, match="few prompts have one"):
         parse("post_block", "image")
 

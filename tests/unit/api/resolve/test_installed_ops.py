@@ -117,11 +117,9 @@ def test_an_entry_holds_strength_options_and_the_code_of_the_op(site: Path) -> N
         ],
         *ops.values(),
     )
-    assert (cap.family, cap.layers, cap.numbers) == (
-        "installed",
-        [0, 1],
-        [1.0, 4.0, 0.0, float(ops["norm-cap"].code)],
-    )
+    assert cap.family == "installed"
+    assert cap.layers == [0, 1]
+    assert cap.numbers == [1.0, 4.0, 0.0, float(ops["norm-cap"].code)]
     assert along.numbers == [1.0, 0.0, 0.0, float(ops["along"].code)]
     assert struct.unpack("f", struct.pack("f", cap.numbers[-1]))[0] == cap.numbers[-1], (
         "float32 holds it exactly"
@@ -245,11 +243,13 @@ def test_a_site_calls_the_op_of_each_row_and_keeps_bits_elsewhere(
     site: Path, dtype: torch.dtype
 ) -> None:
     ops = loaded("row-geometry", "unruly")
-    cap, along = float(ops["norm-cap"].code), float(ops["along"].code)
+    cap = float(ops["norm-cap"].code)
+    along = float(ops["along"].code)
     vector = torch.nn.functional.one_hot(torch.tensor(2), HIDDEN).float()[None]
     none = torch.zeros(1, HIDDEN)
     stream = torch.randn(6, HIDDEN).to(dtype)
-    stream[0], stream[1] = 3.0, 0.25
+    stream[0] = 3.0
+    stream[1] = 0.25
     does = [
         Does(none, (1.0, 4.0, 0.0, cap)),
         Does(none, (1.0, 4.0, 0.0, cap)),

@@ -25,7 +25,8 @@ from midstream.schemas.settings.settings import Settings
 SETTINGS = Settings(redis_url="redis://127.0.0.1:1/0")
 #: The documented limits: bytes of memory for each of the body, and seconds for which nothing else
 #: is answered.
-MEMORY, HOLD_S = 4, 0.25
+MEMORY = 4
+HOLD_S = 0.25
 WORDS = [f"word{index}" for index in range(10_000)]
 MODEL = model(vocab_size=len(WORDS) + 1, max_model_len=4096)
 TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -100,7 +101,9 @@ def test_thousands_of_prompts_take_four_times_the_body_and_hold_nothing(kind: st
     made: dict[str, Any] = {"prompts": texts(1500, 125)}
     if kind == "conversations":
         made = {"messages": [[{"role": "user", "content": text}] for text in texts(1500, 125)]}
-    body, tokenizer, hold = to_json({"model": "m", **made}), codec(), [0.0]
+    body = to_json({"model": "m", **made})
+    tokenizer = codec()
+    hold = [0.0]
     del made
 
     async def watched() -> None:
@@ -135,13 +138,16 @@ def test_a_large_job_is_packed_in_parts_as_it_is_packed_whole(
     edits: dict[str, Any] = {"steering": [[entry] * entries] * count, "captures": [[capture]]}
     own = edits if entries else {}
     job = make_job(prompts, metadata={"\xa7prompts": "\x91\x90"}, **own)
-    whole, parts = to_msgpack(job), asyncio.run(scripts.record(job))
+    whole = to_msgpack(job)
+    parts = asyncio.run(scripts.record(job))
     assert isinstance(parts, Parts)
-    assert (b"".join(parts), len(parts)) == (whole, len(whole))
+    assert b"".join(parts) == whole
+    assert len(parts) == len(whole)
     assert b"".join(parts) == whole, "a connection that broke is sent all of it again"
     assert max(map(len, parts)) < 8 * scripts.PART
     monkeypatch.setattr(scripts, "now", lambda: 1.5)
     (in_parts,), (in_one,) = (
         scripts.submit(SETTINGS, job, spec, {}, (), None) for spec in (parts, whole)
     )
-    assert (b"".join(in_parts), len(in_parts)) == (in_one, len(in_one))
+    assert b"".join(in_parts) == in_one
+    assert len(in_parts) == len(in_one)

@@ -84,8 +84,10 @@ def test_only_steering_is_left_out_in_sweeps_and_harvests(
     for mode, on in (("active", acts), ("shadow", False)):
         job = with_policies(JOB, [policy(*actions, mode=mode)])
         stored = job.probes[0].policy
-        assert (job.probes[0].actions, stored.acts) == (kept if on else [], on)
-        assert (stored.actions, [*job.hooks]) == (kept, ["guard"] * (on and HOOK in actions))
+        assert job.probes[0].actions == (kept if on else [])
+        assert stored.acts == on
+        assert stored.actions == kept
+        assert [*job.hooks] == (["guard"] if on and HOOK in actions else [])
 
 
 def test_tags_of_policies_are_distinct() -> None:
@@ -93,7 +95,9 @@ def test_tags_of_policies_are_distinct() -> None:
     names = ["a.b", "a-b", "a..b", "a.-b", long, f"{long}n", f"{long}m", "x" * 128]
     names += [_tag_of(name)[len("policy-") :] for name in ("a.b", f"{long}n")]
     tags = msgspec.convert([_tag_of(name) for name in names], list[Tag])
-    assert (len({*tags}), tags[1], tags[4]) == (len(names), "policy-a-b", f"policy-{long}")
+    assert len({*tags}) == len(names)
+    assert tags[1] == "policy-a-b"
+    assert tags[4] == f"policy-{long}"
 
 
 def test_changes_make_versions() -> None:
@@ -118,7 +122,8 @@ def test_a_change_is_refused_by_the_field_that_is_wrong(
 
 def test_a_change_of_the_condition_keeps_its_other_fields() -> None:
     """It is a registration of its own, so that former latches do not apply."""
-    former, change = policy("flag", mode="shadow"), ConditionChange(at_least=2.5)
+    former = policy("flag", mode="shadow")
+    change = ConditionChange(at_least=2.5)
     made = changed(former, PolicyChange(condition=change))
     assert made.content.condition == Condition(at_least=2.5, label="y")
     assert made.registered > former.current.registered == changed(former, PolicyChange()).registered
@@ -148,7 +153,8 @@ def test_identical_content_makes_no_version_but_another_registration() -> None:
 
 
 def test_content_without_a_mode_does_not_replace_a_policy_that_acts() -> None:
-    acting, silent = policy("flag", mode="active"), policy("flag", mode=None).current.content
+    acting = policy("flag", mode="active")
+    silent = policy("flag", mode=None).current.content
     with refuses("version 1 is active: give mode", field="mode"):
         replaceable(acting, silent)
     shadow = policy("flag", mode="shadow")

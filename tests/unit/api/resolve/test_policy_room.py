@@ -62,7 +62,8 @@ def policy(
 ) -> Policy:
     """A policy with a module of these entries, as it is registered."""
     modules = {"joy": module(*entries)} if entries else {}
-    condition, acts = Condition(at_least=1.0), actions or [Steer(module="joy")]
+    condition = Condition(at_least=1.0)
+    acts = actions or [Steer(module="joy")]
     content = PolicyRequest(probe="p", condition=condition, actions=acts, **fields)
     made = resolve_policy(
         content,
@@ -70,8 +71,8 @@ def policy(
         model(),
         PROBE,
         ModelState(modules),
-        EVERYBODY,
-        Any,  # type: ignore[arg-type]
+        caller=EVERYBODY,
+        settings=Any,  # type: ignore[arg-type]
     )
     return Policy(name=name, model="m", digest="", created=0.0, versions=[made])
 
@@ -197,7 +198,8 @@ def full(places: list[Any]) -> list[SteeringSpec]:
 
 
 def test_policies_take_no_rows_nor_triggers_of_a_requests_own() -> None:
-    watching, named = guards(4, triggered(0)), policy(*full(["all"] * 4), name="own", mode="active")
+    watching = guards(4, triggered(0))
+    named = policy(*full(["all"] * 4), name="own", mode="active")
     gated = applied(watching, [named]).gated
     assert len(gated) == 5
     (entries,), _ = resolve_edits([], full(FULL), bounds(6, steering_rows=4), gated=gated)
@@ -207,7 +209,8 @@ def test_policies_take_no_rows_nor_triggers_of_a_requests_own() -> None:
 def test_the_ranks_tables_hold_the_most_of_a_request_and_of_the_operator() -> None:
     """In columns of one token, in rows and in vectors, also where the settings are small."""
     tuning = Tuning(steering_rows=1, steering_entries=1)
-    watching, named = guards(4), guards(4, all_traffic=False)
+    watching = guards(4)
+    named = guards(4, all_traffic=False)
     named = [msgspec.structs.replace(each, name=f"own{n}") for n, each in enumerate(named)]
     (entries,), _ = resolve_edits(
         [], [ABLATION], bounds(6, steering_rows=1), gated=applied(watching, named).gated
@@ -221,9 +224,9 @@ def test_the_ranks_tables_hold_the_most_of_a_request_and_of_the_operator() -> No
 @pytest.mark.parametrize("captured", ["all", "0-2"])
 def test_policies_take_no_rows_of_a_requests_captures(captured: str) -> None:
     """And global capture refuses none, whatever the probes of the request read."""
-    stored = [PROBE.stored("none")]
+    stored = [] if captured == "all" else [PROBE.stored("none")]
     own = CaptureSpec(layers=captured)
-    scored = [("probes", capture) for capture in probe_captures(stored * (captured != "all"))]
+    scored = [("probes", capture) for capture in probe_captures(stored)]
     everyone = CaptureSpec(layers=3, tag="global")  # it would fit without what probes read
     full = bounds(6, capture_row_limit=4, global_captures=[everyone])
     (captures,) = resolve_captures(own, full, held=scored)

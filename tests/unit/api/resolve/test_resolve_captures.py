@@ -78,7 +78,8 @@ def test_each_hook_has_its_own_layers_and_every_option_is_kept() -> None:
 def test_windows_record_all_positions_and_choose_at_the_end(window: dict[str, Any]) -> None:
     span = msgspec.convert(window, Span)
     ((capture,),) = captured({"positions": span})
-    assert (capture.positions, capture.window) == ("all", span)
+    assert capture.positions == "all"
+    assert capture.window == span
 
 
 def test_the_tokens_that_a_window_searches_are_bounded_over_all_prompts() -> None:
@@ -245,7 +246,8 @@ def test_the_operator_captures_the_end_of_every_request() -> None:
     model = bounds().model
     (spec,) = parse("post_block:1", "last:3")
     (capture,) = captures_of(spec, model, [1])
-    assert (capture.positions, capture.window) == ("all", Span(last=3))
+    assert capture.positions == "all"
+    assert capture.window == Span(last=3)
 
 
 def test_rows_for_the_response_are_bounded_over_all_prompts_of_a_job(
@@ -291,19 +293,16 @@ def test_an_unfitting_global_capture_is_not_a_user_error() -> None:
     ],
 )
 def test_a_global_capture_goes_as_far_as_each_prompt(positions: Any, stored: Any) -> None:
-    found = resolve_captures(
-        None, bounds(6, 3, 1, global_captures=[CaptureSpec(positions=positions, tag="global")])
-    )
+    specs = [CaptureSpec(positions=positions, tag="global")]
+    found = resolve_captures(None, bounds(6, 3, 1, global_captures=specs))
     assert [[capture.positions for capture in captures] for captures in found] == stored
 
 
 def test_a_global_capture_is_added_to_every_prompt() -> None:
     specs = [CaptureSpec(hooks={"pre_attn": "0-1"}, positions=[5], tag="global")]
     both = captured({"tag": "mine"}, 6, 7, global_captures=specs)
-    assert ([[capture.tag for capture in captures] for captures in both], both[0][1].sites) == (
-        [["mine", "global"]] * 2,
-        {"pre_attn": [0, 1]},
-    )
+    assert [[capture.tag for capture in captures] for captures in both] == [["mine", "global"]] * 2
+    assert both[0][1].sites == {"pre_attn": [0, 1]}
     assert resolve_captures(None, bounds(3, global_captures=specs)) == [], "it is too short"
 
 

@@ -30,12 +30,15 @@ from midstream.schemas.base.limits import MAX_ENTRIES
 from midstream.schemas.requests.specs import SteeringSpec
 from midstream.storage.formats.lens_files import Matrix, lens_of, write
 
-WIDTH, VOCABULARY, LAYERS = 12, 30, [0, 1, 2]
+WIDTH = 12
+VOCABULARY = 30
+LAYERS = [0, 1, 2]
 MODEL = model(vocab_size=VOCABULARY, hidden_size=WIDTH, dtype="float32")
 RANDOM = np.random.default_rng(2)
 J = {layer: RANDOM.normal(size=(WIDTH, WIDTH)).astype(np.float32) for layer in LAYERS}
 HEAD = RANDOM.normal(size=(VOCABULARY, WIDTH)).astype(np.float32)
-HEAD[9], HEAD[10] = 2 * HEAD[8], 0
+HEAD[9] = 2 * HEAD[8]
+HEAD[10] = 0
 ROWS = torch.tensor(RANDOM.normal(size=(5, WIDTH)) * 10, dtype=torch.float32)
 
 
@@ -66,7 +69,8 @@ def steered(root: Path, spec: SteeringSpec) -> dict[int, torch.Tensor]:
     (entries,), blobs = resolve_edits([], [spec], Bounds(MODEL, [PromptFacts(5)]), state)
     result = {}
     for entry in entries:
-        assert (entry.hook, entry.positions) == ("post_block", "all")
+        assert entry.hook == "post_block"
+        assert entry.positions == "all"
         tensors = [
             torch.tensor(to_numpy(from_msgpack(blobs[name], Tensor))) for name in entry.tensors
         ]
@@ -127,9 +131,8 @@ def test_all_layers_are_those_of_the_lens_also_in_a_module(root: Path) -> None:
     other = SteeringSpec(layers=3, vector=[1.0] * WIDTH)
     content = resolve_module([spec, other], MODEL, named(root, spec, other))
     assert [entry.layers for entry in content.entries] == [[0], [1], [2], [3]]
-    assert content.reach == pytest.approx(
-        [*[3 * float(directions(layer, 4).abs().max()) for layer in LAYERS], 1.0]
-    )
+    largest = [3 * float(directions(layer, 4).abs().max()) for layer in LAYERS]
+    assert content.reach == pytest.approx([*largest, 1.0])
     state = ModelState(features=named(root, spec, other))
     low = msgspec.structs.replace(MODEL, dtype="float16")
     with refuses("times steering[0]'s scaled vector", field="scales[1]"):

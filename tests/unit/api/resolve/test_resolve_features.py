@@ -67,7 +67,8 @@ def resolved(
 def steered(spec: SteeringSpec, rows: torch.Tensor, dtype: str = "float32") -> torch.Tensor:
     """What the kernels make of rows `[n, d_in]`."""
     entry, tensors = resolved(spec, msgspec.structs.replace(MODEL, dtype=dtype))
-    assert (entry.hook, entry.layers) == ("post_block", [1])
+    assert entry.hook == "post_block"
+    assert entry.layers == [1]
     does = does_of(entry.family, entry.numbers, tensors, entry.scale)
     plan = SitePlan(D_IN, [{entry.family: does}], {token: [1] for token in range(len(rows))})
     stream = rows.clone()
@@ -266,8 +267,6 @@ def test_modules_and_global_steering_take_features() -> None:
         resolve_module(specs, MODEL, features),
         resolve_global(specs, MODEL, ModelState(features=features)),
     ):
-        assert ([entry.family for entry in content.entries], content.entries[0].numbers[:2]) == (
-            ["feature", "add"],
-            [1.0, 3.0],
-        )
+        assert [entry.family for entry in content.entries] == ["feature", "add"]
+        assert content.entries[0].numbers[:2] == [1.0, 3.0]
         assert len(content.blobs) == 4  # the middle part of an encoder is its last: zeros

@@ -12,7 +12,8 @@ from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensF
 from midstream.schemas.jobs.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit
 from tests.unit.api.resolve.test_sweep_plan import CODEC, model
 
-HERE, THERE = ["The Eiffel Tower is in"] * 8, ["The Colosseum is in"] * 8
+HERE = ["The Eiffel Tower is in"] * 8
+THERE = ["The Colosseum is in"] * 8
 EXAMPLES = [{"prompt": "The Tower is in", "target": " Rome"}] * 8
 
 
@@ -25,26 +26,26 @@ def resolve(method: str = "difference_of_means", **fields: Any) -> StoredModuleF
 def test_prompts_targets_and_token_ids_are_tokenised_as_those_of_jobs() -> None:
     stored = resolve()
     expected = FitTokens(token_ids=[1, 2, 5, 6, 7], prompt_tokens=5, at="last_prompt")
-    assert (stored.negative[0], stored.hook, stored.layers, stored.template.family) == (
-        expected,
-        "post_block",
-        [3],
-        "add",
-    )
-    assert (stored.request.positive, stored.tokens) == ([], 2 * 8 * (6 + 5))
-    (first, *_) = resolve("vector", examples=EXAMPLES).examples
+    assert stored.negative[0] == expected
+    assert stored.hook == "post_block"
+    assert stored.layers == [3]
+    assert stored.template.family == "add"
+    assert stored.request.positive == []
+    assert stored.tokens == 2 * 8 * (6 + 5)
+    first, *_ = resolve("vector", examples=EXAMPLES).examples
     assert first == FitTokens(token_ids=[1, 2, 4, 6, 7, 10], prompt_tokens=5, at="all")
     stored = resolve("vector", examples=[{"prompt": [2, 3], "target": [9, 10]}] * 8)
-    assert (stored.examples[0].token_ids, stored.tokens) == (
-        [2, 3, 9, 10],
-        2 * 8 * 4 + 3 * 200 * 8 * 4,
-    )
+    assert stored.examples[0].token_ids == [2, 3, 9, 10]
+    assert stored.tokens == 2 * 8 * 4 + 3 * 200 * 8 * 4
 
 
 def test_reft_is_stored_as_lowrank_at_the_positions_of_each_prompt() -> None:
     template = resolve("reft", examples=EXAMPLES, rank=2, positions=[-1]).template
-    assert (template.family, template.rank, template.numbers) == ("lowrank", 2, [1.0])
-    assert (template.positions, template.tensors) == ([-1], [])
+    assert template.family == "lowrank"
+    assert template.rank == 2
+    assert template.numbers == [1.0]
+    assert template.positions == [-1]
+    assert template.tensors == []
     assert resolve("reft", examples=EXAMPLES, positions=[-1, 0]).examples[0].at == [0, 4]
 
 
@@ -126,16 +127,12 @@ def resolve_lens(**fields: Any) -> StoredLensFit:
 
 def test_lens_keeps_the_tokens_that_it_uses() -> None:
     stored = resolve_lens(max_tokens=3, rank=4, seed=5)
-    assert (stored.prompts[0], stored.prompts[-1], stored.layers, stored.folder) == (
-        [1, 2, 3],
-        [2, 3],
-        [0, 1, 2],
-        "n",
-    )
-    assert (stored.fit, stored.tokens) == (
-        JacobianFit(max_tokens=3, rank=4, seed=5, skip_first=1),
-        (8 * 3 + 2) * (1 + 4),
-    )
+    assert stored.prompts[0] == [1, 2, 3]
+    assert stored.prompts[-1] == [2, 3]
+    assert stored.layers == [0, 1, 2]
+    assert stored.folder == "n"
+    assert stored.fit == JacobianFit(max_tokens=3, rank=4, seed=5, skip_first=1)
+    assert stored.tokens == (8 * 3 + 2) * (1 + 4)
     assert resolve_lens(folder="mine", layers=[-2]).folder == "mine"
 
 

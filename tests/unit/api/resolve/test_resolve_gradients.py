@@ -67,12 +67,12 @@ def job_of(
     **more: Any,
 ) -> Job:
     async def admitted() -> Job:
+        body = {"model": "m", "prompts": [[1, 2, 3, 4], [5, 6]], **more}
         request = msgspec.convert(
-            {"model": "m", "prompts": [[1, 2, 3, 4], [5, 6]], **more}
-            | {"capture": {"of": "gradient", "scalar": LOGIT} | capture},
-            JobRequest,
+            body | {"capture": {"of": "gradient", "scalar": LOGIT} | capture}, JobRequest
         )
-        named = Referents(found=Lookup("m", FOUND, gradients=facts))
+        found = Lookup("m", FOUND, gradients=facts)
+        named = Referents(found=found)
         parsed = parse_job(request)
         accept = admit_gradients if parsed.kind == "gradient" else admit
         return (await accept(parsed, model, CODEC, "job_x", named)).job
@@ -86,13 +86,11 @@ def scalars(job: Job) -> list[StoredScalar | None]:
 
 def test_only_a_capture_of_gradients_waits_in_the_gradient_queue() -> None:
     job = job_of({"layers": [1], "positions": "all_prompt", "tag": "g"})
-    assert (job.kind, job.queue, job.sampling.max_tokens, job.wants_receipts, scalars(job)) == (
-        "gradient",
-        GRADIENTS,
-        1,
-        True,
-        [StoredScalar(kind="logit", token=5)] * 2,
-    )
+    assert job.kind == "gradient"
+    assert job.queue == GRADIENTS
+    assert job.sampling.max_tokens == 1
+    assert job.wants_receipts
+    assert scalars(job) == [StoredScalar(kind="logit", token=5)] * 2
     assert [capture.tag for (capture,) in job.captures] == ["g", "g"]
     assert job_of({"of": "activation", "scalar": None}).queue == ""
     model = msgspec.structs.replace(MODEL, global_captures=[CaptureSpec(layers=[0], tag="all")])
@@ -110,11 +108,12 @@ def test_only_a_capture_of_gradients_waits_in_the_gradient_queue() -> None:
 def test_the_loss_is_that_of_tokens_after_the_first(
     scalar: dict[str, Any], stored: list[list[int]]
 ) -> None:
-    assert [found and found.positions for found in scalars(job_of({"scalar": scalar}))] == stored
+    job = job_of({"scalar": scalar})
+    assert [found and found.positions for found in scalars(job)] == stored
 
 
 def test_tokens_of_a_scalar_may_be_texts() -> None:
-    (first, _) = scalars(job_of({"scalar": {"kind": "logit", "token": "a", "foil": 7}}))
+    first, _ = scalars(job_of({"scalar": {"kind": "logit", "token": "a", "foil": 7}}))
     assert first == StoredScalar(kind="logit", token=make_tokenizer().token_to_id("a"), foil=7)
 
 
@@ -124,9 +123,10 @@ def test_a_probe_and_a_feature_are_stored_with_their_weights() -> None:
     assert scalars(job) == [stored, msgspec.structs.replace(stored, positions=[1])]
     assert job.captures[0][0].tensors == PROBE.content.tensors != []
     scalar = {"kind": "feature", "sae": "tiny", "feature": 2, "positions": "all_prompt"}
-    (first, second) = scalars(job_of({"scalar": scalar}))
+    first, second = scalars(job_of({"scalar": scalar}))
     stored = StoredScalar(kind="feature", feature=2, sae=SAE.stored(), positions=[0, 1, 2, 3])
-    assert (first, second) == (stored, msgspec.structs.replace(stored, positions=[0, 1]))
+    assert first == stored
+    assert second == msgspec.structs.replace(stored, positions=[0, 1])
 
 
 def without(**facts: Any) -> GradientInfo:

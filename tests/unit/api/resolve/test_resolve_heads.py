@@ -34,7 +34,8 @@ def edited(
 
 def test_a_vector_counts_in_the_named_heads_only() -> None:
     entry, tensors = edited(hook="hook_z", vector=from_numpy(ONE), heads="0,2")
-    assert (entry.hook, entry.family) == ("z", "add")
+    assert entry.hook == "z"
+    assert entry.family == "add"
     assert tensors[entry.tensors[0]].tolist() == [*ONE, *np.zeros(4), *ONE]
     entry, tensors = edited(hook="q", vector=from_numpy(np.ones(12, np.float32)), heads=-1)
     assert tensors[entry.tensors[0]].tolist() == [0.0] * 8 + [1.0] * 4
@@ -137,7 +138,8 @@ def test_a_capture_is_split_by_width_and_keeps_its_heads() -> None:
     ]
     assert whole[1].beside == {"k": [1], "post_block": [0, 1, 2, 3]}
     (alone,) = captured_heads(hook="z", heads="0-1")
-    assert (alone[0].heads, alone[0].stored_size(8)) == ([0, 1], 8)
+    assert alone[0].heads == [0, 1]
+    assert alone[0].stored_size(8) == 8
     with refuses("at k, head 1 is out of range", field="capture.heads"):
         captured_heads(hooks={"q": 0, "k": 0}, heads=1)
     with refuses("whole rows"):

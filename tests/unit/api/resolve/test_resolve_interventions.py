@@ -117,7 +117,9 @@ def test_each_op_becomes_a_family_with_its_numbers(
     spec: dict[str, Any], family: str, numbers: list[float], scale: float
 ) -> None:
     (entry,) = resolved(spec)
-    assert (entry.family, entry.numbers, entry.scale) == (family, numbers, scale)
+    assert entry.family == family
+    assert entry.numbers == numbers
+    assert entry.scale == scale
     assert from_msgpack(to_msgpack(entry), StoredSteering) == entry
     assert b"null" not in to_json(entry), "JSON has a place for every number"
 
@@ -128,7 +130,9 @@ def test_a_lowrank_keeps_its_rank_and_three_tensors_in_order() -> None:
     assert entry.tensors == [
         content_hash(LOW_RANK[name]) for name in ("rotation", "weight", "bias")
     ]
-    assert (entry.rank, entry.num_vectors, sorted(blobs)) == (3, 6, sorted(entry.tensors))
+    assert entry.rank == 3
+    assert entry.num_vectors == 6
+    assert sorted(blobs) == sorted(entry.tensors)
     assert [
         list(to_numpy(from_msgpack(blobs[name], Tensor)).shape) for name in entry.tensors
     ] == entry.shapes(HIDDEN)

@@ -25,6 +25,7 @@ from midstream.schemas.requests.specs import (
     StoredSteering,
 )
 
+SERVED = [hook for hook in HOOKS if hook != "mlp_in"]
 VECTOR = from_numpy(np.arange(1, HIDDEN + 1, dtype=np.float32))
 OTHER = from_numpy(np.ones(HIDDEN, np.float32))
 RANK2 = from_numpy(np.ones((2, HIDDEN), np.float32))
@@ -80,7 +81,7 @@ def resolved(
     **changes: Any,
 ) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
     bounds = Bounds(
-        model(hooks=[hook for hook in HOOKS if hook != "mlp_in"], **changes),
+        model(hooks=SERVED, **changes),
         [PromptFacts(length, _find) for length in lengths],
         max_tokens,
     )
@@ -152,9 +153,8 @@ def test_source_positions_meet_those_that_are_patched(
     positions: Any, position: Any, expected: Any
 ) -> None:
     # field case 34
-    assert rows(patch({"run": "clean", "position": position}, positions)) == [
-        (where, f"pre_attn:0:{what}") for where, what in expected
-    ]
+    found = rows(patch({"run": "clean", "position": position}, positions))
+    assert found == [(where, f"pre_attn:0:{what}") for where, what in expected]
 
 
 def test_places_and_rows_are_those_of_each_prompt() -> None:
@@ -204,28 +204,26 @@ def test_vectors_and_zeros_bring_what_the_rank_lacks() -> None:
     ((entry,),), blobs = resolved(
         [patch({"vector": VECTOR}, "last_prompt", layers="all", hook="mlp_out")]
     )
-    assert (entry.layers, entry.positions, entry.tensors, entry.numbers) == (
-        [0, 1, 2, 3],
-        [5],
-        [content_hash(VECTOR)],
-        [1.0],
-    )
+    assert entry.layers == [0, 1, 2, 3]
+    assert entry.positions == [5]
+    assert entry.tensors == [content_hash(VECTOR)]
+    assert entry.numbers == [1.0]
     assert from_msgpack(blobs[content_hash(VECTOR)], Tensor) == VECTOR
     ((entry,),), blobs = resolved([patch({"zeros": True}, alpha=0.25)])
-    assert (entry.tensors, entry.numbers, blobs) == ([ZEROS], [0.25], {})
+    assert entry.tensors == [ZEROS]
+    assert entry.numbers == [0.25]
+    assert blobs == {}
 
 
 @pytest.mark.parametrize("op", ["add", "replace"])
 def test_a_module_of_one_vector_is_that_vector_times_its_scale(op: Any) -> None:
     joy = module(SteeringSpec(layers=3, op=op, vector=VECTOR, scale=2.0, positions="all_generated"))
     ((entry,),), blobs = resolved([patch({"module": "joy"})], model_state=ModelState({"joy": joy}))
-    assert (entry.layers, entry.positions, entry.tensors, entry.scale, blobs) == (
-        [0],
-        [0],
-        [content_hash(VECTOR)],
-        2.0,
-        {},
-    )
+    assert entry.layers == [0]
+    assert entry.positions == [0]
+    assert entry.tensors == [content_hash(VECTOR)]
+    assert entry.scale == 2.0
+    assert blobs == {}
 
 
 # --- Masks and order
@@ -242,13 +240,12 @@ def test_masks_that_differ_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_mask_is_a_tensor_of_ones_where_it_writes() -> None:
     ((entry,),), blobs = resolved([patch(mask="0-1,-1")])
-    assert (entry.family, entry.tensors[0], entry.numbers) == (
-        "replace_masked",
-        "run:job_1.0.t:pre_attn:0:0",
-        [1.0],
-    )
+    assert entry.family == "replace_masked"
+    assert entry.tensors[0] == "run:job_1.0.t:pre_attn:0:0"
+    assert entry.numbers == [1.0]
     mask = from_msgpack(blobs[entry.tensors[1]], Tensor)
-    assert (mask.dtype, to_numpy(mask).tolist()) == ("float32", [1, 1, 0, 0, 0, 0, 0, 1])
+    assert mask.dtype == "float32"
+    assert to_numpy(mask).tolist() == [1, 1, 0, 0, 0, 0, 0, 1]
     assert content_hash(mask) == entry.tensors[1]
     assert [entry.family for entry in entries(patch(mask="all"))] == ["replace"], (
         "all dimensions are no mask"

@@ -53,12 +53,10 @@ def resolved(
 
 def test_the_default_lens_reads_the_last_token_of_all_layers() -> None:
     ((capture,),) = resolved({})
-    assert (capture.sites, capture.positions, capture.at, capture.consumers) == (
-        {"post_block": [0, 1, 2, 3]},
-        "last_prompt",
-        "after",
-        [READER],
-    )
+    assert capture.sites == {"post_block": [0, 1, 2, 3]}
+    assert capture.positions == "last_prompt"
+    assert capture.at == "after"
+    assert capture.consumers == [READER]
     assert capture.reading == StoredLens(top_k=5)
 
 
@@ -255,25 +253,27 @@ def served_by(**served: str) -> Bounds:
 
 
 def resolved_on(limits: Bounds, **fields: Any) -> list[list[StoredCapture]]:
-    parsed = parse_job(
-        from_json(to_json({"model": "m", "prompts": ["a", "b"], **fields}), jobs.JobRequest)
-    )
+    body = {"model": "m", "prompts": ["a", "b"], **fields}
+    parsed = parse_job(from_json(to_json(body), jobs.JobRequest))
     return resolve_captures(None, limits, resolve_readings(parsed, limits))
 
 
 def test_a_request_becomes_an_instruction_to_ranks(field: str) -> None:
-    kind, asked = READINGS[field], EXAMPLES[field].asked
+    kind = READINGS[field]
+    asked = EXAMPLES[field].asked
     captures = resolved_on(served_by(**{kind.name: ""}), **{field: asked})
     assert from_msgpack(to_msgpack(captures), list[list[StoredCapture]]) == captures
     for (capture,) in captures:
-        assert (type(capture.reading), capture.consumers) == (kind.stored, [READER])
+        assert type(capture.reading) is kind.stored
+        assert capture.consumers == [READER]
         assert kind.stored.size(capture.reading, 2, 1) > 0  # type: ignore[arg-type]
     assert READINGS.keys() == RULES.keys() == EXAMPLES.keys()
     assert READINGS.keys() <= ObservedFields.__annotations__.keys()
 
 
 def test_what_is_not_served_or_asked_twice_is_refused(field: str) -> None:
-    kind, asked = READINGS[field].name, EXAMPLES[field].asked
+    kind = READINGS[field].name
+    asked = EXAMPLES[field].asked
     at = f"{field}[0]" if isinstance(asked, list) else field
     with refuses("a version of Midstream without it", field=at):
         resolved_on(served_by(), **{field: asked})
@@ -291,7 +291,21 @@ def receipt(request: int, rank: int, part: Any) -> Receipt:
         Consumed(READER, ok=False, message="no"),
     ]
     return Receipt(
-        "v", "w", "b", "j", request, 1, rank, 2, 0, 0, 0, 0, "0", "ok", consumed=consumed
+        version="v",
+        worker="w",
+        boot="b",
+        job="j",
+        request=request,
+        attempt=1,
+        rank=rank,
+        world=2,
+        tp=0,
+        pp=0,
+        step=0,
+        actions=0,
+        checksum="0",
+        status="ok",
+        consumed=consumed,
     )
 
 
@@ -307,9 +321,8 @@ def test_parts_of_all_ranks_are_a_result_that_is_shown_and_answered(field: str) 
     for name, wanted in EXAMPLES[field].result.items():
         assert getattr(found[field][0], name) == wanted
     shown = [each for each in tables(result, {}) if isinstance(each, str)]
-    assert shown == [f"{EXAMPLES[field].shown}, prompt {n}" for n in (0, 1)] * bool(
-        EXAMPLES[field].shown
-    )
+    title = EXAMPLES[field].shown
+    assert shown == ([f"{title}, prompt {n}" for n in (0, 1)] if title else [])
     facts: Any = {"id": "j", "object": "o", "created": 1, "model": "m"}
     answer = openai.OpenAIAnswer(**facts, **extras(result, False, True, [field]))
     assert msgspec.to_builtins(answer).keys() == facts.keys() | {field}

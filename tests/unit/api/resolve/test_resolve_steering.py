@@ -127,7 +127,8 @@ def test_a_request_chooses_among_the_layers_of_a_module() -> None:
     joy = module(spec(layers=[0, 2]), spec(layers=1), spec(layers=[1, 2], op="ablate"))
     ((*entries,),), _ = resolved([SteeringSpec(module="joy", layers=[0, -2])], joy)
     assert [(entry.family, entry.layers) for entry in entries] == [("add", [0, 2]), ("ablate", [2])]
-    chosen, limits = [SteeringSpec(module="joy", layers=2)], Bounds(model(), [PromptFacts(6)])
+    chosen = [SteeringSpec(module="joy", layers=2)]
+    limits = Bounds(model(), [PromptFacts(6)])
     resolve_edits([], chosen, limits, ModelState({"joy": joy}), scales=[1.0, -1.0])
 
 
@@ -156,8 +157,10 @@ def test_a_module_of_one_phase_stays_one_in_each_prompt(positions: Any) -> None:
 def test_a_doses_scales_keep_entries_within_the_limits_of_requests(
     fields: dict[str, Any], most: float, words: str, named: bool
 ) -> None:
-    own, limits = spec(**fields), Bounds(model(), [PromptFacts(6)])
-    used, known = [SteeringSpec(module="joy")] if named else [own], ModelState({"joy": module(own)})
+    own = spec(**fields)
+    limits = Bounds(model(), [PromptFacts(6)])
+    used = [SteeringSpec(module="joy")] if named else [own]
+    known = ModelState({"joy": module(own)})
     resolve_edits([], used, limits, known, scales=[most, -most])
     with refuses(words, "steering[0]'s", field="scales[1]", status=400):
         resolve_edits([], used, limits, known, scales=[most, -1.01 * most])
@@ -366,15 +369,18 @@ def test_modules_are_resolved_to_content_at_admission() -> None:
         one.digest,
         module(spec(), spec()).digest,
     }
-    assert (len(digests), module(spec(), name="other").digest) == (len(variants) + 2, one.digest)
+    assert len(digests) == len(variants) + 2
+    assert module(spec(), name="other").digest == one.digest
     assert one.bytes == module(spec(), spec(layers=1)).bytes == 4 * HIDDEN, (
         "equal tensors are held once"
     )
-    before, after = module(spec()), module(spec(vector=OTHER))
+    before = module(spec())
+    after = module(spec(vector=OTHER))
     assert before.digest != after.digest
     ((entry,),), _ = resolved([SteeringSpec(module="joy")], before)
     ((later,),), _ = resolved([SteeringSpec(module="joy")], after)
-    assert (entry.tensors, later.tensors) == ([content_hash(VECTOR)], [content_hash(OTHER)])
+    assert entry.tensors == [content_hash(VECTOR)]
+    assert later.tensors == [content_hash(OTHER)]
 
 
 # field case 27
@@ -471,7 +477,8 @@ def test_positions_that_need_a_prompt_are_refused_globally(positions: Any, place
 
 
 def test_the_stricter_limit_of_request_module_and_entry_counts() -> None:
-    gentle, hard = EditLimit(relative=0.9), EditLimit(relative=0.5, then="fail")
+    gentle = EditLimit(relative=0.9)
+    hard = EditLimit(relative=0.5, then="fail")
     entries = [spec(limit=gentle), spec(layers=1)]
     kept = resolve_module(entries, model(), limit=EditLimit(relative=0.8)).entries
     assert [entry.limit for entry in kept] == [0.8, 0.8]
@@ -480,13 +487,12 @@ def test_the_stricter_limit_of_request_module_and_entry_counts() -> None:
     for asked, wanted in ((None, 0.9), (hard, -0.5), (EditLimit(relative=2), 0.9)):
         ((found,), _) = resolved([SteeringSpec(module="joy", limit=asked)], one)
         assert [entry.limit for entry in found] == [wanted]
-    assert (strictest(0.7, -0.7, 0.0), strictest(0.0)) == (-0.7, 0.0)
+    assert strictest(0.7, -0.7, 0.0) == -0.7
+    assert strictest(0.0) == 0.0
     ((found,), _) = resolved([spec(limit=hard), spec(), spec(limit=gentle)])
     rows = steering_rows(found)
-    assert (
-        [[entry.limit for entry in row.entries] for row in rows],
-        len({row.key for row in rows}),
-    ) == ([[-0.5], [0.0], [0.9]], 3)
+    assert [[entry.limit for entry in row.entries] for row in rows] == [[-0.5], [0.0], [0.9]]
+    assert len({row.key for row in rows}) == 3
     assert len({steering_digest([entry]) for entry in found}) == 3
 
 
@@ -498,17 +504,16 @@ def test_limits_beyond_their_range_are_refused(relative: float) -> None:
 
 # --- Triggers
 
-AT_3, FROM_45 = Trigger(token_ids=[[3]]), Trigger(token_ids=[[4, 5]], after="end")
+AT_3 = Trigger(token_ids=[[3]])
+FROM_45 = Trigger(token_ids=[[4, 5]], after="end")
 
 
 def test_an_entry_keeps_its_trigger_and_a_request_replaces_a_modules() -> None:
     own = module(spec(trigger=AT_3), spec())
     for asked, wanted in ((None, [AT_3, None]), (FROM_45, [FROM_45, FROM_45])):
         use = SteeringSpec(module="joy", trigger=asked)
-        ((found,), _), globally = (
-            resolved([use], own),
-            everywhere(use, state=ModelState({"joy": own})),
-        )
+        ((found,), _) = resolved([use], own)
+        globally = everywhere(use, state=ModelState({"joy": own}))
         for entries in (found, globally.entries):
             assert [entry.trigger or None for entry in entries] == wanted
     assert [view.trigger for view in views_of(own.entries)] == [AT_3, None]

@@ -163,7 +163,8 @@ def made(kind: str) -> tuple[Tokenizer, Codec]:
 @given(text=TEXTS)
 @settings(max_examples=50, deadline=None)
 def test_words_are_token_text_with_spaces(kind: str, text: str) -> None:
-    before, (tokenizer, codec) = KINDS[kind][2], made(kind)
+    before = KINDS[kind][2]
+    tokenizer, codec = made(kind)
     ids = tokenizer.encode(text).ids
     where = codec.map_text(text, ids, special_tokens=True)
     for words in (codec.words(ids, where), codec.words(ids, None)):
@@ -277,7 +278,8 @@ def test_token_ids_have_spans_when_their_text_gives_the_same_ids() -> None:
     codec = codec_of(merged_byte_level())
     (ids,) = asyncio.run(codec.encode(["<s>the 東京 Tower"], special_tokens=False))
     found = codec.map_ids(ids)
-    assert (found.text, codec.map_ids(torn(codec, ids))) == ("<s>the 東京 Tower", None)
+    assert found.text == "<s>the 東京 Tower"
+    assert codec.map_ids(torn(codec, ids)) is None
     (ids,) = asyncio.run(codec.encode(["the 東京 Tower"], special_tokens=False))
     wish = ParsedRequest(
         "generate",
@@ -347,7 +349,8 @@ def test_a_windows_text_is_bounded_in_tokens_too() -> None:
 
 def test_a_triggers_text_is_its_tokens_alone_and_after_a_space() -> None:
     codec = codec_of(merged_byte_level())
-    plain, asked = SteeringSpec(), SteeringSpec(trigger=Trigger(text="ab", after=2))
+    plain = SteeringSpec()
+    asked = SteeringSpec(trigger=Trigger(text="ab", after=2))
     found = asyncio.run(with_trigger_tokens([plain, asked], codec))
     sequences = asyncio.run(codec.encode(["ab", " ab"], special_tokens=False))
     wanted = Trigger(token_ids=[list(sequence) for sequence in sequences], after=2)

@@ -96,7 +96,8 @@ def test_only_layers_on_the_path_are_swept() -> None:
         layers=[1, 2],
         path={"sender": {"layer": 1, "hook": "mlp_out"}},
     )
-    assert (refused.field, refused.allowed) == ("layers", "all, or some of 2")
+    assert refused.field == "layers"
+    assert refused.allowed == "all, or some of 2"
 
 
 def test_a_path_to_the_logits_is_one_pass_with_the_branches_held() -> None:
@@ -113,19 +114,21 @@ def test_a_path_to_the_logits_is_one_pass_with_the_branches_held() -> None:
         ("mlp_out", 3, "base"),
     }
     assert ask.entry is not None
-    assert (ask.entry.layer, made.units.width) == (2, 1)
+    assert ask.entry.layer == 2
+    assert made.units.width == 1
 
 
 def test_a_path_to_receivers_has_a_first_pass_whose_rows_they_have_in_the_second() -> None:
-    made = asks(
-        path_of(
-            receivers=[{"layer": 1, "hook": "mlp_out"}, {"layer": 3, "hook": "attn_out"}],
-            frozen=["attn"],
-        )
+    sweep = path_of(
+        receivers=[{"layer": 1, "hook": "mlp_out"}, {"layer": 3, "hook": "attn_out"}],
+        frozen=["attn"],
     )
+    made = asks(sweep)
     cell = next(unit for unit in made.units.cells(0) if unit.layer == 1)
-    first, (second,) = made.first(cell), made.patched(cell)
-    assert (first.request, second.request) == (cell.number * 2 + 1, cell.number * 2)
+    first = made.first(cell)
+    (second,) = made.patched(cell)
+    assert first.request == cell.number * 2 + 1
+    assert second.request == cell.number * 2
     assert [(dict(capture.sites), capture.at) for capture in first.captures] == [
         ({"attn_out": [3], "mlp_out": [1]}, "before")
     ]
@@ -173,7 +176,8 @@ def test_heads_of_both_ends_are_their_dimensions_of_the_rows() -> None:
         found: dict[tuple[str, int], set[str]] = {}
         for entry in ask.steering:
             row = parse_row(entry.tensors[0])
-            assert (row.hook, [row.layer]) == (entry.hook, entry.layers)
+            assert row.hook == entry.hook
+            assert [row.layer] == entry.layers
             if row.key.split(".")[2] == kind:
                 found.setdefault((row.hook, row.layer), set()).add(
                     entry.tensors[1].partition(":")[2] if len(entry.tensors) > 1 else ""
@@ -261,7 +265,8 @@ def test_what_is_no_path_is_refused_by_its_field(
     except msgspec.ValidationError as error:
         detail, at = misfit(error)
     except MidstreamError as refused:
-        detail, at = refused.detail, refused.field
+        detail = refused.detail
+        at = refused.field
     assert at == field
     assert words in detail
 

@@ -44,7 +44,8 @@ VOCABULARY = [
     " the",
     " old",
 ]
-CLEAN, CORRUPT = "The Eiffel Tower is in", "The Colosseum is in"
+CLEAN = "The Eiffel Tower is in"
+CORRUPT = "The Colosseum is in"
 
 
 def codec() -> Codec:
@@ -115,10 +116,8 @@ def test_rows_of_the_clean_prompt_go_to_their_counterparts_in_the_corrupt_one() 
     # field case 34
     sweep, blobs = plan()
     (stored,) = sweep.pairs
-    assert (stored.base_tokens, stored.source_tokens) == (
-        ["<bos>", "The", " Colosseum", " is", " in"],
-        ["<bos>", "The", " Eiffel", " Tower", " is", " in"],
-    )
+    assert stored.base_tokens == ["<bos>", "The", " Colosseum", " is", " in"]
+    assert stored.source_tokens == ["<bos>", "The", " Eiffel", " Tower", " is", " in"]
     assert [(column.label, column.places) for column in stored.columns] == [
         ("<bos>", [(0, 0)]),
         ("The", [(1, 1)]),
@@ -128,17 +127,17 @@ def test_rows_of_the_clean_prompt_go_to_their_counterparts_in_the_corrupt_one() 
     ]
     assert "' Eiffel Tower'" in stored.columns[2].reason
     assert any("' Colosseum'" in note for note in stored.notes)
-    assert (sweep.hooks, sweep.layers, sweep.num_cells, blobs) == (
-        ["post_block"],
-        [0, 1, 2, 3],
-        20,
-        {},
-    )
+    assert sweep.hooks == ["post_block"]
+    assert sweep.layers == [0, 1, 2, 3]
+    assert sweep.num_cells == 20
+    assert blobs == {}
 
 
 def test_ablations_and_noise_patch_the_clean_prompt() -> None:
-    denoised, noised = plan().sweep.pairs[0], plan(direction="noise").sweep.pairs[0]
-    assert (noised.base, noised.source) == (denoised.source, denoised.base)
+    denoised = plan().sweep.pairs[0]
+    noised = plan(direction="noise").sweep.pairs[0]
+    assert noised.base == denoised.source
+    assert noised.source == denoised.base
     turned = sorted((source, base) for column in denoised.columns for base, source in column.places)
     assert sorted(place for column in noised.columns for place in column.places) == turned
     assert [column.label for column in noised.columns if not column.places] == [" Eiffel", " Tower"]
@@ -152,20 +151,16 @@ def test_ablations_and_noise_patch_the_clean_prompt() -> None:
 def test_answers_are_tokenised_after_the_prompt() -> None:
     # field case 33
     stored = plan(pair(answer=" Paris of France", foil=[10, 11])).sweep.pairs[0]
-    assert (stored.answer, stored.answer_text, stored.foil, stored.foil_text) == (
-        [9, 8, 11],
-        " Paris of France",
-        [10, 11],
-        " Rome France",
-    )
+    assert stored.answer == [9, 8, 11]
+    assert stored.answer_text == " Paris of France"
+    assert stored.foil == [10, 11]
+    assert stored.foil_text == " Rome France"
     assert Units(plan(pair(answer=" Paris", foil=" Rome")).sweep).nodes[0][0].token_ids == (9, 10)
 
 
 def test_prompts_of_token_ids_are_read_as_the_text_that_they_are() -> None:
-    text, ids = (
-        plan().sweep.pairs[0],
-        plan(pair(clean=[1, 2, 3, 4, 6, 7], corrupt=[1, 2, 5, 6, 7])).sweep.pairs[0],
-    )
+    text = plan().sweep.pairs[0]
+    ids = plan(pair(clean=[1, 2, 3, 4, 6, 7], corrupt=[1, 2, 5, 6, 7])).sweep.pairs[0]
     assert ids == text
     assert plan(
         pair(clean=[1, 2, 3, 4, 6, 7], corrupt=[0, 2, 5, 6, 7], positions=[-1])
@@ -230,13 +225,11 @@ def test_hooks_layers_mask_and_the_rest_are_resolved() -> None:
         noise=2,
         metric="logprob",
     )
-    assert (sweep.hooks, sweep.layers, sweep.alpha, sweep.noise, sweep.metric) == (
-        ["pre_attn", "attn_out"],
-        [1, 2, 3],
-        0.5,
-        2,
-        "logprob",
-    )
+    assert sweep.hooks == ["pre_attn", "attn_out"]
+    assert sweep.layers == [1, 2, 3]
+    assert sweep.alpha == 0.5
+    assert sweep.noise == 2
+    assert sweep.metric == "logprob"
     (name,) = blobs
     assert sweep.mask == name
     assert to_numpy(from_msgpack(blobs[name], Tensor)).tolist() == [1, 1, 0, 0, 0, 0, 0, 1]
@@ -567,7 +560,8 @@ def test_a_sweep_of_too_much_text_is_refused(
     monkeypatch.setattr(sweep_prompts, "MAX_SWEEP_TEXT", 130)
     monkeypatch.setattr(Codec, "encodings", None)  # nothing is tokenised before
     error = refusal(*pairs)
-    assert (error.field, "130 characters" in error.detail) == (field, True)
+    assert error.field == field
+    assert "130 characters" in error.detail
 
 
 def test_text_longer_than_the_model_is_refused_by_its_field(
@@ -579,16 +573,15 @@ def test_text_longer_than_the_model_is_refused_by_its_field(
         return answer(self, msgspec.structs.replace(question, limit=8))
 
     monkeypatch.setattr(Codec, "answer", strict)
-    assert (
-        refusal(pair(), pair(corrupt="The" + " old" * 8)).field,
-        refusal(pair(), pair(foil=" Rome" * 8)).field,
-        refusal(pair(clean=[2] * 33)).field,
-    ) == ("pairs[1].corrupt", "pairs[1].foil", "pairs[0].clean")
+    assert refusal(pair(), pair(corrupt="The" + " old" * 8)).field == "pairs[1].corrupt"
+    assert refusal(pair(), pair(foil=" Rome" * 8)).field == "pairs[1].foil"
+    assert refusal(pair(clean=[2] * 33)).field == "pairs[0].clean"
 
 
 def test_columns_beyond_the_cell_limit_are_not_built() -> None:
     error = refusal(*[pair()] * 9, limits={"sweep_cells": 20})
-    assert (error.field, error.detail) == ("pairs", "the sweep has more than 20 cells")
+    assert error.field == "pairs"
+    assert error.detail == "the sweep has more than 20 cells"
 
 
 # --- Room
@@ -706,10 +699,8 @@ def test_heads_are_columns_with_their_dimensions_and_at_each_token() -> None:
     assert found == [(0, "0-3", [1]), (0, "0-3", [last]), (2, "8-11", [1]), (2, "8-11", [last])]
     assert [column.label.rpartition(" ")[2] for column in stored.columns] == ["1", str(last)] * 2
     refused = refusal(pair(), info=WITH_HEADS, hooks=["z", "k"], axis="head")
-    assert (refused.field, "k has 1 heads of 4, but z has 3 of 4" in refused.detail) == (
-        "hooks[1]",
-        True,
-    )
+    assert refused.field == "hooks[1]"
+    assert "k has 1 heads of 4, but z has 3 of 4" in refused.detail
 
 
 def test_the_name_of_a_mask_lists_its_dimensions() -> None:

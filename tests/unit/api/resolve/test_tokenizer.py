@@ -112,11 +112,13 @@ async def test_plain_text_gets_the_tokenizers_special_tokens_and_a_chat_only_the
 async def test_saved_truncation_and_padding_are_not_applied() -> None:
     codec = make_codec(None, enable_truncation={"max_length": 3}, enable_padding={"length": 64})
     short, long = await codec.encode(["a", "abcdefgh"], special_tokens=False)
-    assert (len(short), len(long)) == (1, 8)
+    assert len(short) == 1
+    assert len(long) == 8
 
 
 async def test_a_long_text_is_tokenised_off_the_event_loop_to_the_same_ids() -> None:
-    codec, ticks = make_codec(None), 0
+    codec = make_codec(None)
+    ticks = 0
     text = "hello there " * (INLINE_CHARACTERS // 6)
 
     async def tick() -> None:
@@ -221,7 +223,8 @@ async def test_a_text_longer_than_the_model_is_refused_before_its_ids_are_sent()
     async with served() as (helpers, codec):
         with pytest.raises(TooLong) as error:
             await codec.encode(["hello " * 20_000, "a", "hello " * 5000], special_tokens=False)
-        assert (error.value.index, error.value.tokens) == (0, 120_000)
+        assert error.value.index == 0
+        assert error.value.tokens == 120_000
         with pytest.raises(TooLong, match="characters"):  # nothing is tokenised for this
             await codec.encode(["a" * (LIMIT * 7 + 1)], special_tokens=False)
         assert len(helpers._all) == 1
@@ -266,7 +269,8 @@ def said(content: str) -> SearchedPrompt:
 async def test_long_prompts_are_rendered_and_searched_in_a_helper(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prompts, spans = [said("hello " * number) for number in (2, 1000)], [Span(turn=0), Span(turn=7)]
+    prompts = [said("hello " * number) for number in (2, 1000)]
+    spans = [Span(turn=0), Span(turn=7)]
     wanted = await PLAIN.locate(prompts, spans, apart=False)
     asked: list[int] = []
     exchange = tokenizer_pool._exchange
@@ -309,7 +313,8 @@ async def test_a_template_that_never_ends_for_a_span_is_an_error_of_the_request(
 async def test_the_positions_of_all_spans_together_are_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    prompts, spans = [said("hello " * 10)] * 4, [Span(turn=0), Span(role="user")]
+    prompts = [said("hello " * 10)] * 4
+    spans = [Span(turn=0), Span(role="user")]
     ((first, _), *_) = await PLAIN.locate(prompts, spans, apart=False)
     monkeypatch.setattr(tokenizer, "MAX_FOUND_POSITIONS", 8 * len(first.positions()))
     assert len(await PLAIN.locate(prompts, spans, apart=False)) == 4

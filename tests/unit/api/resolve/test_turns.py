@@ -75,11 +75,9 @@ SHOWN_TOOL = (
     '{"type": "function", "function": '
     '{"name": "weather", "description": "It.", "parameters": null}}'
 )
-SYSTEM, HI, HELLO = (
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello."},
-)
+SYSTEM = {"role": "system", "content": "Be brief."}
+HI = {"role": "user", "content": "Hi"}
+HELLO = {"role": "assistant", "content": "Hello."}
 THOUGHT = HELLO | {"reasoning": "A greeting."}
 CALLED = [HI, {"role": "assistant", "tool_calls": [CALL]}]
 ANSWERED = [*CALLED, {"role": "tool", "content": "12 C", "tool_call_id": "abcdefghi"}]
@@ -641,7 +639,8 @@ def test_an_empty_answer_that_ends_no_conversation_has_an_unknown_end() -> None:
             found(codec, asked(messages, span))
     # what follows shows where it ends
     text, positions, spelled = found(codec, asked([*messages[:2], HI], {"turn": 1, "part": "all"}))
-    start, stop = text.index("<11>Assistant"), text.rindex("<11>User")
+    start = text.index("<11>Assistant")
+    stop = text.rindex("<11>User")
     assert positions == covering(spelled, text, [(start, stop)])
 
 

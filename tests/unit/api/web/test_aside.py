@@ -19,7 +19,8 @@ from midstream.schemas.settings.settings import Settings
 
 
 async def test_the_loop_of_the_caller_goes_on_while_work_is_computed_aside() -> None:
-    seen, said = threading.Event(), threading.Event()
+    seen = threading.Event()
+    said = threading.Event()
 
     def work() -> str:
         seen.set()
@@ -47,7 +48,8 @@ async def test_work_aside_may_await_the_loop_of_its_caller_and_itself() -> None:
 
 
 async def test_errors_and_cancellations_pass_between_the_loops() -> None:
-    begun, ended = asyncio.Event(), threading.Event()
+    begun = asyncio.Event()
+    ended = threading.Event()
     here = asyncio.get_running_loop()
 
     def refused() -> None:
@@ -75,7 +77,8 @@ async def test_a_job_aside_has_long_texts_tokenised_in_a_helper_that_gives_way()
         return to_msgpack(BUNDLE)
 
     ledger: Any = SimpleNamespace(get_blob=blob)
-    served, text = Served(Settings(redis_url="redis://127.0.0.1:1/0"), ledger), "hello " * 2000
+    served = Served(Settings(redis_url="redis://127.0.0.1:1/0"), ledger)
+    text = "hello " * 2000
     try:
         codec = await served.codec(model(max_model_len=20_000))
         made = await aside(codec.encode([text], special_tokens=False))

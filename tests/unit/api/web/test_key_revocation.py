@@ -44,7 +44,8 @@ async def test_one_check_covers_all_held_calls_and_ends_revoked_ones(stored: Any
     with ExitStack() as held:
         first = [held.enter_context(key_watch.of(Caller(key="one"))) for _ in range(50)]
         second = held.enter_context(key_watch.of(Caller(key="two")))
-        stored.gone, stored.away = {"one"}, 2
+        stored.gone = {"one"}
+        stored.away = 2
         await asyncio.wait_for(asyncio.gather(*(end for stay in first for end in stay.ends)), 60)
         assert stored.asked == [{"one", "two"}] * 3, "twice in vain, because Redis was away"
         for stay in first:

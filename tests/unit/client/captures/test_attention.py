@@ -17,7 +17,9 @@ from midstream.client.captures.attention import attention_at, pattern, usable
 from midstream.schemas.model.attention import AttentionKind
 from midstream.schemas.model.layer_kinds import grouped, of_layers
 
-TOKENS, WINDOW, HEAD = 24, 7, 8
+TOKENS = 24
+WINDOW = 7
+HEAD = 8
 #: Of float32 arithmetic on both sides.
 TOLERANCE = 1e-5
 _SHAPE: dict[str, Any] = {
@@ -98,7 +100,8 @@ def _reference(
     """
     family, options, _ = MODELS[name]
     modelling = importlib.import_module(f"transformers.models.{name}.modeling_{name}")
-    eager, taken = modelling.eager_attention_forward, []
+    eager = modelling.eager_attention_forward
+    taken = []
 
     def recorded(
         module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **more: Any
@@ -125,7 +128,8 @@ def test_patterns_equal_transformers_eager_attentions(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows, expected, model = _reference(name, monkeypatch)
-    kinds, heads = MODELS[name][2], len(expected[0])
+    kinds = MODELS[name][2]
+    heads = len(expected[0])
     assert len(rows) == len(expected) == 4
     for layer, ((queries, keys), pattern_of_layer) in enumerate(zip(rows, expected, strict=True)):
         facts = attention_at(kinds, layer)
@@ -134,7 +138,8 @@ def test_patterns_equal_transformers_eager_attentions(
                 facts, sinks=model.model.layers[layer].self_attn.sinks.tolist()
             )
         found = pattern(queries, keys, facts, range(TOKENS))
-        assert (found.dtype, found.shape) == (np.float32, (heads, TOKENS, TOKENS))
+        assert found.dtype == np.float32
+        assert found.shape == (heads, TOKENS, TOKENS)
         assert np.abs(found - pattern_of_layer).max() <= TOLERANCE, layer
         assert np.ptp(pattern_of_layer[:, -1]) > 0.05, "a pattern that shows something"
 
@@ -172,17 +177,16 @@ def _rows(count: int, heads: int = 4, seed: int = 0) -> np.ndarray:
 def test_rows_sum_to_one_but_for_the_sink_and_are_slices_of_the_whole(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    queries, keys = _rows(TOKENS), _rows(TOKENS, 2, 1)
+    queries = _rows(TOKENS)
+    keys = _rows(TOKENS, 2, 1)
     np.testing.assert_allclose(pattern(queries, keys, kind(), range(TOKENS)).sum(-1), 1, atol=1e-6)
     with_sinks = pattern(queries, keys, kind(sinks=[0.0, 1.0, 50.0, -50.0]), range(TOKENS)).sum(-1)
     assert (with_sinks[1] < 1).all()
     assert (with_sinks[2] < 1e-15).all()
     np.testing.assert_allclose(with_sinks[3], 1, atol=1e-6)
-    queries, keys, facts = (
-        _rows(TOKENS),
-        _rows(TOKENS, 2, 1),
-        kind(window=WINDOW, sinks=[0.5, -1.0, 2.0, 0.0]),
-    )
+    queries = _rows(TOKENS)
+    keys = _rows(TOKENS, 2, 1)
+    facts = kind(window=WINDOW, sinks=[0.5, -1.0, 2.0, 0.0])
     whole = pattern(queries, keys, facts, range(TOKENS))
     monkeypatch.setattr(attention, "_BLOCK_BYTES", 8 * TOKENS * 3)  # three queries at a time
     for heads, chosen in (
@@ -198,7 +202,8 @@ def test_rows_sum_to_one_but_for_the_sink_and_are_slices_of_the_whole(
 
 def test_a_query_whose_keys_are_not_all_there_is_refused_by_name() -> None:
     positions = [*range(4), *range(10, 20)]
-    queries, keys = _rows(14), _rows(14, 2, 1)
+    queries = _rows(14)
+    keys = _rows(14, 2, 1)
     with refuses(
         "the query of position 10 sees keys 0-10, of which 4-9 were not captured",
         kind="not_found",
@@ -217,7 +222,8 @@ def test_a_query_whose_keys_are_not_all_there_is_refused_by_name() -> None:
 
 
 def test_what_is_not_known_or_too_large_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    queries, keys = _rows(TOKENS), _rows(TOKENS, 2, 1)
+    queries = _rows(TOKENS)
+    keys = _rows(TOKENS, 2, 1)
     with refuses("head 4 is out of range", field="head", allowed="0 to 3"):
         pattern(queries, keys, kind(), range(TOKENS), heads=[4])
     given: list[tuple[str, Any, Any, dict[str, Any]]] = [
@@ -248,7 +254,5 @@ def test_what_is_not_known_or_too_large_is_refused(monkeypatch: pytest.MonkeyPat
 def test_layers_of_a_kind_are_joined_and_cut() -> None:
     kinds = grouped([kind([2]), kind([1], window=3), kind([0]), kind([0]), kind([3], window=3)])
     assert [(each.layers, each.window) for each in kinds] == [([0, 2], 0), ([1, 3], 3)]
-    assert (
-        [each.layers for each in of_layers(kinds, {0, 2})],
-        [each.layers for each in of_layers(kinds, {2, 3})],
-    ) == ([[0, 2]], [[2], [3]])
+    assert [each.layers for each in of_layers(kinds, {0, 2})] == [[0, 2]]
+    assert [each.layers for each in of_layers(kinds, {2, 3})] == [[2], [3]]

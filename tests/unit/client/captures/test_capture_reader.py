@@ -35,17 +35,13 @@ def stage(pp: int, **changes: object) -> FinishedCapture:
 def test_rows_come_back_as_float32_exactly(tmp_path: Path, dtype: str) -> None:
     write(tmp_path, finished(sites={"post_block": [3, 7]}, positions=[0, 2, 5], dtype=dtype))
     reader = CaptureReader(tmp_path / "tag", "job_x")
-    assert (reader.job, reader.tag, reader.layers(), reader.dtype()) == (
-        "job_x",
-        "tag",
-        [3, 7],
-        dtype,
-    )
-    assert (reader.positions(), reader.token_ids(), reader.array(7).dtype) == (
-        [0, 2, 5],
-        [100, 102, 105],
-        np.float32,
-    )
+    assert reader.job == "job_x"
+    assert reader.tag == "tag"
+    assert reader.layers() == [3, 7]
+    assert reader.dtype() == dtype
+    assert reader.positions() == [0, 2, 5]
+    assert reader.token_ids() == [100, 102, 105]
+    assert reader.array(7).dtype == np.float32
     np.testing.assert_array_equal(reader.array(7), values("post_block", 7, [0, 2, 5]))
     np.testing.assert_array_equal(reader.row(3, 5), values("post_block", 3, [5])[0])
     reader.array(7)[:] = 0  # it belongs to the caller
@@ -58,10 +54,8 @@ def test_sites_are_read_and_named_as_transformer_lens_names_them(store: Artifact
     name = "blocks.7.hook_resid_post"
     for site in ((name,), (7, "resid_post"), (7, "hook_resid_post"), (7,)):
         np.testing.assert_array_equal(reader.array(*site), reader.array(7, "post_block"))
-    assert (reader.site(name), list(reader.arrays())) == (
-        ("post_block", 7),
-        ["mlp_in.3", "post_block.3", "post_block.7"],
-    )
+    assert reader.site(name) == ("post_block", 7)
+    assert list(reader.arrays()) == ["mlp_in.3", "post_block.3", "post_block.7"]
     arrays = reader.arrays(names="transformer_lens")
     assert list(arrays) == ["mlp_in.3", "blocks.3.hook_resid_post", name]
     np.testing.assert_array_equal(arrays[name], reader.array(7, "post_block"))
@@ -87,11 +81,9 @@ def test_stages_that_hold_different_positions_are_refused_or_dropped_rows_left_o
         stage(1, job="job_y", positions=[0, 2, 3], dropped=(1,)),
     )
     reader = CaptureReader(store, "job_y")
-    assert (reader.positions(), reader.token_ids(), reader.dropped()) == (
-        [0, 3],
-        [100, 103],
-        [1, 2],
-    )
+    assert reader.positions() == [0, 3]
+    assert reader.token_ids() == [100, 103]
+    assert reader.dropped() == [1, 2]
     for layer in range(4):
         np.testing.assert_array_equal(reader.array(layer), values("post_block", layer, [0, 3]))
     np.testing.assert_array_equal(reader.row(2, 3), values("post_block", 2, [3])[0])
@@ -103,8 +95,10 @@ def test_raw_rows_are_views_of_the_file_that_cannot_be_written(
 ) -> None:
     write(store, finished(layout=layout), finished(request=1, layout=layout, dtype="float32"))
     reader = CaptureReader(store, "job_x")
-    bits, floats = reader.raw(2), reader.raw(2, request=1)
-    assert (bits.dtype, floats.dtype) == (np.uint16, np.float32)
+    bits = reader.raw(2)
+    floats = reader.raw(2, request=1)
+    assert bits.dtype == np.uint16
+    assert floats.dtype == np.float32
     np.testing.assert_array_equal(floats, values("post_block", 2, [0, 1, 2]))
     for view in (bits, floats):
         assert not view.flags.owndata
@@ -122,11 +116,9 @@ def test_the_stages_of_a_pipeline_are_merged_and_a_missing_one_is_an_error(
 ) -> None:
     write(store, stage(1, layout=layout), stage(0, layout=layout))
     reader = CaptureReader(store, "job_x")
-    assert (reader.hooks(), reader.layers(), reader.layers(hook="pre_attn")) == (
-        ["pre_attn", "post_block"],
-        [0, 1, 2, 3],
-        [0],
-    )
+    assert reader.hooks() == ["pre_attn", "post_block"]
+    assert reader.layers() == [0, 1, 2, 3]
+    assert reader.layers(hook="pre_attn") == [0]
     np.testing.assert_array_equal(
         reader.stack(), np.stack([values("post_block", layer, [0, 1, 2]) for layer in range(4)])
     )
@@ -172,7 +164,8 @@ def test_requests_are_kept_apart_and_files_of_other_jobs_left_out(tmp_path: Path
         finished("job_y", request=5),
     )
     reader = CaptureReader(tmp_path / "tag", "job_x")
-    assert (reader.requests(), reader.positions(12)) == ([0, 12], [4])
+    assert reader.requests() == [0, 12]
+    assert reader.positions(12) == [4]
     with refuses("request 3", allowed="[0, 12]"):
         reader.array(0, request=3)
     assert CaptureReader(tmp_path / "tag", "job_y").requests() == [5]
@@ -189,7 +182,8 @@ def test_a_job_with_several_tags_needs_a_tag(tmp_path: Path) -> None:
         CaptureReader(tmp_path, "job_x")
     assert CaptureReader(tmp_path, "job_x", tag="all").tag == "all"
     reader = CaptureReader([tmp_path / mine.path, tmp_path / other.path])
-    assert (reader.tag, reader.tags) == ("mine", ["mine", "all"]), "the first file's"
+    assert reader.tag == "mine", "the first file's"
+    assert reader.tags == ["mine", "all"]
 
 
 @pytest.mark.parametrize("store", ["folder"], indirect=True)
@@ -207,11 +201,9 @@ def test_a_segment_among_files_stands_for_the_blobs_in_it_of_one_job(store: Arti
         with refuses("several jobs", allowed="job_0, job_1"):
             CaptureReader(source)
         with CaptureReader(source, "job_1") as again:
-            assert (again.job, again.requests(), [check.ok for check in again.verify()]) == (
-                "job_1",
-                [0, 1, 2],
-                [True] * 3,
-            )
+            assert again.job == "job_1"
+            assert again.requests() == [0, 1, 2]
+            assert [check.ok for check in again.verify()] == [True] * 3
             np.testing.assert_array_equal(
                 again.array(3, request=2), values("post_block", 3, [0, 1, 2]) + 1
             )
@@ -228,7 +220,8 @@ def test_a_segment_among_files_stands_for_the_blobs_in_it_of_one_job(store: Arti
 def test_damaged_rows_are_found_by_verify_and_not_returned(tmp_path: Path, layout: str) -> None:
     """Field case 19: one flipped bit."""
     file, *_ = write(tmp_path, finished(layout=layout))
-    path, reader = tmp_path / file.path, CaptureReader(tmp_path, "job_x")
+    path = tmp_path / file.path
+    reader = CaptureReader(tmp_path, "job_x")
     assert all(check.ok for check in reader.verify())
     raw = bytearray(path.read_bytes())
     raw[file.offset + 8 + int.from_bytes(raw[file.offset : file.offset + 8], "little")] ^= 1
@@ -247,7 +240,8 @@ def test_a_file_that_is_cut_short_zeroed_or_without_its_manifest_is_named(tmp_pa
     reader = CaptureReader(path)
     np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
     (check,) = reader.verify()
-    assert (check.ok, "p0000.a1.pp0.json is missing" in check.detail) == (False, True)
+    assert not check.ok
+    assert "p0000.a1.pp0.json is missing" in check.detail
     for length in (file.bytes - 1, 20, 0):
         os.truncate(path, length)
         with refuses("truncated"):
@@ -274,7 +268,8 @@ def test_a_part_of_a_file_is_read_where_a_manifest_says_that_it_is(tmp_path: Pat
     first, second = write(tmp_path, finished(request=0), finished(request=1))
     assert first.path == second.path
     reader = CaptureReader([at(tmp_path / second.path, second.offset, second.bytes, second.crc32)])
-    assert (reader.requests(), [check.ok for check in reader.verify()]) == ([1], [True])
+    assert reader.requests() == [1]
+    assert [check.ok for check in reader.verify()] == [True]
 
 
 def test_files_that_are_no_captures_are_refused_by_name(tmp_path: Path) -> None:
@@ -288,9 +283,8 @@ def test_files_that_are_no_captures_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_rows_in_memory_are_read_like_files() -> None:
     blobs = [b"".join(blob_of(capture, capture.sites).buffers) for capture in (stage(1), stage(0))]
-    np.testing.assert_array_equal(
-        CaptureReader.from_bytes(blobs).array(2), values("post_block", 2, [0, 1, 2])
-    )
+    reader = CaptureReader.from_bytes(blobs)
+    np.testing.assert_array_equal(reader.array(2), values("post_block", 2, [0, 1, 2]))
     with refuses("post_block"):
         CaptureReader.from_bytes(blobs[0]).layers()
     with refuses("no blobs given"):
@@ -333,11 +327,9 @@ def test_a_request_whose_files_are_missing_is_named_and_not_left_out(
         write(tmp_path, finished(request=request, layout=layout, requests=4), owner=f"w.{request}")
     folder = tmp_path / "tag" / "job_x"
     with CaptureReader(folder) as whole:
-        assert (whole.requests(), whole.gaps(), all(check.ok for check in whole.verify())) == (
-            [0, 1, 2, 3],
-            [],
-            True,
-        )
+        assert whole.requests() == [0, 1, 2, 3]
+        assert whole.gaps() == []
+        assert all(check.ok for check in whole.verify())
     lost = (
         (tmp_path / "tag" / "segments").glob("w.2*.jsonl")
         if layout == "segment"
@@ -358,23 +350,23 @@ def test_a_request_whose_files_are_missing_is_named_and_not_left_out(
             reader.array(3, request=1), values("post_block", 3, [0, 1, 2])
         )
     partial = CaptureReader(folder, partial=True)
-    assert (partial.requests(), partial.gaps()) == ([0, 1, 3], [gap])
+    assert partial.requests() == [0, 1, 3]
+    assert partial.gaps() == [gap]
 
 
 def test_explicitly_named_files_need_not_be_complete(tmp_path: Path) -> None:
     files = write(tmp_path, *(finished(request=n, layout="packed", requests=3) for n in range(3)))
     for source in (tmp_path / files[1].path, [tmp_path / files[1].path]):
         reader = CaptureReader(source)
-        assert (reader.requests(), all(check.ok for check in reader.verify())) == ([1], True)
+        assert reader.requests() == [1]
+        assert all(check.ok for check in reader.verify())
 
 
 def test_dropped_positions_are_a_check_that_fails(store: ArtifactStore) -> None:
     write(store, finished(request=0), finished(request=1, positions=[0, 3], dropped=(1, 2)))
     (failed,) = (check for check in CaptureReader(store, "job_x").verify() if not check.ok)
-    assert (failed.request, failed.detail) == (
-        1,
-        "request 1: positions dropped under overload: 1-2 (2 in total)",
-    )
+    assert failed.request == 1
+    assert failed.detail == "request 1: positions dropped under overload: 1-2 (2 in total)"
 
 
 # --- Views ---

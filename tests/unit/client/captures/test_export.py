@@ -50,12 +50,11 @@ def run(*arguments: object) -> tuple[int, str]:
 def test_npz_holds_every_request_in_float32(root: Path, tmp_path: Path) -> None:
     names = export(CaptureReader(root, "job_x"), tmp_path / "rows.npz")
     with np.load(tmp_path / "rows.npz") as arrays:
-        assert (sorted(arrays), len(names)) == (sorted(names), 2 * 7)
+        assert sorted(arrays) == sorted(names)
+        assert len(names) == 2 * 7
         np.testing.assert_array_equal(arrays["1/pre_attn.3"], values("pre_attn", 3, [4, 9]))
-        assert (arrays["1/positions"].tolist(), arrays["1/token_ids"].tolist()) == (
-            [4, 9],
-            [104, 109],
-        )
+        assert arrays["1/positions"].tolist() == [4, 9]
+        assert arrays["1/token_ids"].tolist() == [104, 109]
         assert arrays["0/post_block.2"].dtype == np.float32
 
 
@@ -69,12 +68,10 @@ def test_one_requests_safetensors_is_a_capture_file_of_its_own(root: Path, tmp_p
     )
     assert names == ["post_block.1", "post_block.2", "positions", "token_ids"]
     reader = CaptureReader(tmp_path / "out" / "rows.safetensors")
-    assert (reader.requests(), reader.hooks(1), reader.layers(1), reader.dtype(1)) == (
-        [1],
-        ["post_block"],
-        [1, 2],
-        "bfloat16",
-    )
+    assert reader.requests() == [1]
+    assert reader.hooks(1) == ["post_block"]
+    assert reader.layers(1) == [1, 2]
+    assert reader.dtype(1) == "bfloat16"
     np.testing.assert_array_equal(reader.array(2, request=1), values("post_block", 2, [4, 9]))
 
 
@@ -145,24 +142,21 @@ def test_a_request_that_is_missing_is_refused_unless_what_is_there_is_wanted(
     tmp_path: Path,
 ) -> None:
     write(tmp_path, finished(request=0, requests=2, positions=[0, 2], dropped=(1,)))
-    source, said = (
-        (tmp_path, "--set=job=job_x"),
-        "captured 2 requests, but files exist for only 1: 0",
-    )
+    source = (tmp_path, "--set=job=job_x")
+    said = "captured 2 requests, but files exist for only 1: 0"
     for command in (
         ("get", "capture", *source),
         ("export", "capture", *source, "-o", tmp_path / "rows.npz"),
         ("check", "capture", *source),
     ):
         code, text = run(*command)
-        assert (code != 0, said in text) == (True, True), text
+        assert code != 0, text
+        assert said in text, text
     assert "2 of 3 checks failed" in text
     code, text = run("get", "capture", *source, "--set=partial=true")
-    assert (code, said in text, "positions dropped under overload: 1 (1 in total)" in text) == (
-        0,
-        True,
-        True,
-    )
+    assert code == 0
+    assert said in text
+    assert "positions dropped under overload: 1 (1 in total)" in text
     options = ("--set=partial=true", "-o", tmp_path / "rows.npz")
     assert run("export", "capture", *source, *options)[0] == 0
 
@@ -171,7 +165,9 @@ def test_export_from_a_terminal_says_what_it_wrote(root: Path, tmp_path: Path) -
     target = tmp_path / "rows.npz"
     chosen = ("--set=job=job_x", "--set=hooks=pre_attn:3", "--set=requests=0")
     code, text = run("export", "capture", root, "-o", target, *chosen)
-    assert (code, "3 arrays" in text, target.is_file()) == (0, True, True)
+    assert code == 0
+    assert "3 arrays" in text
+    assert target.is_file()
 
 
 # --- Rows of ranks ---
@@ -233,7 +229,8 @@ def parts(heads: tuple[int, ...] = ()) -> list[FinishedCapture]:
 def test_a_reader_puts_the_columns_of_ranks_side_by_side(tmp_path: Path) -> None:
     write(tmp_path, *parts())
     reader = CaptureReader(tmp_path / "tag", "job_x")
-    assert (reader.hooks(), len(reader.files)) == (["z", "post_block"], 3)
+    assert reader.hooks() == ["z", "post_block"]
+    assert len(reader.files) == 3
     assert np.array_equal(reader.array(1, "z"), ROWS)
     assert np.array_equal(reader.array(1, "post_block"), STREAM)
     assert np.array_equal(reader.heads(1, "z"), ROWS.reshape(2, 4, 3))

@@ -23,7 +23,9 @@ from midstream.schemas.base import MidstreamError
 from midstream.schemas.model.routing import VERSION, RoutingKind, routed
 from midstream.workers.runner.hooks.layer_kinds import routing_of
 
-EXPERTS, TOP, TOKENS = 12, 3, 40
+EXPERTS = 12
+TOP = 3
+TOKENS = 40
 CONFIG = SimpleNamespace(
     hidden_size=EXPERTS,
     num_experts=EXPERTS,
@@ -99,11 +101,9 @@ class Layer(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(1))
         self.experts = nn.Module()
-        self.experts.router, self.experts.routed_experts, self.experts.routed_scaling_factor = (
-            router,
-            object(),
-            after,
-        )
+        self.experts.router = router
+        self.experts.routed_experts = object()
+        self.experts.routed_scaling_factor = after
 
 
 def dense(chosen: Any, weights: Any) -> np.ndarray:
@@ -118,7 +118,8 @@ def dense(chosen: Any, weights: Any) -> np.ndarray:
 def test_the_rule_found_gives_what_the_router_of_transformers_gives(name: str) -> None:
     options, truth = ROUTERS[name]
     kind = routing_of(7, Layer(CPURouter(TOP, EXPERTS, **options)))
-    assert (kind.layers, kind.refused) == ([7], "")
+    assert kind.layers == [7]
+    assert kind.refused == ""
     logits = torch.randn(TOKENS, EXPERTS, generator=torch.Generator().manual_seed(11))
     _, weights, chosen = truth(logits)
     own = routed(logits.numpy(), kind)

@@ -88,7 +88,9 @@ def test_pairs_come_from_a_file_and_spans_are_shared(cli: Cli, tmp_path: Path) -
     assert [each["clean"] for each in asked["pairs"]] == ["a", "c"]
     first, last = asked["pairs"][1]["spans"]
     assert first["corrupt"]["text"] == "Col"
-    assert (last["name"], last["clean"], last["corrupt"]) == ("end", [-1], None)
+    assert last["name"] == "end"
+    assert last["clean"] == [-1]
+    assert last["corrupt"] is None
 
 
 def test_the_terminal_shows_heatmap_strongest_cells_notes_and_reasons(cli: Cli) -> None:
@@ -107,16 +109,15 @@ def test_the_terminal_shows_heatmap_strongest_cells_notes_and_reasons(cli: Cli) 
 
 
 def test_figure_and_study_are_written(cli: Cli, tmp_path: Path) -> None:
-    drawn, kept = tmp_path / "out.png", tmp_path / "out.json"
+    drawn = tmp_path / "out.png"
+    kept = tmp_path / "out.json"
     asked, ended = swept(cli, *PROMPTS, "--figure", drawn, "--save", kept)
     assert drawn.read_bytes().startswith(b"\x89PNG")
     assert str(drawn) in ended.out
     study = PatchStudy.load(kept)
-    assert (study.job, study.result, study.request) == (
-        "job_1",
-        result(),
-        msgspec.convert(asked, SweepRequest),
-    )
+    assert study.job == "job_1"
+    assert study.result == result()
+    assert study.request == msgspec.convert(asked, SweepRequest)
     assert "job: job_1" in ended.out
 
 
@@ -139,10 +140,12 @@ def test_json_output_is_only_the_result(cli: Cli) -> None:
 def test_an_earlier_sweep_is_shown_exported_and_drawn(cli: Cli, tmp_path: Path) -> None:
     with server(reply(job_view(state="succeeded")), over(result())) as (url, seen):
         assert "Strongest cells" in cli("get", "job", "job_1", "--url", url).out
-    drawn, written = tmp_path / "one.png", tmp_path / "one.json"
+    drawn = tmp_path / "one.png"
+    written = tmp_path / "one.json"
     for more in ((), ("-o", written), ("-o", drawn), ("-o", drawn, "--set", "pair=0")):
         ended, seen = cli.served("export", "job", "job_1", *more, by=[over(result())])
-        assert (ended.code, seen) == (0, ["GET /v1/jobs/job_1/result"]), ended
+        assert ended.code == 0, ended
+        assert seen == ["GET /v1/jobs/job_1/result"], ended
     assert from_json(written.read_bytes(), JobResult).sweep == result()
     assert drawn.read_bytes().startswith(b"\x89PNG")
     ended, _ = cli.served("export", "job", "job_1", by=[over(result())])
@@ -196,10 +199,14 @@ def test_attribute_sends_the_method_and_what_to_verify_and_draws(cli: Cli, tmp_p
         *("--figure", path),
         by=answers,
     )
-    assert (ended.code, "off by more than the noise floor" in ended.out) == (0, True)
+    assert ended.code == 0
+    assert "off by more than the noise floor" in ended.out
     asked = from_json(seen.bodies[0], AttributionRequest)
-    assert (asked.method, asked.steps, asked.pairs[0].foil) == ("integrated", 4, " Rome")
-    assert (asked.verify.top, asked.verify.tolerance) == (4, 0.5)  # type: ignore[union-attr]
+    assert asked.method == "integrated"
+    assert asked.steps == 4
+    assert asked.pairs[0].foil == " Rome"
+    assert asked.verify.top == 4
+    assert asked.verify.tolerance == 0.5  # type: ignore[union-attr]
     assert path.stat().st_size > 10_000
 
 

@@ -31,7 +31,10 @@ from midstream.schemas.jobs.harvests import (  # fmt: skip
 )
 from midstream.storage.harvests import shard_buffers
 
-WIDTH, TOKENS, DOCUMENTS, UNITS = 8, 6, 5, 12
+WIDTH = 8
+TOKENS = 6
+DOCUMENTS = 5
+UNITS = 12
 ROWS = UNITS * DOCUMENTS * TOKENS
 
 
@@ -43,12 +46,14 @@ def write(root: Path, dtype: str = "float32", **changes: Any) -> str:
     """Twelve units of one shard of five documents of six tokens, at two layers."""
     (root / "shards").mkdir(parents=True)
     (root / "parts").mkdir()
-    units, total = [], 0
+    units = []
+    total = 0
     for unit in range(UNITS):
         documents = np.repeat(np.arange(DOCUMENTS) + unit * DOCUMENTS, TOKENS)
         positions = np.tile(np.arange(TOKENS), DOCUMENTS)
         order = row_order(1, documents, positions)
-        documents, positions = documents[order], positions[order]
+        documents = documents[order]
+        positions = positions[order]
         tensors = [
             ("documents", "int64", documents),
             ("positions", "int64", positions),
@@ -139,7 +144,9 @@ def test_rows_keys_and_documents_are_read_by_number(uri: str) -> None:
 
 def test_a_whole_harvest_verifies_and_is_drawn_as_norms_of_each_site(uri: str) -> None:
     found = reading.verify(uri)
-    assert (found.faults, found.shards, found.rows) == ([], UNITS, ROWS)
+    assert found.faults == []
+    assert found.shards == UNITS
+    assert found.rows == ROWS
     (axes,) = reading.open(uri).plot(count=30).get_axes()
     assert [text.get_text() for text in axes.get_legend().get_texts()] == [
         f"{hook} {layer}" for hook, layer in reading.open(uri).sites
@@ -233,7 +240,8 @@ def test_replicas_share_the_rows_epochs_differ_and_activations_never_end(uri: st
     )
     assert first == again != other
     stream = reading.activations(uri, 5, batch_size=50)
-    assert {tuple(batch.shape) for batch in [next(stream) for _ in range(20)]} == {(50, WIDTH)}
+    batches = [next(stream) for _ in range(20)]
+    assert {tuple(batch.shape) for batch in batches} == {(50, WIDTH)}
 
 
 @pytest.mark.parametrize("taken", [0, 1, 9, 25, 52])
@@ -266,9 +274,8 @@ def test_a_plain_loader_with_workers_goes_on_from_a_number_of_batches(uri: str) 
 def test_several_sites_and_keys_come_as_a_dict(tmp_path: Path) -> None:
     import torch
 
-    batch = next(
-        iter(reading.RowDataset(write(tmp_path / "h", "bfloat16"), keys=True, dtype=torch.bfloat16))
-    )
+    dataset = reading.RowDataset(write(tmp_path / "h", "bfloat16"), keys=True, dtype=torch.bfloat16)
+    batch = next(iter(dataset))
     assert set(batch) == {"post_block.2", "post_block.5", "document", "position", "token_id"}
     assert batch["post_block.2"].dtype == torch.bfloat16
     assert torch.equal(batch["token_id"], batch["document"] + batch["position"])
@@ -279,8 +286,10 @@ def test_documents_are_written_as_vllms_connector_does(tmp_path: Path, dtype: st
     paths = reading.to_hidden_states(write(tmp_path / "h", dtype), tmp_path / "out")
     assert len(paths) == UNITS * DOCUMENTS
     with safe_open(paths[7], framework="pt") as file:
-        states, mask = file.get_tensor("hidden_states"), file.get_tensor("loss_mask")
-        assert (tuple(states.shape), str(states.dtype)) == ((TOKENS, 2, WIDTH), f"torch.{dtype}")
+        states = file.get_tensor("hidden_states")
+        mask = file.get_tensor("loss_mask")
+        assert tuple(states.shape) == (TOKENS, 2, WIDTH)
+        assert str(states.dtype) == f"torch.{dtype}"
         assert states[:, 1, 0].float().tolist() == pytest.approx(
             value(7, np.arange(TOKENS), 5).tolist(), rel=2**-8
         )

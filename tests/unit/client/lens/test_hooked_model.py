@@ -28,7 +28,8 @@ from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import ALIASES, EVERY, HOOKS
 from midstream.schemas.readings.lens import LensReading
 
-WIDE, HEADS = RowShape(heads=3, width=4), RowShape(heads=1, width=20)
+WIDE = RowShape(heads=3, width=4)
+HEADS = RowShape(heads=1, width=20)
 CARD = Card(
     id="tiny",
     architecture="LlamaForCausalLM",
@@ -122,7 +123,8 @@ def test_a_filter_is_a_name_several_or_a_function() -> None:
     assert chosen("blocks.1.hook_resid_post", CARD) == chosen(("resid_post", 1), CARD) == one
     assert chosen([("resid_post", 1), "blocks.1.hook_resid_post"], CARD) == one
     assert chosen(lambda name: name == "blocks.1.hook_resid_post", CARD) == one
-    assert (chosen(None, CARD), len(CARD.sites())) == (CARD.sites(), 4 * len(BLOCK))
+    assert chosen(None, CARD) == CARD.sites()
+    assert len(CARD.sites()) == 4 * len(BLOCK)
     assert hooks_of([NamedSite("attn.hook_pattern", 2), NamedSite("attn.hook_rot_k", 1)]) == {
         "q": [2],
         "k": [1, 2],
@@ -168,33 +170,30 @@ def test_ops_become_entries_of_the_request() -> None:
         (POST, ops.clamp(np.ones(8), low=1.0)),
     )
     add, ablate, clamp = sent.steering
-    assert (add.op, add.layers, add.hook, add.positions, add.scale) == (
-        None,
-        2,
-        "post_block",
-        [-1],
-        2.0,
-    )
-    assert (ablate.op, ablate.positions, ablate.strength, clamp.op, clamp.low, clamp.high) == (
-        "ablate",
-        "all",
-        1.0,
-        "clamp",
-        1.0,
-        None,
-    )
+    assert add.op is None
+    assert add.layers == 2
+    assert add.hook == "post_block"
+    assert add.positions == [-1]
+    assert add.scale == 2.0
+    assert ablate.op == "ablate"
+    assert ablate.positions == "all"
+    assert ablate.strength == 1.0
+    assert clamp.op == "clamp"
+    assert clamp.low == 1.0
+    assert clamp.high is None
     sent = request(
         (("z", 1), ops.zero(heads=[2])),
         (("post", 0), ops.replace(np.ones(20), dims="0-3", pos=slice(2, None))),
     )
     zeros, ones = sent.patch
-    assert (zeros.hook, zeros.heads, zeros.source.zeros, zeros.positions) == ("z", [2], True, "all")
-    assert (ones.hook, ones.mask, ones.positions.start, ones.positions.stop) == (
-        "mlp_act",
-        "0-3",
-        2,
-        None,
-    )  # type: ignore[union-attr]
+    assert zeros.hook == "z"
+    assert zeros.heads == [2]
+    assert zeros.source.zeros
+    assert zeros.positions == "all"
+    assert ones.hook == "mlp_act"
+    assert ones.mask == "0-3"
+    assert ones.positions.start == 2
+    assert ones.positions.stop is None  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("shape", [(3, 8), (1, 3, 8)])
@@ -348,16 +347,15 @@ def logits(length: int = 12, limit_kib: int = 256) -> tuple[Logits, Server]:
 )
 def test_indexing_gives_what_numpy_would(key: Any) -> None:
     found, server = logits()
+    part = found[key]
     places = np.arange(24).reshape(2, 12)
     whole = server.table.reshape(24, 1000)
-    *lead, last = (
-        [slice(None), slice(None), key[1]]
-        if key[0] is Ellipsis
-        else [0, slice(None), key[2]]
-        if key[1] is Ellipsis
-        else key
-    )
-    assert np.array_equal(found[key], whole[places[tuple(lead)]][..., last])
+    if key[0] is Ellipsis:
+        key = (slice(None), slice(None), key[1])
+    elif key[1] is Ellipsis:
+        key = (0, slice(None), key[2])
+    *lead, last = key
+    assert np.array_equal(part, whole[places[tuple(lead)]][..., last])
 
 
 def test_parts_are_logits_or_probabilities_and_their_indices_count_from_the_part() -> None:
@@ -383,7 +381,8 @@ def test_what_is_known_is_not_replaced_by_less() -> None:
     found, server = logits()
     wanted = found[0, 0].topk(5)[1].tolist()
     found[0, 0, 7]  # comes with the one most likely token
-    assert (found[0, 0].topk(5)[1].tolist(), len(server.asked)) == (wanted, 2)
+    assert found[0, 0].topk(5)[1].tolist() == wanted
+    assert len(server.asked) == 2
 
 
 def test_only_what_is_not_known_is_asked_for() -> None:

@@ -28,8 +28,10 @@ CARD = {
     "hooks": ["pre_attn", "post_block"],
 }
 BOS = 1
-ADD, ZERO = ops.add([1.0, 2.0]), ops.zero()
-POST, PRE = "blocks.1.hook_resid_post", "blocks.0.hook_resid_pre"
+ADD = ops.add([1.0, 2.0])
+ZERO = ops.zero()
+POST = "blocks.1.hook_resid_post"
+PRE = "blocks.0.hook_resid_pre"
 
 
 class Served:
@@ -40,7 +42,8 @@ class Served:
     url = "http://127.0.0.1:1"
 
     def __init__(self, bare: bool = False) -> None:
-        self.bare, self.asked = bare, list[dict[str, Any]]()
+        self.bare = bare
+        self.asked = list[dict[str, Any]]()
 
     def models(self) -> list[str]:
         return ["m"]
@@ -49,7 +52,9 @@ class Served:
         return CARD
 
     def tokenize(self, model: str, text: str, add_special_tokens: bool = True) -> Tokenized:
-        tokens = [BOS] * (add_special_tokens and not self.bare) + [ord(letter) for letter in text]
+        tokens = [ord(letter) for letter in text]
+        if add_special_tokens and not self.bare:
+            tokens.insert(0, BOS)
         return Tokenized(
             count=len(tokens),
             max_model_len=9,
@@ -141,12 +146,10 @@ def test_a_run_captures_the_prompt_behind_its_edits_and_generates_one_token() ->
         "positions": "all_prompt",
         "at": "after",
     }
-    assert (asked["prompts"], asked["sampling"], asked["lora"], asked["model"]) == (
-        ["ab"],
-        {"max_tokens": 1},
-        "l",
-        "m",
-    )
+    assert asked["prompts"] == ["ab"]
+    assert asked["sampling"] == {"max_tokens": 1}
+    assert asked["lora"] == "l"
+    assert asked["model"] == "m"
     assert cache.prompts == [[BOS, ord("a"), ord("b")]]
     with refuses("sampling"):
         model("ab", sampling={"seed": 1})
@@ -184,22 +187,16 @@ def test_generation_samples_as_it_was_told_to(
     options: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     model, client = served()
-    assert (model.generate("ab", **options), client.asked[-1]["sampling"]) == ("abz", sampling)
+    assert model.generate("ab", **options) == "abz"
+    assert client.asked[-1]["sampling"] == sampling
 
 
 def test_what_is_generated_has_the_form_of_the_prompt() -> None:
     model, _ = served()
-    assert (
-        model.generate(["a", "abc"]),
-        model.generate([7, 8]).tolist(),
-        model.generate([[7, 8], [9, 7]]),
-        model.generate("a", return_type="tokens").tolist(),
-    ) == (
-        ["az", "abczz"],
-        [[7, 8, ord("z")]],
-        [[7, 8, ord("z")], [9, 7, ord("z"), ord("z")]],
-        [[BOS, ord("a"), ord("z")]],
-    )
+    assert model.generate(["a", "abc"]) == ["az", "abczz"]
+    assert model.generate([7, 8]).tolist() == [[7, 8, ord("z")]]
+    assert model.generate([[7, 8], [9, 7]]) == [[7, 8, ord("z")], [9, 7, ord("z"), ord("z")]]
+    assert model.generate("a", return_type="tokens").tolist() == [[BOS, ord("a"), ord("z")]]
     assert model.generate([ord("a")], return_type="str") == ["az"]
     with refuses("return_type"):
         model.generate("a", return_type="text")
@@ -271,7 +268,9 @@ def test_incl_bwd_captures_gradients_of_a_scalar_in_a_second_job() -> None:
 # --- Lens cache ---
 
 
-DEPTH, TOKENS, WIDTH = 3, 4, 2
+DEPTH = 3
+TOKENS = 4
+WIDTH = 2
 WIDE_CARD = Card(
     id="tiny",
     architecture="LlamaForCausalLM",
@@ -321,11 +320,13 @@ def test_the_accumulated_stream_goes_up_to_a_layer(
     options: dict[str, Any], labels: list[str]
 ) -> None:
     stack, found = cache().accumulated_resid(return_labels=True, **options)
-    assert (found, stack.shape) == (labels, (len(labels), 2, TOKENS, WIDTH))
+    assert found == labels
+    assert stack.shape == (len(labels), 2, TOKENS, WIDTH)
     hooks = {"pre": "pre_attn", "mid": "post_attn"}
+    parts = [label.split("_") for label in labels]
     wanted = [
         value("post_block", DEPTH - 1) if at == "final" else value(hooks[kind], int(at))
-        for at, kind in [label.split("_") for label in labels]
+        for at, kind in parts
     ]
     assert stack[:, 0, 0, 0].tolist() == wanted
     assert (stack[:, 1, 2] - stack[:, 0, 0] == 1002).all()  # of the other prompt, two tokens later
@@ -389,9 +390,8 @@ def test_positions_of_a_stack_are_chosen(chosen: Any, tokens: Any) -> None:
 
 @pytest.mark.parametrize(("layer", "count"), [(-1, 3), (None, 3), (2, 2), (3, 3)])
 def test_one_activation_of_the_layers_below_is_stacked(layer: Any, count: int) -> None:
-    assert cache().stack_activation("mlp_out", layer)[:, 1, 3, 0].tolist() == [
-        value("mlp_out", each, 1, 3) for each in range(count)
-    ]
+    found = cache().stack_activation("mlp_out", layer)
+    assert found[:, 1, 3, 0].tolist() == [value("mlp_out", each, 1, 3) for each in range(count)]
 
 
 @pytest.mark.parametrize(
@@ -426,10 +426,8 @@ def test_a_cache_holds_what_was_captured_with_or_without_a_batch_axis() -> None:
     assert "blocks.1.no_such" not in found
     assert len(cache()) == DEPTH * sum(WIDE_CARD.has(name) for name in BLOCK)
     alone = cache(prompts=1).remove_batch_dim()
-    assert (alone["resid_post", 0].shape, alone.accumulated_resid(pos_slice=-1).shape) == (
-        (TOKENS, WIDTH),
-        (DEPTH + 1, WIDTH),
-    )
+    assert alone["resid_post", 0].shape == (TOKENS, WIDTH)
+    assert alone.accumulated_resid(pos_slice=-1).shape == (DEPTH + 1, WIDTH)
 
 
 def test_rows_are_patched_from_one_of_the_cached_prompts() -> None:

@@ -64,14 +64,11 @@ def test_each_hook_has_a_panel_of_tokens_by_layers_with_the_values_in_place() ->
 def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(
     metric: Metric, peak: float, limits: tuple[float, float], middle: str
 ) -> None:
-    axes = figures.plot(
-        result(pair(grids={"pre_attn": grid(peak), "mlp_out": grid(peak)}), metric=metric)
-    ).axes
+    sweep = result(pair(grids={"pre_attn": grid(peak), "mlp_out": grid(peak)}), metric=metric)
+    axes = figures.plot(sweep).axes
     meshes = [panel.collections[0] for panel in axes[:2]]
-    assert ([mesh.get_clim() for mesh in meshes], {mesh.get_cmap().name for mesh in meshes}) == (
-        [limits, limits],
-        {"RdBu_r"},
-    )
+    assert [mesh.get_clim() for mesh in meshes] == [limits, limits]
+    assert {mesh.get_cmap().name for mesh in meshes} == {"RdBu_r"}
     assert axes[-1].get_ylabel().endswith(f"; white: unpatched ({middle})")
     beyond = "min" if peak < limits[0] else "neither"
     assert axes[-1]._colorbar.extend == beyond, "values beyond the scale are marked"
@@ -79,9 +76,8 @@ def test_colours_diverge_from_the_unpatched_prompt_with_symmetric_limits(
 
 def test_a_small_negative_effect_differs_from_none_in_every_rendering() -> None:
     values: list[list[float | None]] = [[-0.1, 0.0, 0.1, -0.9, 0.9, -0.01] for _ in LAYERS]
-    both = pair(
-        grids={"pre_attn": values, "mlp_out": values}, positions=[[number] for number in range(6)]
-    )
+    places = [[number] for number in range(6)]
+    both = pair(grids={"pre_attn": values, "mlp_out": values}, positions=places)
     sweep = result(both, skipped=[])
     mesh = figures.plot(sweep).axes[0].collections[0]
     low, none, high = (mesh.cmap(mesh.norm(value)) for value in (-0.1, 0.0, 0.1))
@@ -128,8 +124,9 @@ def test_long_prompts_in_titles_are_cut_in_the_middle() -> None:
 
 
 def test_without_colours_the_strongest_cell_is_the_highest_block() -> None:
-    text, wide = printed(result()), printed(result(), width=200)
-    (row, *_) = [line for line in text.splitlines() if line.startswith("um 3")]
+    text = printed(result())
+    wide = printed(result(), width=200)
+    row, *_ = [line for line in text.splitlines() if line.startswith("um 3")]
     cells = row.removeprefix("um 3   ")
     assert cells[2 * PEAK[0]] == "█"
     assert cells.count("█") == 2, "one cell of two columns"
@@ -212,5 +209,6 @@ def test_sweeps_without_values_or_prompts_are_still_drawn() -> None:
     assert grid_of(both).limits == (-7.0, -3.0)
     assert "unpatched -5" in described(both)[-1]
     alone = result(failed, metric="logprob")
-    assert (grid_of(alone).limits, "unpatched" in described(alone)[-1]) == ((-1.0, 1.0), False)
+    assert grid_of(alone).limits == (-1.0, 1.0)
+    assert "unpatched" not in described(alone)[-1]
     assert grid_of(result(pair(base=None, grids=values), metric="logprob")).limits == (-4.0, -2.0)

@@ -73,7 +73,9 @@ def test_a_matrix_has_the_chosen_rows_in_the_order_of_its_samples(
 ) -> None:
     places = [("job_a", 0), ("job_a", 1), ("job_b", 0)]
     if None in chosen:  # the other job has no such position
-        readers, places, chosen = readers[:1], places[:2], chosen[:2]
+        readers = readers[:1]
+        places = places[:2]
+        chosen = chosen[:2]
     layer = readers[0].layers()[0]
     expected = np.concatenate([values("post_block", layer, positions) for positions in chosen])
     found = matrix(readers, layer, rows=rows)
@@ -262,13 +264,13 @@ def test_every_result_is_drawn_and_saved(tmp_path: Path, kind: str) -> None:
 def test_a_dose_is_drawn_by_layer_with_its_safe_range(tmp_path: Path) -> None:
     axes = dose().plot().get_axes()
     assert [axis.get_title() for axis in axes[:2]] == ["layer 3", "layer 7"]
-    effect, loss = axes[0], axes[2]
+    effect = axes[0]
+    loss = axes[2]
     assert effect.patches[0].get_extents().width > 0 == axes[1].patches[0].get_extents().width
     drawn = {line.get_marker(): line.get_xydata().tolist() for line in loss.lines[2:]}
     assert drawn["None"] == [[0.0, 0.0], [2.0, 0.1], [4.0, 2.0]], "the line, by scale"
-    assert (drawn["x"], drawn["o"]) == ([[4.0, 2.0]], [[2.0, 0.1]]), (
-        "not safe, and the largest safe"
-    )
+    assert drawn["x"] == [[4.0, 2.0]], "not safe"
+    assert drawn["o"] == [[2.0, 0.1]], "the largest safe one"
     many = replace(dose(), cells=[replace(dose().cells[0], layer=n) for n in range(9)])
     assert len(many.plot().get_axes()) == 3 * 6
 
@@ -276,11 +278,11 @@ def test_a_dose_is_drawn_by_layer_with_its_safe_range(tmp_path: Path) -> None:
 def test_estimates_are_drawn_against_exact_effects_with_a_scale_of_effects() -> None:
     scatter, *maps, bar = Attribution("job_x", attribution()).plot().get_axes()
     diagonal, agree, off = (line.get_xydata().tolist() for line in scatter.lines)
-    assert (diagonal, agree, off) == ([[0.1, 0.1], [0.95, 0.95]], [[0.95, 0.9]], [[0.1, 0.6]])
-    assert (scatter.get_title(), scatter.texts[0].get_text()) == (
-        "rank correlation 0.50 · recall 75%",
-        "Col 1, pre_attn 2",
-    )
+    assert diagonal == [[0.1, 0.1], [0.95, 0.95]]
+    assert agree == [[0.95, 0.9]]
+    assert off == [[0.1, 0.6]]
+    assert scatter.get_title() == "rank correlation 0.50 · recall 75%"
+    assert scatter.texts[0].get_text() == "Col 1, pre_attn 2"
     assert {axis.collections[0].get_clim() for axis in maps} == {(-0.95, 0.95)}
     assert bar.get_ylabel().startswith("effect on")
 
@@ -341,7 +343,8 @@ def test_a_jobs_data_frame_has_what_its_policies_decided() -> None:
     probes = [guarded(), guarded(*decisions, request=1)]
     frame = job_result(probes=probes).to_pandas()
     assert [*frame] == ["prompt", "policy", "acts", "position", "event", "score"]
-    assert (frame.prompt.tolist(), frame.event.tolist()) == ([1, 1], ["trigger", "release"])
+    assert frame.prompt.tolist() == [1, 1]
+    assert frame.event.tolist() == ["trigger", "release"]
     assert len(probes[1].to_pandas()) == 2
     assert "text" in job_result("a", probes=probes[:1]).to_pandas(), "nothing was decided"
     assert len(job_result(probes=[SCORED, *probes]).to_pandas()) == 2, "the scores of its probe"
@@ -391,10 +394,13 @@ def test_every_result_is_a_data_frame_and_one_short_line(kind: str) -> None:
 
 def test_data_frames_have_a_line_for_each_number_of_a_figure() -> None:
     weights = attention().to_pandas()
-    places, texts = ["layer", "head", "query", "key"], ["query_token", "key_token"]
-    assert (len(weights), list(weights)) == (12, [*places, *texts, "weight"])
+    places = ["layer", "head", "query", "key"]
+    texts = ["query_token", "key_token"]
+    assert len(weights) == 12
+    assert list(weights) == [*places, *texts, "weight"]
     bins = fitted().to_pandas()
-    assert (bins.negative.sum(), bins.positive.sum()) == (5, 5)
+    assert bins.negative.sum() == 5
+    assert bins.positive.sum() == 5
     assert list(fitted().to_pandas(roc=True)) == ["label", "fpr", "tpr"]
     assert surveyed(2).to_pandas().to_dict("list") == {
         "feature": [0, 1],
@@ -439,10 +445,8 @@ def test_a_result_of_arrays_is_printed_in_one_line(kind: str, shown: str) -> Non
 def test_captured_rows_are_drawn_as_norms_of_layers_by_tokens(tmp_path: Path) -> None:
     rows = reader(tmp_path)
     axes = rows.plot().get_axes()[0]
-    assert (
-        [label.get_text() for label in axes.get_yticklabels()],
-        axes.collections[0].get_array().size,
-    ) == ([*map(str, rows.layers())], 2 * len(rows.layers()))
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*map(str, rows.layers())]
+    assert axes.collections[0].get_array().size == 2 * len(rows.layers())
 
 
 def test_every_kind_is_drawn_by_plot_and_other_names_say_so() -> None:
@@ -461,12 +465,10 @@ def test_every_kind_is_drawn_by_plot_and_other_names_say_so() -> None:
 
 def test_rows_of_a_matrix_know_their_site_and_a_fit_keeps_it(tmp_path: Path) -> None:
     rows = matrix(reader(tmp_path), 2)
-    assert (rows.layer, rows.hook, rows[:1].layer, rows[:1].hook) == (
-        2,
-        "post_block",
-        2,
-        "post_block",
-    )
+    assert rows.layer == 2
+    assert rows.hook == "post_block"
+    assert rows[:1].layer == 2
+    assert rows[:1].hook == "post_block"
     fit = fitted(layer=15, hook="mlp_out")
     known = {"weight": 0, "bias": 0, "thresholds": 0, "held_out": 0}
     assert fit.fields() | known == {**known, "labels": ["1"], "layer": 15, "hook": "mlp_out"}
@@ -479,10 +481,14 @@ def test_a_fit_has_the_scores_of_its_held_out_rows_in_bounded_form() -> None:
     rows = np.concatenate([half - 1, half + 1, [[1e4]]])  # the last is an outlier
     fit = probes.fit(rows, [0] * 2000 + [1] * 2001, held_out=0.5)
     (found,) = fit.held_out
-    roc, histogram = found.roc, found.histogram
-    assert (roc.auc, len(roc.fpr), len(histogram.negative)) == (fit.metrics.auroc, 64, 63)
+    roc = found.roc
+    histogram = found.histogram
+    assert roc.auc == fit.metrics.auroc
+    assert len(roc.fpr) == 64
+    assert len(histogram.negative) == 63
     assert np.trapezoid(roc.tpr, roc.fpr) == pytest.approx(roc.auc, abs=0.01)
-    assert (sum(histogram.negative), sum(histogram.positive)) == (1000, 1001)
+    assert sum(histogram.negative) == 1000
+    assert sum(histogram.positive) == 1001
     assert max(histogram.edges) < fit.scores(np.array([[100.0]]))
     three = probes.fit(rows, np.arange(len(rows)) % 3)
     assert len(three.held_out) == len(three.plot().axes[0].lines) - 1 == 3
@@ -492,7 +498,9 @@ def test_a_fit_has_the_scores_of_its_held_out_rows_in_bounded_form() -> None:
 def test_no_bar_of_a_histogram_straddles_the_threshold(threshold: float) -> None:
     scores = np.append(np.arange(15.0), -30.0)
     bars = probes._held_out(scores, scores > 6, threshold).histogram
-    edges, rows = np.array(bars.edges), np.add(bars.negative, bars.positive)
-    assert (sum(rows), 16 < len(edges) <= 65) == (16, True)
+    edges = np.array(bars.edges)
+    rows = np.add(bars.negative, bars.positive)
+    assert sum(rows) == 16
+    assert 16 < len(edges) <= 65
     assert edges[0] < threshold < edges[-1]
     assert rows[edges[:-1] >= threshold].sum() == (scores >= threshold).sum()

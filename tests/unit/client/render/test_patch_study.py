@@ -90,13 +90,12 @@ def test_sweep_arguments_send_only_what_was_given() -> None:
     assert asked.pairs == [
         SweepPair(clean=PROMPTS[0], corrupt=PROMPTS[1], answer=" Paris", foil=" Rome")
     ]
-    assert (asked.hooks, asked.layers, asked.positions, asked.window.layers) == (
-        ["attn_out"],
-        [0, 1, 2],
-        [1, 2],
-        3,
-    )
-    assert (asked.metric, study.result) == ("recovered", result())
+    assert asked.hooks == ["attn_out"]
+    assert asked.layers == [0, 1, 2]
+    assert asked.positions == [1, 2]
+    assert asked.window.layers == 3
+    assert asked.metric == "recovered"
+    assert study.result == result()
 
 
 def test_several_pairs_share_their_spans_and_ablations_need_no_corrupt_prompt() -> None:
@@ -106,11 +105,9 @@ def test_several_pairs_share_their_spans_and_ablations_need_no_corrupt_prompt() 
     asked = asked_by(
         study, "sweep", spans=[{"name": "first", "clean": [0]}], ablation="zeros", metric="logprob"
     )
-    assert ([each.spans for each in asked.pairs], asked.pairs[1].corrupt, asked.ablation) == (
-        [[PairSpan(name="first", clean=[0])]] * 2,
-        None,
-        "zeros",
-    )
+    assert [each.spans for each in asked.pairs] == [[PairSpan(name="first", clean=[0])]] * 2
+    assert asked.pairs[1].corrupt is None
+    assert asked.ablation == "zeros"
 
 
 @pytest.mark.parametrize(
@@ -144,18 +141,18 @@ def test_a_mistake_is_named_before_anything_is_sent(fields: dict[str, Any], fiel
 
 def test_top_gives_the_strongest_cells_with_token_position_layer_and_hook() -> None:
     first, second = swept().top(2)
-    assert (first.hook, first.layer, first.label, first.positions, first.value, first.effect) == (
-        "resid_pre",
-        PEAK[0],
-        "um",
-        [3],
-        0.95,
-        0.95,
-    )
+    assert first.hook == "resid_pre"
+    assert first.layer == PEAK[0]
+    assert first.label == "um"
+    assert first.positions == [3]
+    assert first.value == 0.95
+    assert first.effect == 0.95
     assert second.effect == 0.475
     lower = pair(grids={"pre_attn": grid(-8.0), "mlp_out": grid(-30.0)})
     best = swept(result(lower, metric="logprob")).top(1)[0]
-    assert (best.hook, best.value, best.effect) == ("mlp_out", -30.0, -21.0)  # the base is −9
+    assert best.hook == "mlp_out"
+    assert best.value == -30.0
+    assert best.effect == -21.0  # the base is −9
 
 
 def test_the_mean_over_pairs_leaves_out_the_cells_that_have_no_value() -> None:
@@ -171,17 +168,18 @@ def test_the_mean_over_pairs_leaves_out_the_cells_that_have_no_value() -> None:
 
 def test_records_have_every_cell_and_the_reason_of_those_without_a_value() -> None:
     study = swept()
-    records, frame = study.to_records(), study.to_pandas()
+    records = study.to_records()
+    frame = study.to_pandas()
     assert len(records) == len(frame) == 2 * len(LAYERS) * len(CORRUPT)
     by_place = {(each["hook"], each["layer"], each["column"]): each for each in records}
     assert by_place["resid_pre", *PEAK]["value"] == 0.95
     failed = by_place["mlp_out", *FAILED]
-    assert (failed["value"], failed["effect"], failed["reason"]) == (None, None, "the run is gone")
+    assert failed["value"] is None
+    assert failed["effect"] is None
+    assert failed["reason"] == "the run is gone"
     assert all((each["value"] is None) == bool(each["reason"]) for each in records)
-    assert (list(frame.columns), frame["value"].isna().sum()) == (
-        list(records[0]),
-        sum(each["value"] is None for each in records),
-    )
+    assert list(frame.columns) == list(records[0])
+    assert frame["value"].isna().sum() == sum(each["value"] is None for each in records)
 
 
 def test_zoom_asks_for_each_token_of_the_named_columns_by_itself() -> None:
@@ -202,9 +200,13 @@ def test_zoom_asks_for_each_token_of_the_named_columns_by_itself() -> None:
         skipped=[],
     )
     asked = asked_by(swept(coarse, request), "zoom", columns=["subject"], layers="8-12")
-    assert (asked.pairs[0].spans, asked.pairs[0].positions) == (None, [1, 2, 3])
-    assert (asked.layers, asked.window.layers, asked.hooks) == ("8-12", 1, ["post_block"])
-    assert (asked.metric, asked.alpha) == ("logprob", 0.5), "what else was asked is asked again"
+    assert asked.pairs[0].spans is None
+    assert asked.pairs[0].positions == [1, 2, 3]
+    assert asked.layers == "8-12"
+    assert asked.window.layers == 1
+    assert asked.hooks == ["post_block"]
+    assert asked.metric == "logprob", "what else was asked is asked again"
+    assert asked.alpha == 0.5, "what else was asked is asked again"
 
 
 def test_zoom_around_a_cell_takes_its_hook_tokens_and_layers_between_neighbours() -> None:
@@ -217,11 +219,9 @@ def test_zoom_around_a_cell_takes_its_hook_tokens_and_layers_between_neighbours(
     )
     cell = next(each for each in study.grid().cells() if each.layer == 12 and each.column == 3)
     asked = asked_by(study, "zoom", cell)
-    assert (asked.hooks, asked.layers, asked.pairs[0].positions) == (
-        ["resid_pre"],
-        list(range(9, 16)),
-        [3],
-    )
+    assert asked.hooks == ["resid_pre"]
+    assert asked.layers == list(range(9, 16))
+    assert asked.pairs[0].positions == [3]
 
 
 def test_a_grid_of_heads_is_read_by_head_and_its_zoom_is_over_positions() -> None:
@@ -236,7 +236,9 @@ def test_a_grid_of_heads_is_read_by_head_and_its_zoom_is_over_positions() -> Non
     assert study.grid().by_head("pre_attn").shape == (len(LAYERS), 4)
     assert study.top(1)[0].head == 7, "of column 3"
     asked = asked_by(study, "zoom", study.top(1)[0])
-    assert (asked.axis, asked.heads, asked.pairs[0].positions) == ("head_position", [7], [1, 2, 3])
+    assert asked.axis == "head_position"
+    assert asked.heads == [7]
+    assert asked.pairs[0].positions == [1, 2, 3]
     by_position = {hook: grid(0.9, columns=4) for hook in ("pre_attn", "mlp_out")}
     both = pair(
         labels=list("abcd"), heads=[0, 0, 1, 1], positions=[[1], [2]] * 2, grids=by_position
@@ -268,13 +270,16 @@ def test_zoom_keeps_token_pairs_when_the_patch_direction_is_reversed() -> None:
         skipped=[],
     )
     (closer,) = asked_by(swept(coarse, request), "zoom").pairs
-    assert (closer.positions, closer.alignment) == ([3, 4], [(2, 3), (3, 4)])
+    assert closer.positions == [3, 4]
+    assert closer.alignment == [(2, 3), (3, 4)]
     (turned,) = asked_by(swept(coarse, request), "zoom", direction="noise").pairs
-    assert (turned.positions, turned.alignment) == ([2, 3], [(2, 3), (3, 4)])
+    assert turned.positions == [2, 3]
+    assert turned.alignment == [(2, 3), (3, 4)]
     (noised,) = asked_by(
         swept(msgspec.structs.replace(coarse, direction="noise"), request), "zoom"
     ).pairs
-    assert (noised.positions, noised.alignment) == ([3, 4], [(3, 2), (4, 3)])
+    assert noised.positions == [3, 4]
+    assert noised.alignment == [(3, 2), (4, 3)]
     (named,) = asked_by(swept(coarse, request), "zoom", alignment="right").pairs
     assert named.alignment is None
 
@@ -296,13 +301,12 @@ def test_a_saved_study_is_the_same_when_it_is_loaded(tmp_path: Path) -> None:
     study.save(tmp_path / "study.json")
     assert '"hooks":["pre_attn","mlp_out"]' in (tmp_path / "study.json").read_text()
     loaded = PatchStudy.load(tmp_path / "study.json")
-    assert (study.grid().hooks, study.top(1)[0].hook) == (["resid_pre", "mlp_out"], "resid_pre")
-    assert (loaded.request, loaded.result, loaded.job, loaded.top(1)) == (
-        study.request,
-        study.result,
-        study.job,
-        study.top(1),
-    )
+    assert study.grid().hooks == ["resid_pre", "mlp_out"]
+    assert study.top(1)[0].hook == "resid_pre"
+    assert loaded.request == study.request
+    assert loaded.result == study.result
+    assert loaded.job == study.job
+    assert loaded.top(1) == study.top(1)
     assert (
         repr(loaded)
         == repr(study)
@@ -368,7 +372,8 @@ async def test_the_async_study_does_the_same() -> None:
             study = await AsyncPatchStudy(*PROMPTS, client=client, model="m").sweep(
                 hooks=["resid_pre"], progress=show.append
             )
-    assert (study.result.hooks, show) == (["resid_pre", "mlp_out"], [START, CELL])
+    assert study.result.hooks == ["resid_pre", "mlp_out"]
+    assert show == [START, CELL]
     assert from_json(seen.bodies[0], SweepRequest).hooks == ["resid_pre"]
 
 
@@ -421,7 +426,8 @@ def test_the_bar_counts_each_cell_once_and_is_not_drawn_without_a_terminal(
         assert show is not None
         for each in (START, CELL, CELL, CELL, START):
             show(each)
-        assert (show._drawn.n, show._drawn.total) == (2, 2)  # type: ignore[attr-defined]
+        assert show._drawn.n == 2
+        assert show._drawn.total == 2  # type: ignore[attr-defined]
     assert "sweep: 100%" in screen.getvalue()
 
 
@@ -444,7 +450,8 @@ def test_a_study_a_figure_and_a_result_render_in_a_notebook(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     study = PatchStudy("a", client=Client("http://127.0.0.1:1"))
-    assert (study._repr_png_(), study._repr_html_()) == (None, None)
+    assert study._repr_png_() is None
+    assert study._repr_html_() is None
     request = SweepRequest(model="m", pairs=[SweepPair(clean="a")])
     study = PatchStudy.of("job_1", request, result(), study._client)
     for drawn in (study._repr_png_(), study.plot()._repr_png_(), notebook.sweep_png(result())):  # type: ignore[attr-defined]

@@ -159,7 +159,15 @@ def test_a_policy_shows_its_condition_and_its_hits() -> None:
 
 
 def test_decisions_are_shown_where_there_are_any_with_what_was_done() -> None:
-    policy = StoredPolicy("guard", 2, "d", Condition(at_least=1), ["flag", "stop"], "active", True)
+    policy = StoredPolicy(
+        name="guard",
+        version=2,
+        digest="d",
+        condition=Condition(at_least=1),
+        actions=["flag", "stop"],
+        mode="active",
+        acts=True,
+    )
     found = [Decision(4, "trigger", 1.5), Decision(6, "release", 0.5)]
     decided = ProbeResult(0, "p", "d", {}, 9, policy=policy, decisions=found)
     result: Any = SimpleNamespace(probes=[decided, ProbeResult(1, "p", "d", {}, 9, policy=policy)])
@@ -238,12 +246,14 @@ def test_the_doctor_imports_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "torch.py").write_text("raise OSError('libtorch.so: cannot open')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     (found,) = engine_checks.vllm(Service(Settings(), "", ""))
-    assert (found.level, found.about) == ("fail", "vllm")
+    assert found.level == "fail"
+    assert found.about == "vllm"
     assert found.found == "torch cannot be imported: OSError: libtorch.so: cannot open"
     (tmp_path / "torch.py").write_text("import time; time.sleep(60)")
     monkeypatch.setattr(extras, "IMPORT_S", 0.5)
     (found,) = engine_checks.vllm(Service(Settings(), "", ""))
-    assert (found.level, found.found.partition(":")[0]) == ("warn", "not checked")
+    assert found.level == "warn"
+    assert found.found.partition(":")[0] == "not checked"
 
 
 def test_the_doctor_lists_allowed_hosts() -> None:
@@ -272,4 +282,5 @@ def test_the_doctor_blames_no_other_part_for_a_fault_of_redis() -> None:
         found = [*service_checks.api(service), *service_checks.parts(service)]
     assert [one.about for one in found if one.level != "ok"] == ["ready", "service"]
     assert found[-1].found == "not checked: without Redis no process reports"
-    assert (found[-2].advice, len(seen)) == ("mend that: no worker is at fault", 2)
+    assert found[-2].advice == "mend that: no worker is at fault"
+    assert len(seen) == 2

@@ -37,7 +37,10 @@ from midstream.schemas.model.attention import AttentionKind
 from midstream.schemas.prompts.images import ImageSpan
 from midstream.storage.blobs import make_blob
 
-LAYERS, HEADS, KEY_HEADS, HEAD = 2, 4, 2, 8
+LAYERS = 2
+HEADS = 4
+KEY_HEADS = 2
+HEAD = 8
 #: Two equal halves behind a first token: what follows a token is known in the second.
 TOKENS = [9, *[3, 1, 4, 15, 92, 6], *[3, 1, 4, 15, 92, 6]]
 KIND = AttentionKind(layers=list(range(LAYERS)), heads=HEADS, head_dim=HEAD, scale=HEAD**-0.5)
@@ -92,7 +95,8 @@ def blob(
             tensors.append((f"{hook}.{layer}", "float32", values.shape, [values]))
     for name, values in (("positions", list(chosen)), ("token_ids", facts["token_ids"])):
         tensors.append((name, "int64", [len(values)], [np.array(values, dtype=np.int64)]))
-    return b"".join(bytes(each) for each in make_blob(Manifest(**(facts | more)), tensors).buffers)
+    made = make_blob(Manifest(**(facts | more)), tensors)
+    return b"".join(bytes(each) for each in made.buffers)
 
 
 def reader(*args: Any, **more: Any) -> CaptureReader:
@@ -155,7 +159,9 @@ def test_all_layers_leave_out_those_without_a_pattern_and_name_them() -> None:
         AttentionKind(layers=[1], refused="it keeps a state"),
     ]
     found = attention_of(reader(kinds))
-    assert (found.layers, found.absent, len(found.panels)) == ([0], {1: "it keeps a state"}, HEADS)
+    assert found.layers == [0]
+    assert found.absent == {1: "it keeps a state"}
+    assert len(found.panels) == HEADS
     assert "layer 1 has no pattern: it keeps a state" in printed(found)
     for ask, words in (
         (lambda: found[1], "layer 1 has no pattern here: it keeps a state"),
@@ -206,12 +212,15 @@ def test_a_score_is_the_share_of_attention_on_the_keys_of_its_behaviour(
     behaviour: Any, back: int
 ) -> None:
     best, other = _ideal(back).scores(behaviour)
-    assert (best.layer, best.head, best.score) == (3, 0, 1.0)
+    assert best.layer == 3
+    assert best.head == 0
+    assert best.score == 1.0
     queries = {"previous": range(1, 13), "current": range(13), "first": range(1, 13)}.get(
         behaviour, range(7, 13)
     )
     assert other.score == pytest.approx(np.mean([1 / (query + 1) for query in queries]), abs=1e-6)
-    assert (other.layer, other.head) == (3, 5)
+    assert other.layer == 3
+    assert other.head == 5
 
 
 def test_a_behaviour_without_keys_in_the_prompt_is_refused() -> None:
@@ -256,10 +265,10 @@ def test_of_many_heads_the_strongest_are_drawn() -> None:
     found = attention_of(reader())
     assert show.panels_of(found, 8) == found.panels
     few = show.panels_of(found, 3)
-    assert (len(few), few) == (3, sorted(few))
-    assert {
-        (each.layer, each.head) for name in BEHAVIOURS[:3] for each in found.scores(name)[:1]
-    } <= set(few)
+    assert len(few) == 3
+    assert few == sorted(few)
+    strongest = [found.scores(name)[0] for name in BEHAVIOURS[:3]]
+    assert {(each.layer, each.head) for each in strongest} <= set(few)
     best = [(each.layer, each.head) for each in found.scores("induction")]
     assert show.panels_of(found, 3, "induction") == best[:3]
     assert "3 of 8 heads" in printed(found, best[:3])
@@ -296,7 +305,8 @@ def test_the_command_draws_a_capture_and_gives_its_scores(cli: Cli, tmp_path: Pa
     (folder / "tag.p0.pp0.safetensors").write_bytes(blob(requests=1))
     drawn = tmp_path / "out.png"
     ended = cli("attention", folder, "--show", "1.2", "--figure", drawn)
-    assert (ended.code, drawn.exists()) == (0, True)
+    assert ended.code == 0
+    assert drawn.exists()
     assert "layer 1 head 2" in ended.out
     assert "1 of 8 heads" in ended.out
     facts = json.loads(cli("attention", folder, "--json", "--layers", "0", "--heads", "1-2").out)
@@ -318,7 +328,8 @@ def test_the_command_draws_a_capture_and_gives_its_scores(cli: Cli, tmp_path: Pa
 )
 def test_the_command_refuses_options_by_name(cli: Cli, options: list[str], words: str) -> None:
     ended = cli("attention", *options)
-    assert (ended.code, words in ended.err) == (1, True)
+    assert ended.code == 1
+    assert words in ended.err
 
 
 @pytest.mark.parametrize("words", [("two words",), ("--prompt", "two words")])
@@ -340,7 +351,8 @@ def test_the_call_captures_queries_and_keys_as_attention_uses_them() -> None:
 
 
 def test_a_patch_is_what_the_pattern_makes_of_the_values_in_the_heads_columns() -> None:
-    opened, count = reader(hooks=("q", "v")), len(TOKENS)
+    opened = reader(hooks=("q", "v"))
+    count = len(TOKENS)
     patterns = {
         (1, head): np.tril(np.random.default_rng(head).uniform(size=(count, count)))
         for head in (0, 3)
@@ -427,15 +439,13 @@ async def test_both_clients_submit_the_same_jobs_and_give_the_same_patterns(
     found_too = await awaiting.attention("a", layers=1, heads="0-1", model="m")
     assert await awaiting.patch_attention("a", wanted, **patching) == job
     np.testing.assert_array_equal(found[1], found_too[1])
-    assert (found.heads, jobs) == ({1: [0, 1]}, submitted)
+    assert found.heads == {1: [0, 1]}
+    assert jobs == submitted
     _, values, above, patched = jobs
-    assert ("lens" in values, values["patch"]) == (False, own)
-    assert (above["capture"]["hooks"], above["patch"]) == (
-        {"q": [1], "v": [1]},
-        patched["patch"][: 1 + len(TOKENS)],
-    )
-    assert (
-        patched["patch"][0],
-        [each.layers for each in patched["patch"][1:]],
-        patched["lens"],
-    ) == (own, [0] * len(TOKENS) + [1] * len(TOKENS), {"layers": -1})
+    assert "lens" not in values
+    assert values["patch"] == own
+    assert above["capture"]["hooks"] == {"q": [1], "v": [1]}
+    assert above["patch"] == patched["patch"][: 1 + len(TOKENS)]
+    assert patched["patch"][0] == own
+    assert [each.layers for each in patched["patch"][1:]] == [0] * len(TOKENS) + [1] * len(TOKENS)
+    assert patched["lens"] == {"layers": -1}

@@ -43,25 +43,24 @@ def found(*pairs: Any, **given: Any) -> Attribution:
 
 def test_grids_and_cells_have_estimates_and_exact_values() -> None:
     whole = found()
-    assert (whole.estimates.values[HOOK][STRONG], whole.exact.values[HOOK][STRONG]) == (0.9, 0.95)
+    assert whole.estimates.values[HOOK][STRONG] == 0.9
+    assert whole.exact.values[HOOK][STRONG] == 0.95
     assert np.isnan(whole.exact.values[HOOK]).sum() == whole.exact.values[HOOK].size - 2
-    assert (
-        [(cell.layer, cell.column) for cell in whole.cells],
-        [(cell.layer, cell.column) for cell in whole.off],
-        repr(whole),
-    ) == ([STRONG, WRONG, FAILED], [WRONG], "Attribution(job_1, attribution, cells=3, off=1)")
+    assert [(cell.layer, cell.column) for cell in whole.cells] == [STRONG, WRONG, FAILED]
+    assert [(cell.layer, cell.column) for cell in whole.off] == [WRONG]
+    assert repr(whole) == "Attribution(job_1, attribution, cells=3, off=1)"
 
 
 def test_figures_of_agreement_are_over_all_pairs_or_one() -> None:
     other = estimated(random=None, recall=None)
     both = found(estimated(), other)
-    assert (both.spearman, both.spearman_checked, both.recall) == (0.5, 0.9, 0.75)
-    assert (both.of(1).spearman, both.of(1).recall, len(both.cells), len(both.of(1).cells)) == (
-        None,
-        None,
-        6,
-        3,
-    )
+    assert both.spearman == 0.5
+    assert both.spearman_checked == 0.9
+    assert both.recall == 0.75
+    assert both.of(1).spearman is None
+    assert both.of(1).recall is None
+    assert len(both.cells) == 6
+    assert len(both.of(1).cells) == 3
     with pytest.raises(MidstreamError, match="no pair 2"):
         both.of(2)
 
@@ -78,12 +77,10 @@ def test_verified_features_are_listed_with_their_exact_effects() -> None:
     whole = Attribution("job_1", verified_features())
     assert [cell.feature for cell in whole.cells] == [7, 12], "strongest exact effect first"
     assert len(whole.off) == 2
-    table = whole.to_pandas()
-    rows = [
-        (row.name, row.estimate_effect, None if np.isnan(exact) else exact, row.why, row.off)
-        for row in table.itertuples(index=False)
-        for exact in [row.exact_effect]
-    ]
+    rows = []
+    for row in whole.to_pandas().itertuples(index=False):
+        exact = None if np.isnan(row.exact_effect) else row.exact_effect
+        rows.append((row.name, row.estimate_effect, exact, row.why, row.off))
     assert rows == [
         ("feature 12 at um 3", 0.3, 0.02, ["top"], True),
         ("error at um 3", 0.1, None, [], None),
@@ -102,12 +99,17 @@ def test_verified_features_are_listed_with_their_exact_effects() -> None:
 def test_a_line_has_both_values_and_whether_they_disagree() -> None:
     whole = found()
     table = whole.to_pandas().set_index(["hook", "layer", "column"])
-    wrong, unknown = table.loc[(HOOK, *WRONG)], table.loc[("mlp_out", *WRONG)]
-    assert (wrong["exact"], wrong["off"], wrong["why"]) == (0.1, True, ["top"])
+    wrong = table.loc[(HOOK, *WRONG)]
+    unknown = table.loc[("mlp_out", *WRONG)]
+    assert wrong["exact"] == 0.1
+    assert wrong["off"] is True
+    assert wrong["why"] == ["top"]
     assert wrong["estimate"] == pytest.approx(0.9 / 14)
     assert wrong["exact_effect"] == pytest.approx(wrong["exact"] - whole.exact.base)
     assert wrong["estimate_effect"] == pytest.approx(wrong["estimate"] - whole.estimates.base)
-    assert (np.isnan(unknown["exact"]), unknown["off"], unknown["why"]) == (True, None, [])
+    assert np.isnan(unknown["exact"])
+    assert unknown["off"] is None
+    assert unknown["why"] == []
     assert table.loc[(HOOK, *FAILED)]["off"] is None
     assert len(found(estimated(), estimated()).of(1).to_pandas()) == len(table)
 
@@ -120,7 +122,8 @@ def test_a_call_takes_one_pair_by_its_fields_and_returns_the_answer() -> None:
         )
     assert answer.off[0].exact == 0.1
     sent = json.loads(seen.bodies[0])
-    assert (sent["method"], sent["verify"]["top"]) == ("integrated", 4)
+    assert sent["method"] == "integrated"
+    assert sent["verify"]["top"] == 4
     assert [sent["pairs"][0][name] for name in ("clean", "corrupt", "answer")] == ["a", "b", " c"]
     assert seen[0].startswith("POST /v1/attributions")
 
@@ -138,7 +141,8 @@ def test_a_job_of_another_kind_and_a_wrong_keyword_are_refused() -> None:
 
 def test_progress_counts_the_chosen_cells_only() -> None:
     class Bar:
-        total, n = None, 0
+        total = None
+        n = 0
 
         def update(self, more: int) -> None:
             self.n += more
@@ -154,7 +158,8 @@ def test_progress_counts_the_chosen_cells_only() -> None:
                 pair=0, hook="pre_attn", layer=2, column=1, label="x", value=0.1, feature=feature
             )
         )
-    assert (bar.n, bar.total) == (3, 3)
+    assert bar.n == 3
+    assert bar.total == 3
 
 
 # --- Attribution figures ---
@@ -180,9 +185,8 @@ def test_the_figure_has_both_grids_on_one_scale_and_a_cross_on_disagreeing_cells
         "mlp_out: exact",
     ]
     assert len({panel.collections[0].get_clim() for panel in panels}) == 1
-    assert [panel.collections[1].get_offsets().tolist() for panel in panels[:2]] == [
-        [[WRONG[0] + 0.5, WRONG[1] + 0.5]]
-    ] * 2
+    crosses = [panel.collections[1].get_offsets().tolist() for panel in panels[:2]]
+    assert crosses == [[[WRONG[0] + 0.5, WRONG[1] + 0.5]]] * 2
     assert [len(panel.collections) for panel in panels[2:]] == [1, 1]
 
 

@@ -17,7 +17,8 @@ SAMPLES = [(0, [("token_ids", "int64", np.array([7]))])]
 def test_a_folder_has_the_documents_of_one_harvest_and_their_names_are_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, synced = tmp_path / "in", list[Any]()
+    folder = tmp_path / "in"
+    synced = list[Any]()
     file = folder / "hs_0.safetensors"
     monkeypatch.setattr(bridge, "sync", lambda *paths: synced.append((*paths, file.exists())))
     TransferFolder(folder, "a").put(1, SAMPLES)

@@ -62,10 +62,8 @@ def sweep(**fields: Any) -> SweepRequest:
     ],
 )
 def test_layers_may_be_numpy_ranges_and_sets(given: dict[str, Any], found: Any) -> None:
-    assert (
-        job(capture=given).capture,
-        job(steering={**given, "vector": VECTOR}).steering[0].layers,
-    ) == (CaptureSpec(layers=found), found)
+    assert job(capture=given).capture == CaptureSpec(layers=found)
+    assert job(steering={**given, "vector": VECTOR}).steering[0].layers == found
     assert job(patch={**given, "positions": 0, "source": {"zeros": True}}).patch[0].layers == found
     assert sweep(**given).layers == found
 
@@ -78,7 +76,8 @@ def test_texts_may_be_of_classes_of_their_own() -> None:
         __slots__ = ()
 
     asked = job(capture={"layers": Layers.ALL}, prompts=[Text("x"), "y"])
-    assert (asked.capture, asked.prompts) == (CaptureSpec(layers="all"), ["x", "y"])
+    assert asked.capture == CaptureSpec(layers="all")
+    assert asked.prompts == ["x", "y"]
     assert b'"prompts":["x","y"]' in to_json(asked)
 
 
@@ -102,7 +101,9 @@ def test_numbers_may_be_numpy_scalars_anywhere() -> None:
             }
         ]
     ).steering
-    assert (spec.layers, spec.scale, spec.norm_match) == ([1], 2.5, True)
+    assert spec.layers == [1]
+    assert spec.scale == 2.5
+    assert spec.norm_match
     assert job(
         sampling={"max_tokens": np.int64(4), "temperature": np.float32(0.5)}
     ).sampling == SamplingRequest(max_tokens=4, temperature=0.5)
@@ -110,7 +111,10 @@ def test_numbers_may_be_numpy_scalars_anywhere() -> None:
     asked = sweep(
         alpha=np.float64(0.5), window={"layers": np.int64(3)}, noise=np.int8(2), mask=range(4)
     )
-    assert (asked.alpha, asked.window.layers, asked.noise, asked.mask) == (0.5, 3, 2, [0, 1, 2, 3])
+    assert asked.alpha == 0.5
+    assert asked.window.layers == 3
+    assert asked.noise == 2
+    assert asked.mask == [0, 1, 2, 3]
 
 
 def test_lengths_of_time_may_be_texts() -> None:
@@ -148,10 +152,8 @@ def test_entries_sites_and_a_file_are_equivalent(tmp_path: Path) -> None:
 
 def test_one_entry_stands_for_a_list_of_one() -> None:
     entry = {"layers": 3, "vector": VECTOR}
-    assert (job(steering=entry).steering, job(steering=SteeringSpec(module="joy")).steering) == (
-        job(steering=[entry]).steering,
-        [SteeringSpec(module="joy")],
-    )
+    assert job(steering=entry).steering == job(steering=[entry]).steering
+    assert job(steering=SteeringSpec(module="joy")).steering == [SteeringSpec(module="joy")]
     done: Any = job_result(id="run1")
     for source in ("run1", done, {"run": done}, PatchSource(run=done)):
         assert job(patch={"layers": 3, "positions": "all", "source": source}).patch == [
@@ -206,7 +208,8 @@ def test_a_full_name_of_transformer_lens_stands_for_a_hook_and_its_layer() -> No
         ("post_block", 5),
     ]
     cells = sweep(hooks=["blocks.1.hook_mlp_out", "blocks.1.hook_attn_out"])
-    assert (cells.hooks, cells.layers) == (["mlp_out", "attn_out"], [1])
+    assert cells.hooks == ["mlp_out", "attn_out"]
+    assert cells.layers == [1]
     end = {"hook": "blocks.4.attn.hook_z", "head": 1}
     assert sweep(path={"sender": end}).path.sender.layer == 4
 
@@ -224,7 +227,8 @@ def test_vectors_come_from_numpy_lists_and_torch(dtype: str, kept: str) -> None:
     for vector in (VECTOR.astype(dtype), of_torch):
         (entry,) = job(steering={"layers": 0, "vector": vector}).steering
         (patch,) = job(patch={"layers": 0, "positions": 0, "source": vector}).patch
-        assert (entry.vector, patch.source.vector) == (wanted, wanted)
+        assert entry.vector == wanted
+        assert patch.source.vector == wanted
     for vector in (VECTOR.tolist(), tuple(VECTOR), of_torch.bfloat16()):
         (entry,) = job(steering={"layers": 0, "vector": vector}).steering
         assert entry.vector == from_numpy(VECTOR)
@@ -472,10 +476,10 @@ def test_a_server_that_is_down_is_one_error_without_a_chain() -> None:
             ServerUnreachable, match=r"no Midstream server answers at http://127\.0\.0\.1:1 "
         ) as caught:
             call()
-        assert (caught.value.kind, caught.value.hint) == (
-            "unavailable",
+        assert caught.value.kind == "unavailable"
+        assert caught.value.hint == (
             "`midstream up` starts one; for one elsewhere, set MIDSTREAM_DATA_DIR or give its URL "
-            "(--url; in Python, Client(URL))",
+            "(--url; in Python, Client(URL))"
         )
         assert "During handling" not in "".join(traceback.format_exception(caught.value))
         assert "direct cause" not in "".join(traceback.format_exception(caught.value))

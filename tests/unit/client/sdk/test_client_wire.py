@@ -129,7 +129,8 @@ def test_patches_go_with_jobs_completions_and_chats() -> None:
         client.completion("m", "x", patch=patch)
         client.chat("m", [{"role": "user", "content": "x"}], patch=patch)
     of_completion, of_chat = (json.loads(body)["patch"] for body in seen.bodies)
-    assert (msgspec.convert(of_completion, list[PatchSpec]), of_chat) == ([spec], of_completion)
+    assert msgspec.convert(of_completion, list[PatchSpec]) == [spec]
+    assert of_chat == of_completion
 
 
 def test_ids_are_escaped_in_request_paths() -> None:
@@ -233,7 +234,9 @@ def test_a_submission_is_repeated_with_the_same_key_while_the_api_restarts(
     busy = reply(MidstreamError("unavailable", "restarting").problem(), 503)
     with server(busy, reply(job_view(id="job_x"), 202)) as (url, seen):
         assert Client(url).submit(model="m", prompts=["a"]).id == "job_x"
-    assert (len(seen), seen[0], len(seen[0].split())) == (2, seen[1], 3)
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+    assert len(seen[0].split()) == 3
 
 
 def test_a_stream_that_the_server_ends_with_a_problem_raises_it() -> None:
@@ -247,7 +250,8 @@ def test_a_stream_that_the_server_ends_with_a_problem_raises_it() -> None:
         assert next(events).event == "state"
         with refuses("the key was revoked") as caught:
             next(events)
-    assert (caught.value.kind, caught.value.field) == ("unauthorized", "Authorization")
+    assert caught.value.kind == "unauthorized"
+    assert caught.value.field == "Authorization"
 
 
 def test_events_resume_behind_the_last_one_seen_after_a_cut_connection(
@@ -285,7 +289,8 @@ def test_separators_of_lines_in_a_text_end_no_event() -> None:
 @given(st.lists(st.integers(0, 60), max_size=6).map(sorted))
 def test_events_are_whole_however_the_stream_is_cut(cuts: list[int]) -> None:
     told = "id: 1-0\nevent: state\ndata: {}\n\n: é\n\nid: 2-0\nevent: done\ndata: {}\n\n".encode()
-    parser, ends = wire.EventParser(), [0, *cuts, len(told)]
+    parser = wire.EventParser()
+    ends = [0, *cuts, len(told)]
     pieces = [told[start:stop] for start, stop in pairwise(ends)]
     events = [event for piece in pieces for event in parser.events(piece)]
     assert [(event.event, event.id) for event in events] == [("state", "1-0"), ("done", "2-0")]
@@ -410,7 +415,8 @@ def test_a_file_is_taken_from_the_store_by_its_link(tmp_path: Path) -> None:
     with server((200, {}, CONTENT)) as (url, seen):
         path = download.from_link(tmp_path, "job_x", linked(f"{url}/bucket/p?X-Amz-Signature=1"))
     assert path is not None
-    assert (path.read_bytes(), seen) == (CONTENT, ["GET /bucket/p?X-Amz-Signature=1"])
+    assert path.read_bytes() == CONTENT
+    assert seen == ["GET /bucket/p?X-Amz-Signature=1"]
     assert seen.authorizations == [None], "the key is the API's"
 
 

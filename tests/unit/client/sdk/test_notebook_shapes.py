@@ -86,17 +86,17 @@ def lens(word: str) -> Lens:
     logprobs = np.log(np.full((2, 1, 2), 0.25, np.float32))
     empty = np.zeros((2, 1, 0))
     return Lens(
-        "job_x",
-        "post_block",
-        [0, 1],
-        [5],
-        [7],
-        tokens,
-        logprobs,
-        [],
-        empty,
-        empty,
-        {7: word, 0: word, 1: "b"},
+        job="job_x",
+        hook="post_block",
+        layers=[0, 1],
+        positions=[5],
+        token_ids=[7],
+        top_ids=tokens,
+        logprobs=logprobs,
+        named=[],
+        ranks=empty,
+        named_logprobs=empty,
+        words={7: word, 0: word, 1: "b"},
     )
 
 
@@ -139,11 +139,9 @@ def test_only_records_with_a_table_are_rendered_and_only_with_a_client(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = Problem(type="t", title="t", status=400, detail="d")
-    assert (problem._repr_html_(), Listing()._repr_html_(), Listing([1])._repr_html_()) == (
-        None,
-        None,
-        None,
-    )
+    assert problem._repr_html_() is None
+    assert Listing()._repr_html_() is None
+    assert Listing([1])._repr_html_() is None
     monkeypatch.setattr(base, "html_renderer", None)
     assert JobPage(jobs=[])._repr_html_() is None
     Client("http://127.0.0.1:1")
@@ -179,20 +177,17 @@ def test_captures_become_data_frames_and_labelled_arrays(tmp_path: Path) -> None
     pytest.importorskip("xarray")
     opened = reader(tmp_path)
     frame = opened.to_pandas()
-    assert (frame.index.names, list(frame.columns[:2])) == (
-        ["request", "layer", "position"],
-        ["token", "token_id"],
-    )
+    assert frame.index.names == ["request", "layer", "position"]
+    assert list(frame.columns[:2]) == ["token", "token_id"]
     np.testing.assert_array_equal(
         frame.loc[(0, 3, 1)][2:].to_numpy(np.float32), values("post_block", 3, [1])[0]
     )
     array = opened.to_xarray()
-    assert (array.dims, array.dtype) == (("layer", "position", "dim"), np.float32)
+    assert array.dims == ("layer", "position", "dim")
+    assert array.dtype == np.float32
     np.testing.assert_array_equal(array.sel(layer=2), values("post_block", 2, [0, 1, 2]))
-    assert (list(array.token.values), array.attrs["job"]) == (
-        [str(token) for token in opened.token_ids()],
-        "job_x",
-    )
+    assert list(array.token.values) == [str(token) for token in opened.token_ids()]
+    assert array.attrs["job"] == "job_x"
 
 
 def test_grids_become_data_frames_and_labelled_arrays() -> None:
@@ -240,16 +235,20 @@ def test_answers_name_hooks_as_the_request_first_did_and_know_both_names() -> No
         (plain, "pre_attn", "q"),
         (plain.as_asked(), "resid_pre", "rot_q"),
     ):
-        grid, pair = grid_of(answer.sweep), answer.sweep.pairs[0]
+        grid = grid_of(answer.sweep)
+        pair = answer.sweep.pairs[0]
         for named in (grid.values, grid.effects, answer.sweep.mean, pair.grids):
             assert list(named) == [first, "mlp_out"]
             assert named["resid_pre"] is named["pre_attn"] is named.get("hook_resid_pre")
-            assert ("hook_mlp_out" in named, "resid_post" in named) == (True, False)
+            assert "hook_mlp_out" in named
+            assert "resid_post" not in named
             with pytest.raises(KeyError, match="post_block"):
                 named["resid_post"]
         assert {each.hook for each in answer.sweep.skipped} <= {*grid.hooks}
-        assert (grid.top(1)[0].hook, answer.edits[0].hook) == (first, edited)
-        assert (answer.outputs, pair.labels) == (made.outputs, result().pairs[0].labels)
+        assert grid.top(1)[0].hook == first
+        assert answer.edits[0].hook == edited
+        assert answer.outputs == made.outputs
+        assert pair.labels == result().pairs[0].labels
         assert renamed(answer, ALIASES) == made
 
 

@@ -44,7 +44,8 @@ def test_a_promise_fails_if_its_whole_interval_is_above_the_limit(
 
 def test_each_promise_is_judged_by_one_check_and_a_measurement_may_move_its_limit() -> None:
     assert judge("idle", [1.2], "", limit=1.3).level == "ok"
-    judged = ", ".join(check.about for check in [*of("deep"), *of("end")]).split(", ")
+    checks = [*of("deep"), *of("end")]
+    judged = ", ".join(check.about for check in checks).split(", ")
     assert judged == ["machine", "settings", "model", *PROMISES]
 
 
@@ -73,10 +74,8 @@ def test_settings_that_differ_from_the_defaults_are_listed_without_secrets() -> 
 
 def test_each_engine_gets_half_of_a_gpu_unless_its_share_is_given() -> None:
     share = "gpu_memory_utilization"
-    assert (
-        beside_stock.for_both(Settings(), False).engine_options,
-        beside_stock.for_both(Settings(), True).engine_options,
-    ) == ({}, {share: beside_stock.GPU_SHARE})
+    assert beside_stock.for_both(Settings(), False).engine_options == {}
+    assert beside_stock.for_both(Settings(), True).engine_options == {share: beside_stock.GPU_SHARE}
     given = Settings(engine_options={share: 0.3})
     assert beside_stock.for_both(given, True).engine_options == {share: 0.3}
 
@@ -88,12 +87,10 @@ def test_a_check_that_raises_fails_and_does_not_end_the_others() -> None:
     fine = CheckFinding("info", "c", "fine")
     checks = [Check(("deep",), "a, b", broken, "wait"), Check(("deep",), "c", lambda rig: [fine])]
     found = list(findings_of(checks, None))
-    assert (
-        [finding.about for finding in found],
-        [finding.level for finding in found],
-        found[0].found,
-        found[0].advice,
-    ) == (["a", "b", "c"], ["fail", "fail", "info"], "no answer", "wait")
+    assert [finding.about for finding in found] == ["a", "b", "c"]
+    assert [finding.level for finding in found] == ["fail", "fail", "info"]
+    assert found[0].found == "no answer"
+    assert found[0].advice == "wait"
 
 
 # --- Measurements ---
@@ -108,7 +105,11 @@ class FakeRig:
     def __init__(self, leak: float = 0.0, shift: float = 0.0, apart: int = 0):
         self.card = {"max_model_len": 999, "vocab_size": 80, "hidden_size": 4, "id": "m"}
         self.rng = np.random.default_rng(0)
-        self.leak, self.shift, self.apart, self.steered, self.runs = leak, shift, apart, False, 0
+        self.leak = leak
+        self.shift = shift
+        self.apart = apart
+        self.steered = False
+        self.runs = 0
         self.client = SimpleNamespace(wait=lambda *_: None)
 
     def submit(self, prompts: Any, tokens: int, capture: Any, steering: Any) -> Any:
@@ -164,23 +165,27 @@ def test_the_noise_floor_is_bounded_by_the_certificates_tolerance(dtype: str, li
 class TimedRig(FakeRig):
     """Two servers with a clock that only calls move: `seconds` of each kind of call."""
 
-    stock, seconds = "http://stock", 0.0
+    stock = "http://stock"
+    seconds = 0.0
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float], lacking: int):
         super().__init__()
-        self.clock, self.of, self.lacking = 0.0, seconds, lacking
+        self.clock = 0.0
+        self.of = seconds
+        self.lacking = lacking
         clock = SimpleNamespace(perf_counter=lambda: self.clock, monotonic=lambda: self.clock)
         monkeypatch.setattr(costs, "time", clock)
         monkeypatch.setattr(costs.httpx2, "post", self.post)
+        deleted = SimpleNamespace(delete=lambda job: None)
         self.client = SimpleNamespace(
-            wait=lambda *_: None,
-            completion=self.completion,
-            captures=SimpleNamespace(delete=lambda job: None),
+            wait=lambda *_: None, completion=self.completion, captures=deleted
         )
 
     def usage(self, kind: str, tokens: int) -> dict[str, Any]:
         self.clock += self.of[kind]
-        made = costs.BATCH * tokens - self.lacking * (kind == "steer")
+        made = costs.BATCH * tokens
+        if kind == "steer":
+            made -= self.lacking
         return {"usage": {"completion_tokens": made}}
 
     def post(self, url: str, json: Any, timeout: float) -> Any:

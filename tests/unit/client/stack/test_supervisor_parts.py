@@ -78,7 +78,9 @@ def test_the_model_is_that_of_this_start_s_own_worker(tmp_path: Path) -> None:
         found.append(asyncio.run(supervisor._model_of(fleet, 7)))  # type: ignore[arg-type]
         assert fleet.closed
     own, elsewhere, before = found
-    assert (own.name, elsewhere, before) == ("m", None, None)
+    assert own.name == "m"
+    assert elsewhere is None
+    assert before is None
     stack = Supervisor(Settings(data_dir=str(tmp_path), model_name="m"))
     assert " · model m · " in stack.ready_line()
     stack._model = own
@@ -140,7 +142,8 @@ def test_settings_reach_a_child_as_they_are(
         model="some/model",
     )
     environment = child_environment(settings)
-    assert (load_settings(environment), environment["PATH"]) == (settings, os.environ["PATH"])
+    assert load_settings(environment) == settings
+    assert environment["PATH"] == os.environ["PATH"]
 
 
 Sleeping = Callable[..., "subprocess.Popen[bytes]"]
@@ -204,7 +207,8 @@ def test_only_a_default_port_that_is_taken_moves(
         monkeypatch.setattr(supervisor, "Settings", lambda: settings)  # it is the default now
         prepared = prepare(settings, tmp_path, said.append)
         assert prepared.api_port not in (0, port)
-        assert (prepared.flower_port > 0, prepared.relay_url[:16]) == (True, "tcp://127.0.0.1:")
+        assert prepared.flower_port > 0
+        assert prepared.relay_url[:16] == "tcp://127.0.0.1:"
         assert f"api_port {port} is not available" in said[0]
         assert f"using {prepared.api_port}" in said[0]
         with pytest.raises(SettingsError, match=f"api_port {port} is not available"):
@@ -228,7 +232,8 @@ def test_the_first_cause_in_the_output_is_reported(case: str, tmp_path: Path) ->
     lines, reason = ENDINGS[case]
     (tmp_path / "lines").write_text("\n".join(lines) + "\n")
     part = run(child(tmp_path, f"cat {tmp_path}/lines; exit 3"))
-    assert (part.exit_code, part.last_words()) == (3, reason)
+    assert part.exit_code == 3
+    assert part.last_words() == reason
 
 
 @pytest.mark.parametrize("name", COMPANIONS)
@@ -240,10 +245,8 @@ def test_an_end_by_a_companion_of_torch_comes_with_the_remedy(name: str, tmp_pat
 
 def test_a_killed_child_is_reported_as_killed(tmp_path: Path) -> None:
     part = run(child(tmp_path, "echo all is well; kill -9 $$"))
-    assert (part.ending, part.last_words()) == (
-        "SIGKILL",
-        "it was killed, possibly by the kernel for lack of memory",
-    )
+    assert part.ending == "SIGKILL"
+    assert part.last_words() == "it was killed, possibly by the kernel for lack of memory"
 
 
 def test_only_the_last_start_is_quoted(tmp_path: Path) -> None:
@@ -267,7 +270,8 @@ def test_a_child_that_ignores_sigterm_is_killed_and_that_is_known(tmp_path: Path
 
 def test_processes_left_by_a_dead_child_are_ended(tmp_path: Path) -> None:
     part = run(child(tmp_path, "sleep 600 & echo $!"))
-    orphan, session = int(part.output()), part.pid
+    orphan = int(part.output())
+    session = part.pid
     assert session is not None
     assert members(session) == [orphan]
     part.died()
@@ -342,7 +346,8 @@ def test_parts_stop_at_the_same_time_and_the_relay_after_them(tmp_path: Path) ->
     """`api` ends only once the worker was told to, and the worker only while the relay runs."""
     said: list[str] = []
     stack = Supervisor(Settings(data_dir=str(tmp_path)), say=said.append)
-    told, relay = tmp_path / "told", tmp_path / "relay"
+    told = tmp_path / "told"
+    relay = tmp_path / "relay"
     ends = {
         "api": f"until [ -e {told} ]; do sleep 0.01; done; exit",
         "worker": f"touch {told}; [ ! -e {relay} ] && exit; sleep 600",
@@ -352,7 +357,9 @@ def test_parts_stop_at_the_same_time_and_the_relay_after_them(tmp_path: Path) ->
         part = child(
             tmp_path, f"trap '{code}' TERM; echo {name} up; while true; do sleep 0.1; done"
         )
-        part.name, part.log, part.stop_timeout_s = name, tmp_path / f"{name}.log", 30.0
+        part.name = name
+        part.log = tmp_path / f"{name}.log"
+        part.stop_timeout_s = 30.0
         stack._children[name] = part
         part.start()
     assert wait_for(lambda: all("up" in part.output() for part in stack._children.values()), 60)
@@ -449,7 +456,8 @@ def test_a_second_up_on_the_same_data_directory_names_the_first(tmp_path: Path) 
 
 
 def test_leftovers_of_a_killed_supervisor_are_ended(tmp_path: Path, sleeping: Sleeping) -> None:
-    recorded, ours = sleeping(), sleeping(**{processes.MARK: str(tmp_path)})
+    recorded = sleeping()
+    ours = sleeping(**{processes.MARK: str(tmp_path)})
     others = sleeping(**{processes.MARK: str(tmp_path / "others")})
     assert wait_for(lambda: ours.pid in processes.marked(str(tmp_path)), 60)
     state = {"pid": 1, "processes": {"relay": [recorded.pid, birth(recorded.pid)]}}

@@ -25,7 +25,8 @@ from midstream.workers.engine.proof.comparison import (
 from midstream.workers.engine.proof.reference import NamedTensors, NotComparableError
 from midstream.workers.runner.hooks.config_rules import as_served
 
-ROWS, HIDDEN = 6, 32
+ROWS = 6
+HIDDEN = 32
 
 
 class Model:
@@ -37,8 +38,10 @@ class Model:
 
     def __init__(self, noise: float = 0.0) -> None:
         torch.manual_seed(1)
-        self._noise, self._now = noise, 0.0
-        stream, branches = 100 * torch.randn(ROWS, HIDDEN), torch.randn(2, 2, ROWS, HIDDEN)
+        self._noise = noise
+        self._now = 0.0
+        stream = 100 * torch.randn(ROWS, HIDDEN)
+        branches = torch.randn(2, 2, ROWS, HIDDEN)
         self.layers: list[dict[str, torch.Tensor]] = []
         for attention, mlp in branches:
             middle = stream + attention
@@ -119,7 +122,8 @@ def test_a_layer_that_adds_something_else_to_a_large_stream_differs() -> None:
     rows["post_block", 1] += wrong
     assert float((wrong.norm(dim=-1) / rows["post_block", 1].norm(dim=-1)).max()) < 1e-3
     first = verdict(found(rows))
-    assert (first.hook, first.layer) == ("mlp_out", 1)
+    assert first.hook == "mlp_out"
+    assert first.layer == 1
     assert str(first).startswith("mlp_out of layer 1 differs from transformers' by 0.05")
 
 
@@ -152,7 +156,8 @@ def test_above_a_router_the_median_row_counts_in_bf16(count: int, differs: bool)
     rows["post_block", 1][:count] *= 2
     assert (verdict(found(rows, "bfloat16", noise=0.01)) is not None) is differs
     assert verdict(found(rows)) is not None, "in float32 every row counts"
-    two, of = torch.tensor([[1.1], [1.3]]), torch.ones(2, 1)
+    two = torch.tensor([[1.1], [1.3]])
+    of = torch.ones(2, 1)
     assert _error(two, of, of[:, 0], median=True) == pytest.approx(0.2), "the mean of both"
 
 

@@ -17,7 +17,8 @@ class Core:
     """A core that takes calls, never answers, and is dead once `errored` is set."""
 
     def __init__(self) -> None:
-        self.errored, self.cancelled = False, 0
+        self.errored = False
+        self.cancelled = 0
 
     async def collective_rpc(self, method: str, **options: Any) -> list[Any]:
         try:

@@ -7,6 +7,8 @@ import pytest
 from midstream.workers.engine import dtype
 from midstream.workers.engine.dtype import choose
 
+QUANTISED = {"dtype": "bfloat16", "quantization_config": {"quant_method": "awq"}}
+
 
 @pytest.mark.parametrize(
     ("config", "native", "other"),
@@ -17,7 +19,7 @@ from midstream.workers.engine.dtype import choose
         ({"dtype": "float16"}, "float32", "float32"),
         ({"dtype": "float32"}, "float32", "float32"),
         ({"text_config": None}, "float32", "float32"),
-        ({"dtype": "bfloat16", "quantization_config": {"quant_method": "awq"}}, "auto", "auto"),
+        (QUANTISED, "auto", "auto"),
         ({}, "auto", "auto"),  # no config: vLLM says what is wrong
     ],
 )
@@ -26,11 +28,9 @@ def test_auto_on_a_cpu(
 ) -> None:
     for has_bfloat16, expected in ((True, native), (False, other)):
         monkeypatch.setattr(dtype, "computes_bfloat16", lambda has=has_bfloat16: has)
-        assert (
-            choose("auto", config, gpu=False).dtype,
-            choose("auto", config, gpu=True).dtype,
-            choose("float16", config, gpu=False).dtype,
-        ) == (expected, "auto", "float16")
+        assert choose("auto", config, gpu=False).dtype == expected
+        assert choose("auto", config, gpu=True).dtype == "auto"
+        assert choose("float16", config, gpu=False).dtype == "float16"
 
 
 def test_the_reason_names_what_the_processor_lacks(monkeypatch: pytest.MonkeyPatch) -> None:

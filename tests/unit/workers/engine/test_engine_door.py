@@ -71,9 +71,8 @@ def requests_of_every_kind(model: ModelInfo) -> dict[RequestKind, list[EngineReq
     """Of jobs with an adapter of a tenant, under global steering."""
     lora = StoredLora(name="l", digest="ad", path="l")
     of_alice = {"tenant": "alice", "lora": lora, "global_steering": EVERYONE}
-    prompt = job_of(
-        "chat", prompts=[StoredPrompt(token_ids=[1] * 4)], global_captures=[], **of_alice
-    )
+    asked = [StoredPrompt(token_ids=[1] * 4)]
+    prompt = job_of("chat", prompts=asked, global_captures=[], **of_alice)
     stored = plan(pair(), info=model, hooks=["attn_out"], noise=1).sweep
     made = SweepRequests(job_of("sweep", work=SweepWork(sweep=stored), **of_alice), 1, model, True)
     units = made.units

@@ -170,7 +170,8 @@ def test_what_is_unproven_is_refused_if_the_settings_require_proof() -> None:
 
 def test_values_reach_vllm_with_its_own_types() -> None:
     found = accepted(options(attention_backend="cpu_attn", gpu_memory_utilization=1))
-    assert (found.caveats, found.options["attention_backend"].name) == ([], "CPU_ATTN")
+    assert found.caveats == []
+    assert found.options["attention_backend"].name == "CPU_ATTN"
     assert isinstance(found.options["gpu_memory_utilization"], float)
 
 
@@ -320,7 +321,8 @@ def test_no_option_is_refused_for_two_reasons() -> None:
 def test_the_queue_is_a_share_of_the_containers_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ring, memory = Ring(rows=65536, size=1 << 30), 12 << 30
+    ring = Ring(rows=65536, size=1 << 30)
+    memory = 12 << 30
     limit = tmp_path / "memory.max"
     limit.write_text(f"{memory}\n")
     monkeypatch.setattr(machine, "_LIMITS", (limit,))

@@ -95,7 +95,8 @@ def sizes_on_a_gpu(found: module.EnginePlan, settings: Settings) -> tuple[int, S
 def test_the_memory_of_buffers_is_that_of_the_buffers(
     config: dict[str, Any], given: dict[str, Any]
 ) -> None:
-    settings, model = load_settings({}, **given), model_of(config)
+    settings = load_settings({}, **given)
+    model = model_of(config)
     found = plan(model, settings)
     sites, sizes = sizes_on_a_gpu(found, settings)
     real = buffers_of(
@@ -117,10 +118,8 @@ def test_the_memory_of_buffers_is_that_of_the_buffers(
 def test_banks_inside_layers_count_with_their_own_ring_and_tables(
     config: dict[str, Any], ranks: int, widths: dict[str, tuple[int, int]]
 ) -> None:
-    settings, model = (
-        Settings(hooks="all,inside", vllm=VllmOptions(tensor_parallel_size=ranks)),
-        model_of(config),
-    )
+    settings = Settings(hooks="all,inside", vllm=VllmOptions(tensor_parallel_size=ranks))
+    model = model_of(config)
     found = plan(model, settings)
     memory = {part.name: part.bytes for part in found.memory}
     assert {name for name in memory if name.endswith(": ring")} == {
@@ -143,20 +142,16 @@ def test_banks_inside_layers_count_with_their_own_ring_and_tables(
 
 
 def test_the_columns_are_those_of_the_kernels() -> None:
-    assert (module.PLAN_COLUMNS, module.COUNTS, module.ROWS_PER_TOKEN) == (
-        COLUMNS,
-        COUNTS,
-        ROWS_PER_TOKEN,
-    )
+    assert module.PLAN_COLUMNS == COLUMNS
+    assert module.COUNTS == COUNTS
+    assert module.ROWS_PER_TOKEN == ROWS_PER_TOKEN
     assert module.KEPT_BYTES == prepared_rows.KEPT_BYTES
 
 
 def test_a_pipeline_stage_holds_its_share_of_layers_and_buffers() -> None:
     model = model_of(LLAMA_70B)
-    whole, half = (
-        plan(model, Settings()),
-        plan(model, Settings(vllm=VllmOptions(pipeline_parallel_size=2))),
-    )
+    whole = plan(model, Settings())
+    half = plan(model, Settings(vllm=VllmOptions(pipeline_parallel_size=2)))
     slots = {part.name: part.bytes for part in half.memory}["capture_slots"]
     assert half.layers == 40
     assert 2 * slots == {part.name: part.bytes for part in whole.memory}["capture_slots"]
@@ -165,7 +160,9 @@ def test_a_pipeline_stage_holds_its_share_of_layers_and_buffers() -> None:
 @pytest.mark.parametrize("eager", [None, False])
 def test_a_cpu_has_no_ring_and_no_launches(eager: bool | None) -> None:
     found = plan(model_of(TINY), Settings(vllm=VllmOptions(enforce_eager=eager)), gpu=False)
-    assert (found.ring, found.work, {part.where for part in found.memory}) == (None, [], {"host"})
+    assert found.ring is None
+    assert found.work == []
+    assert {part.where for part in found.memory} == {"host"}
 
 
 RING = Ring(rows=65536, size=1 << 30)
@@ -223,11 +220,9 @@ def test_an_8b_makes_256_kib_of_rows_per_token() -> None:
         stream.captured: stream
         for stream in plan(model_of(LLAMA_8B), Settings(), tokens_per_second=1000).streams
     }
-    assert (
-        found["every layer at one hook"].token_bytes,
-        found["every layer at one hook"].bytes_per_s,
-        found["every layer at 6 hooks"].token_bytes,
-    ) == (256 << 10, 256e3 * 1024, 6 * (256 << 10))
+    assert found["every layer at one hook"].token_bytes == 256 << 10
+    assert found["every layer at one hook"].bytes_per_s == 256e3 * 1024
+    assert found["every layer at 6 hooks"].token_bytes == 6 * (256 << 10)
 
 
 @pytest.mark.parametrize(
@@ -239,13 +234,16 @@ def test_parameters_are_counted_from_the_shape(config: dict[str, Any], billions:
     assert model_of(config).parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
+_INT4 = {"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}
+
+
 @pytest.mark.parametrize(
     ("quantisation", "gib"),
     [
         ({}, 0),
         ({"quant_method": "fp8"}, 8.46),
         ({"quant_method": "awq", "bits": 4}, 5.21),
-        ({"config_groups": {"group_0": {"weights": {"num_bits": 4}}}}, 5.21),
+        (_INT4, 5.21),
         ({"quant_method": "new"}, 0),
     ],
 )
@@ -282,10 +280,8 @@ def test_adapters_are_divided_on_one_side_and_experts_take_none() -> None:
         for ranks in (1, 2)
     }
     weight = 32 * 64 * 2  # layers, largest rank, bytes
-    assert (found[1]["adapters"], found[2]["adapters"]) == (
-        4 * weight * (28672 + 53248),
-        4 * weight * (28672 + 53248 // 2),
-    )
+    assert found[1]["adapters"] == 4 * weight * (28672 + 53248)
+    assert found[2]["adapters"] == 4 * weight * (28672 + 53248 // 2)
     assert (
         found[1]["loaded adapters"] == found[2]["loaded adapters"] == 16 * weight * (28672 + 53248)
     )
@@ -346,17 +342,18 @@ def test_too_few_steering_rows_are_named() -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_architecture_has_a_plan(name: str) -> None:
     """Also with the spellings of older config files."""
-    model = model_of(
-        {
-            "architectures": [name],
-            "n_embd": 64,
-            "n_layer": 2,
-            "n_head": 2,
-            "vocab_size": 100,
-            "torch_dtype": "float16",
-        }
-    )
-    assert (model.layers, model.hidden_size, model.row_bytes) == (2, 64, 128)
+    config = {
+        "architectures": [name],
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 2,
+        "vocab_size": 100,
+        "torch_dtype": "float16",
+    }
+    model = model_of(config)
+    assert model.layers == 2
+    assert model.hidden_size == 64
+    assert model.row_bytes == 128
     assert plan(model, Settings()).work
 
 

@@ -29,7 +29,8 @@ class Bench:
     """A checkpoint, and the settings of a worker that serves it."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.data = folder, folder / "data"
+        self.folder = folder
+        self.data = folder / "data"
         self.model = self.checkpoint("model")
 
     def checkpoint(self, name: str, **changed: bytes) -> Path:
@@ -80,7 +81,8 @@ def test_a_copy_in_another_folder_has_the_same_identity(bench: Bench) -> None:
     shutil.copytree(bench.model, copy)
     (copy / "README.md").write_text("other words")
     (copy / ".cache").mkdir()
-    assert (bench.identity(copy), len(bench.identity())) == (bench.identity(), 64)
+    assert bench.identity(copy) == bench.identity()
+    assert len(bench.identity()) == 64
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,8 @@ def test_only_weights_of_the_checkpoint_have_its_identity(
 
 
 def test_a_tokenizer_elsewhere_belongs_to_the_identity(bench: Bench) -> None:
-    first, second = bench.checkpoint("first"), bench.checkpoint("second", tokenizer_json=b"others")
+    first = bench.checkpoint("first")
+    second = bench.checkpoint("second", tokenizer_json=b"others")
     assert (
         len({bench.identity(), bench.identity(tokenizer=first), bench.identity(tokenizer=second)})
         == 3
@@ -219,7 +222,8 @@ def test_a_name_on_the_hub_needs_a_commit(bench: Bench) -> None:
 
 @pytest.mark.parametrize("file", ["layers/mixer.py", "additional_chat_templates/tools.jinja"])
 def test_code_and_templates_in_subfolders_belong_to_the_identity(bench: Bench, file: str) -> None:
-    first, path = bench.identity(), bench.model / file
+    first = bench.identity()
+    path = bench.model / file
     path.parent.mkdir()
     path.write_text("SCALE = 2")
     assert bench.identity() != first

@@ -110,7 +110,8 @@ async def test_tensors_of_a_checked_global_steering_are_held_only_while_it_is_ch
 ) -> None:
     held = rig.engine._vectors._held.copy()
     await rig.engine.check_global(steering(1, THIRD), fetch)
-    assert (rig.engine._vectors._held, THIRD in rig.engine._vectors.names) == (held, True)
+    assert rig.engine._vectors._held == held
+    assert THIRD in rig.engine._vectors.names
     rig.engine._vectors.forget()
     rig.engine.faults.switch("hold:rank=1")
     with pytest.raises(Refused, match="rank 1: refused vector"):

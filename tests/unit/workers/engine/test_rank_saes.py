@@ -61,7 +61,9 @@ def release(saes: RankSaes, *held: StoredSae) -> None:
 async def test_a_waiting_request_that_is_cancelled_holds_nothing(
     sae: Callable[[str, int], StoredSae], saes: RankSaes, ranks: Loaded
 ) -> None:
-    a, b, c = sae("a", 4), sae("b", 4), sae("c", 8)
+    a = sae("a", 4)
+    b = sae("b", 4)
+    c = sae("c", 8)
     await saes.hold([a])
     waiting = asyncio.create_task(saes.hold([b, c]))
     await settled()

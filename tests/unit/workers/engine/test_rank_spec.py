@@ -49,8 +49,11 @@ def told(tokens: int, everyones: GlobalSteering, *own: StoredSteering) -> RankSp
 def test_plain_requests_have_no_rank_spec() -> None:
     assert rank_spec(prompt_request(job(4, global_steering()), 0, 1)) is None
     captured = rank_spec(prompt_request(job(4, global_steering(), captures=True), 0, 1))
-    assert (captured.digest, captured.first_affected, captured.global_version) == ("", -1, 7)
-    assert (captured.work, captured.tenant) == ("writer", "a")
+    assert captured.digest == ""
+    assert captured.first_affected == -1
+    assert captured.global_version == 7
+    assert captured.work == "writer"
+    assert captured.tenant == "a"
 
 
 def test_global_entries_are_resolved_per_prompt_without_absent_positions() -> None:
@@ -80,7 +83,10 @@ def test_rows_that_may_share_a_token_have_columns_of_their_own() -> None:
 
 def test_requests_untouched_by_global_steering_are_reported() -> None:
     spec = told(4, global_steering(template("a", [9])))
-    assert (spec.rows, spec.digest, spec.first_affected, spec.global_version) == ([], "", -1, 7)
+    assert spec.rows == []
+    assert spec.digest == ""
+    assert spec.first_affected == -1
+    assert spec.global_version == 7
 
 
 @pytest.mark.parametrize(
@@ -104,7 +110,8 @@ def test_the_prompt_end_is_in_the_digest_of_global_entries(
 
 
 def test_equal_entries_share_a_cache_digest() -> None:
-    own, alone = template("a").stored("all"), told(4, global_steering(template("a"))).digest
+    own = template("a").stored("all")
+    alone = told(4, global_steering(template("a"))).digest
     assert alone == told(4, global_steering(), own).digest
     digests = {
         alone,

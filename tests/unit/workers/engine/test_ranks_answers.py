@@ -102,7 +102,8 @@ def hold(gate: Any, demand: Any, done: asyncio.Event) -> "asyncio.Task[None]":
 
 
 async def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_twice() -> None:
-    admission, order = RowAdmission(2, 9), []
+    admission = RowAdmission(2, 9)
+    order = []
 
     async def use(label: str, *keys: str) -> None:
         async with admission.admitted(rows(*keys)):
@@ -114,11 +115,13 @@ async def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_
     )
     assert order[:2] == ["a", "b"]
     assert order.index("c") < order.index("d")  # first come, first served
-    assert (admission.used, admission.waiting) == (0, 0)
+    assert admission.used == 0
+    assert admission.waiting == 0
 
 
 async def test_a_cancelled_waiter_gives_up_its_place() -> None:
-    admission, done = RowAdmission(1, 9), asyncio.Event()
+    admission = RowAdmission(1, 9)
+    done = asyncio.Event()
     first, second, third = (hold(admission, rows(key), done) for key in "aba")
     await settled()
     second.cancel()
@@ -174,7 +177,8 @@ async def test_without_a_limit_a_step_captures_any_number_of_rows() -> None:
 
 
 async def test_captures_beyond_the_budget_wait_and_one_that_is_larger_alone_still_runs() -> None:
-    budget, order = CaptureBudget(10), []
+    budget = CaptureBudget(10)
+    order = []
 
     async def use(label: str, size: int) -> None:
         async with budget.admitted(size):
@@ -228,7 +232,8 @@ def engine_of_ranks(*changed: dict[str, Any]) -> Any:
         return [usual | {"behind": []} | each for each in changed]
 
     engine: Any = object.__new__(VllmEngine)
-    engine._keeps_up, engine._call = {work: asyncio.Event() for work in WORKS}, call
+    engine._keeps_up = {work: asyncio.Event() for work in WORKS}
+    engine._call = call
     return engine
 
 

@@ -42,7 +42,9 @@ def test_layers_up_to_the_first_that_completes_all_kinds_are_kept(kinds: str, la
 
 def test_fewer_layers_are_kept_where_memory_is_short() -> None:
     found = truncation(list("aaab"), [100] * 4, 50, 250)
-    assert (found.layers, found.kinds, found.missing) == (1, 2, 1)
+    assert found.layers == 1
+    assert found.kinds == 2
+    assert found.missing == 1
     with pytest.raises(NotComparableError, match="compare_memory_gib"):
         truncation(list("ab"), [100] * 2, 50, 100)
 
@@ -115,7 +117,8 @@ def test_each_kind_of_layer_of_a_family_is_kept(name: str) -> None:
         part for path, part in model.named_modules() if path.rpartition(".")[2] in ("layers", "h")
     )
     found = kinds_of(stack, config.get_text_config())
-    assert (len(set(found)), max(found.index(kind) for kind in set(found)) + 1) == (kinds, layers)
+    assert len(set(found)) == kinds
+    assert max(found.index(kind) for kind in set(found)) + 1 == layers
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +138,8 @@ def reference(path: Path, limit_gib: float = 1.0, **overrides: Any) -> Transform
 
 def test_rows_of_the_first_layers_are_those_of_the_whole_model(llama: Path) -> None:
     whole = transformers.LlamaForCausalLM.from_pretrained(llama, attn_implementation="eager")
-    tokens, positions = list(range(5, 25)), [1, 7, 19]
+    tokens = list(range(5, 25))
+    positions = [1, 7, 19]
     with torch.no_grad():
         made = whole(torch.tensor([tokens]), output_hidden_states=True, use_cache=False)
         last = whole.model.layers[-1].register_forward_hook(

@@ -94,13 +94,13 @@ def test_flags_become_settings_and_engine_options() -> None:
         "revision": "main",
     }
     made = load_settings({}, **translated(given))
-    assert (made.api_host, made.api_port, made.model_name) == ("0.0.0.0", 8000, "m")
-    assert (
-        made.vllm.max_model_len,
-        made.vllm.max_num_batched_tokens,
-        made.vllm.enforce_eager,
-        made.vllm.enable_prefix_caching,
-    ) == (16_000, 8_192, True, False)
+    assert made.api_host == "0.0.0.0"
+    assert made.api_port == 8000
+    assert made.model_name == "m"
+    assert made.vllm.max_model_len == 16_000
+    assert made.vllm.max_num_batched_tokens == 8_192
+    assert made.vllm.enforce_eager is True
+    assert not made.vllm.enable_prefix_caching
     assert made.tool_parser == "hermes"
     assert made.engine_options == {
         "seed": 7,

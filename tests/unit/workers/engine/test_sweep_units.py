@@ -17,7 +17,8 @@ from midstream.schemas.settings.settings import Settings
 from midstream.workers.engine.protocol import check_lengths
 from midstream.workers.serving.sweeps.requests import SweepRequests
 
-BASE, SOURCE = [10, 11, 12, 13], [20, 21, 22, 23, 24]
+BASE = [10, 11, 12, 13]
+SOURCE = [20, 21, 22, 23, 24]
 COLUMNS = [
     Column(label="a", places=[(0, 0)]),
     Column(label="b", places=[(1, 1), (2, 3)]),
@@ -112,7 +113,8 @@ def test_a_sweep_counts_the_tokens_of_every_request_that_it_sends(
 ) -> None:
     answered = StoredPair(base=BASE, source=SOURCE, columns=COLUMNS, answer=[5, 7, 8], foil=[6])
     asked = sweep(**({"pairs": [answered, PAIR]} | changes))
-    made, sent = asks(asked), []
+    made = asks(asked)
+    sent = []
     for pair in range(len(asked.pairs)):
         sent += made.control(made.units.base(pair))
         sent += made.control(made.units.source(pair)) if asked.ablation is None else []
@@ -139,11 +141,13 @@ def test_windows_are_clipped_at_the_ends() -> None:
 def test_an_ablation_needs_no_other_prompt() -> None:
     assert rows(sweep(ablation="zeros"), 0, 1, 1) == [("post_block", [1], [1, 2], ZEROS)]
     ((_, layers, positions, name),) = rows(sweep(ablation="mean"), 0, 1, 1)
-    assert (layers, positions) == ([1], [1, 2])
+    assert layers == [1]
+    assert positions == [1, 2]
     assert parse_row(name) == ("job_1.0.base", "post_block", 1, None, ())
     made = asks(sweep(ablation="mean"))
     (capture,) = made.control(made.units.base(0))[0].captures
-    assert (capture.positions, capture.sites["attn_out"]) == ("all_prompt", [0, 1, 3])
+    assert capture.positions == "all_prompt"
+    assert capture.sites["attn_out"] == [0, 1, 3]
     assert made.runs(0) == ["job_1.0.base"]
 
 
@@ -152,23 +156,19 @@ def test_noise_is_the_prompts_own_row_at_the_same_place() -> None:
     for unit in made.units.noise(0):
         for entry in made.patched(unit)[0].steering:
             row = parse_row(entry.tensors[0])
-            assert (row.key, row.hook, [row.layer], [row.position]) == (
-                "job_1.0.base",
-                entry.hook,
-                entry.layers,
-                entry.positions,
-            )
+            assert row.key == "job_1.0.base"
+            assert row.hook == entry.hook
+            assert [row.layer] == entry.layers
+            assert [row.position] == entry.positions
 
 
 def test_a_mask_and_an_alpha_are_part_of_every_patch() -> None:
     made = asks(sweep(mask="f" * 64, alpha=0.25))
     for unit in (made.units.noise(0)[0], next(made.units.cells(0))):
-        (entry, *_) = made.patched(unit)[0].steering
-        assert (entry.family, entry.tensors[1], entry.numbers) == (
-            "replace_masked",
-            "f" * 64,
-            [0.25],
-        )
+        entry, *_ = made.patched(unit)[0].steering
+        assert entry.family == "replace_masked"
+        assert entry.tensors[1] == "f" * 64
+        assert entry.numbers == [0.25]
 
 
 def test_a_forward_begins_at_the_lowest_layer_that_is_patched() -> None:
@@ -181,11 +181,9 @@ def test_a_forward_begins_at_the_lowest_layer_that_is_patched() -> None:
             assert ask.entry is None or (ask.entry.run, ask.entry.layer) == ("job_1.0.base", layer)
             assert ask.sampling.max_tokens == 1
     (base,) = made.control(made.units.base(0))
-    assert (base.captures[0].positions, base.captures[0].sites["pre_attn"], base.keep_blocks) == (
-        "all_prompt",
-        [1, 3],
-        "job_1.0.base",
-    )
+    assert base.captures[0].positions == "all_prompt"
+    assert base.captures[0].sites["pre_attn"] == [1, 3]
+    assert base.keep_blocks == "job_1.0.base"
 
 
 def test_cells_reuse_the_bases_blocks_at_every_layer_with_or_without_entry() -> None:
@@ -207,13 +205,13 @@ def test_cells_reuse_the_bases_blocks_at_every_layer_with_or_without_entry() -> 
 
 def test_without_entry_only_the_rows_that_are_needed_are_captured() -> None:
     made = asks(sweep(), enters=False)
-    (base,), (source,) = made.control(made.units.base(0)), made.control(made.units.source(0))
+    (base,) = made.control(made.units.base(0))
+    (source,) = made.control(made.units.source(0))
     assert set(base.captures[0].sites) == {"post_block"}
-    assert (source.captures[0].sites, source.captures[0].positions) == (
-        {"post_block": [0, 1, 3], "attn_out": [0, 1, 3]},
-        [0, 1, 3, 4],
-    )
-    assert (source.token_ids, source.captured) == (SOURCE, {"base": 2, "source": 2})
+    assert source.captures[0].sites == {"post_block": [0, 1, 3], "attn_out": [0, 1, 3]}
+    assert source.captures[0].positions == [0, 1, 3, 4]
+    assert source.token_ids == SOURCE
+    assert source.captured == {"base": 2, "source": 2}
 
 
 def test_an_answer_of_several_tokens_is_a_request_for_each_beginning_of_it() -> None:
@@ -222,11 +220,12 @@ def test_an_answer_of_several_tokens_is_a_request_for_each_beginning_of_it() -> 
     )
     made = asks(asked)
     first, second = made.patched(next(u for u in made.units.cells(0) if u.layer == 1))
-    assert (first.token_ids, second.token_ids) == (BASE, [*BASE, 5])
-    assert (first.grade.token_ids, second.grade.token_ids) == ([5], [7, 8])
-    assert (first.entry.run, second.entry.run) == ("job_1.0.base", "job_1.1.base"), (
-        "each begins with the rows of its own tokens"
-    )
+    assert first.token_ids == BASE
+    assert second.token_ids == [*BASE, 5]
+    assert first.grade.token_ids == [5]
+    assert second.grade.token_ids == [7, 8]
+    assert first.entry.run == "job_1.0.base", "each begins with the rows of its own tokens"
+    assert second.entry.run == "job_1.1.base", "each begins with the rows of its own tokens"
     assert first.steering == second.steering
     assert made.runs(0) == ["job_1.0.base", "job_1.1.base", "job_1.2.source"]
 
@@ -277,11 +276,9 @@ def test_the_files_of_a_run_are_those_of_its_request_and_tag() -> None:
     ]
     files = made.files(0, "job_1.1.source", receipts)
     assert [file.path for file in files.files] == ["source/1.0", "source/1.1"]
-    assert (files.positions, files.hidden_size, files.bytes) == (
-        [0, 1, 3, 4],
-        INFO.hidden_size,
-        200,
-    )
+    assert files.positions == [0, 1, 3, 4]
+    assert files.hidden_size == INFO.hidden_size
+    assert files.bytes == 200
     assert files.sites == {"post_block": [0, 1, 3], "attn_out": [0, 1, 3]}
 
 
@@ -297,11 +294,12 @@ def test_a_sweep_or_prompt_longer_than_this_worker_takes_is_refused_by_its_field
     generated.
     """
     long_answer = msgspec.structs.replace(PAIR, foil=[6, 7, 8])  # asked behind its first two tokens
-    for asked, tokens in [
+    cases = [
         (job_of(sweep()), 5),
         (job_of(sweep(pairs=[long_answer])), 7),
         (job_of(None, SOURCE), 5),
-    ]:
+    ]
+    for asked, tokens in cases:
         check_lengths(asked, msgspec.structs.replace(INFO, max_model_len=tokens + 1))
         with refuses(
             f"has {tokens} tokens, which leaves no room to generate",

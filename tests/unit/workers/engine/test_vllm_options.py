@@ -52,7 +52,8 @@ def test_steps_overlap_where_vllm_supports_it(
     )
     scheduling = SchedulerConfig.default_factory(async_scheduling=options.get("async_scheduling"))
     made = VllmConfig(parallel_config=parallel, scheduler_config=scheduling)
-    assert (made.max_concurrent_batches, scheduler_class(made)) == (under_way, scheduler)
+    assert made.max_concurrent_batches == under_way
+    assert scheduler_class(made) == scheduler
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from midstream.workers.gradients.agreement import Traces, compared, prompt_of
 from midstream.workers.gradients.points import Points
 
 HOOKS = ["pre_attn", "attn_out", "mlp_out", "post_block", "z"]
-TOKENS, POSITIONS = list(range(3, 15)), [0, 2, 5, 11]
+TOKENS = list(range(3, 15))
+POSITIONS = [0, 2, 5, 11]
 
 
 def model_of(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -81,5 +82,9 @@ def test_exact_rows_of_a_bfloat16_model_are_those_in_float32() -> None:
 
 def test_the_prompt_has_its_first_token_among_the_compared_positions() -> None:
     tokens, positions = prompt_of(100, 30, 512)
-    assert (len(tokens), positions[0], positions[-1]) == (34, 0, 33)
-    assert (min(tokens) >= 12, max(tokens) < 50, len(prompt_of(100, 30, 10)[0])) == (True, True, 9)
+    assert len(tokens) == 34
+    assert positions[0] == 0
+    assert positions[-1] == 33
+    assert min(tokens) >= 12
+    assert max(tokens) < 50
+    assert len(prompt_of(100, 30, 10)[0]) == 9

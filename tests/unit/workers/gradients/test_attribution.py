@@ -103,9 +103,8 @@ def test_columns_are_sums_of_elements(points_of: PointsOf) -> None:
     both = estimate_pair(points, sweep(points, ["post_block"], [span, skipped]), 0)
     assert both.effects["post_block"][:, 0] == pytest.approx(single[:, [3, 7]].sum(1))
     assert np.isnan(both.effects["post_block"][:, 1]).all()
-    wide = estimate_pair(
-        points, sweep(points, ["post_block"], window=PatchWindow(layers=2, positions=2)), 0
-    ).effects["post_block"]
+    windowed = sweep(points, ["post_block"], window=PatchWindow(layers=2, positions=2))
+    wide = estimate_pair(points, windowed, 0).effects["post_block"]
     assert wide[1, 3] == pytest.approx(single[1:3, 3:5].sum())
     every = [(at, at) for at in range(len(BASE))]
     dims = [Column(label="", places=every, dims=part) for part in ("0-19", "20-63")]
@@ -131,10 +130,8 @@ def test_ranked_columns_take_the_dimensions_that_differ_most(points_of: PointsOf
     distance = (rows[0] - rows[1]).abs().sum(0)
     pair = PairRuns(points, stored, 0)
     first = pair.columns.parts(pair.replaced(("post_block", 2), pair.run(grad=False))[1])[0]
-    assert (first.columns, first.dims.tolist()) == (
-        [0],
-        distance.argsort(descending=True)[:3].tolist(),
-    )
+    assert first.columns == [0]
+    assert first.dims.tolist() == distance.argsort(descending=True)[:3].tolist()
 
 
 def test_recovered_is_a_share_of_the_difference(points_of: PointsOf) -> None:
@@ -230,7 +227,8 @@ def test_doubts_rank_cells_with_large_errors(points_of: PointsOf) -> None:
     points = points_of("llama")
     stored = sweep(points, ["pre_attn"])
     found = estimate_pair(points, stored, 0, EstimateOptions(doubts=True))
-    errors, doubts = [], []
+    errors = []
+    doubts = []
     for layer in range(points.num_layers):
         cell = exact(points, stored, ("pre_attn", layer))
         for column in range(3, len(BASE)):
@@ -249,7 +247,8 @@ def test_edges_equal_transformer_lens(points_of: PointsOf, name: str) -> None:
     edges = {f"{label(edge.sender)}>{label(edge.receiver)}": edge.score for edge in top}
     assert edges.keys() == wanted.keys()
     sizes = [abs(edge.score) for edge in top]
-    assert (sizes, found.top(5)) == (sorted(sizes, reverse=True), top[:5])
+    assert sizes == sorted(sizes, reverse=True)
+    assert found.top(5) == top[:5]
     distance = max(abs(edges[name] - wanted[name]) for name in wanted)
     assert distance <= LENS * max(map(abs, wanted.values()))
 
@@ -295,7 +294,8 @@ def reference(points: Points, sender: EdgeEnd, receiver: EdgeEnd) -> float:
             attends = receiver.kind != "mlp"
             norm = layer.input_layernorm if attends else layer.post_attention_layernorm
             hook(norm, lambda _, args, output: stream.append(args[0]))
-            eps, gamma = norm.variance_epsilon, norm.weight
+            eps = norm.variance_epsilon
+            gamma = norm.weight
 
             def normed() -> torch.Tensor:
                 rows = stream[0] + t * added
@@ -314,9 +314,8 @@ def reference(points: Points, sender: EdgeEnd, receiver: EdgeEnd) -> float:
 
                 hook(module, project)
             else:
-                stack.callback(
-                    layer.mlp.register_forward_pre_hook(lambda _, args: (normed(),)).remove
-                )
+                handle = layer.mlp.register_forward_pre_hook(lambda _, args: (normed(),))
+                stack.callback(handle.remove)
         logits = points.model(torch.tensor([BASE])).logits[0, -1]
         (slope,) = torch.autograd.grad(logits[100] - logits[200], t)
     return float(slope)
@@ -343,7 +342,8 @@ def test_scores_equal_a_reference_with_grouped_queries(points_of: PointsOf) -> N
         for receiver in receivers:
             score = found.scores[found.senders.index(sender), found.receivers.index(receiver)]
             if np.isnan(score):
-                assert (sender, receiver) == (senders[3], EdgeEnd("q", 2, 3))
+                assert sender == senders[3]
+                assert receiver == EdgeEnd("q", 2, 3)
                 continue
             assert score == pytest.approx(reference(points, sender, receiver), abs=LENS * largest)
             compared += 1
@@ -365,9 +365,8 @@ def test_places_in_chunks_give_the_same_scores(
     stored = sweep(points, ["z"], pair={"answer": [100, 5], "foil": [200]})
     whole = edge_scores(points, stored, 0).scores
     monkeypatch.setattr(edges_module, "CHUNK_BYTES", 1)
-    assert np.nan_to_num(edge_scores(points, stored, 0).scores) == pytest.approx(
-        np.nan_to_num(whole), abs=1e-5
-    )
+    parts = edge_scores(points, stored, 0).scores
+    assert np.nan_to_num(parts) == pytest.approx(np.nan_to_num(whole), abs=1e-5)
 
 
 def test_only_places_of_columns_count(points_of: PointsOf) -> None:

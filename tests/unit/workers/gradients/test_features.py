@@ -51,9 +51,8 @@ def test_features_and_error_sum_to_the_row(
     points = points_of("llama")
     found = effects(points, autoencoder(points.hidden_size, form), **given)
     whole = estimate_pair(points, sweep(points, ["post_block"], layers=[1], **given), 0)
-    assert found.effects.sum(1) + found.rest + found.error == pytest.approx(
-        whole.effects["post_block"][0], abs=1e-6
-    )
+    total = found.effects.sum(1) + found.rest + found.error
+    assert total == pytest.approx(whole.effects["post_block"][0], abs=1e-6)
     few = effects(points, autoencoder(points.hidden_size, form), top=3, **given)
     assert few.effects.sum(1) + few.rest == pytest.approx(found.effects.sum(1) + found.rest)
     assert (few.indices == found.indices[:, :3]).all()
@@ -78,15 +77,13 @@ def test_gradient_of_an_activation(points_of: PointsOf, form: str) -> None:
     feature = int(encoded.sum(0).argmax())
     stored = StoredSae(name="s", digest="", path="", hook=SITE[0], layer=SITE[1], bytes=0)
     wanted_scalar = StoredScalar(kind="feature", sae=stored, feature=feature, positions=[4, 5])
-    value, found = gradient_rows(
-        points, BASE, scalar_of(wanted_scalar, BASE, {}, lambda _: sae), [SITE, ("mlp_out", 0)]
-    )
+    scalar = scalar_of(wanted_scalar, BASE, {}, lambda _: sae)
+    value, found = gradient_rows(points, BASE, scalar, [SITE, ("mlp_out", 0)])
     assert value == pytest.approx(float(encoded[:, feature].sum()), rel=1e-6)
     direction = torch.randn(points.hidden_size, generator=torch.Generator().manual_seed(1))
     moved = [sae.encode(rows[4:6] + by * direction)[:, feature].sum() for by in (1e-3, -1e-3)]
-    assert float(moved[0] - moved[1]) / 2e-3 == pytest.approx(
-        float((found[SITE] @ direction).sum()), rel=2e-2, abs=1e-3
-    )
+    slope = float(moved[0] - moved[1]) / 2e-3
+    assert slope == pytest.approx(float((found[SITE] @ direction).sum()), rel=2e-2, abs=1e-3)
     assert found["mlp_out", 0].abs().max() > 0
 
 
@@ -95,14 +92,16 @@ def test_an_estimate_is_the_slope_of_the_exact_patch(points_of: PointsOf, form: 
     """The exact patch writes row + delta · W_dec, by a hook of the model's own; a small share of
     it, in both directions, changes the metric by what is estimated of that share.
     """
-    points, alpha = points_of("llama"), 2e-3
+    points = points_of("llama")
+    alpha = 2e-3
     sae = autoencoder(points.hidden_size, form)
     found = effects(points, sae, top=3, alpha=alpha)
     rows, source = (
         points.run(points.batch([prompt]), [SITE]).rows(SITE)[0].float()
         for prompt in (BASE, SOURCE)
     )
-    parts, one = sae.exchange(rows, source), torch.eye(FEATURES)
+    parts = sae.exchange(rows, source)
+    one = torch.eye(FEATURES)
     directions = sae.decode(one) - sae.decode(0 * one)  # with the biases taken away
     scale = NORMALISATIONS[sae.form.normalize_activations](rows).scale
     change = (sae.encode(source) - sae.encode(rows)) * scale
@@ -134,10 +133,8 @@ def test_an_estimate_is_the_slope_of_the_exact_patch(points_of: PointsOf, form: 
 
 def test_random_features_are_drawn_from_all_that_differ(points_of: PointsOf) -> None:
     points = points_of("llama")
-    sae, asked = (
-        autoencoder(points.hidden_size, "jumprelu"),
-        sweep(points, ["post_block"]),
-    )
+    sae = autoencoder(points.hidden_size, "jumprelu")
+    asked = sweep(points, ["post_block"])
     known = effects(points, sae)
     of = {
         (column, feature): effect
@@ -148,7 +145,10 @@ def test_random_features_are_drawn_from_all_that_differ(points_of: PointsOf) -> 
     differ = {place for place, effect in of.items() if effect}
     assert {(column, feature) for column, feature, _ in every} == differ
     assert all(effect == pytest.approx(of[column, feature]) for column, feature, effect in every)
-    few = [feature_effects(points, asked, 0, SITE, sae, 3, 20, seed).drawn for seed in (1, 1, 2)]
+    few = [
+        feature_effects(points, asked, 0, SITE, sae, 3, draw=20, seed=seed).drawn
+        for seed in (1, 1, 2)
+    ]
     assert len(set(few[0])) == 20 < len(every)
     assert few[0] == few[1] != few[2]
     assert {*few[0]} < {*every}

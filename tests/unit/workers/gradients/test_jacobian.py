@@ -15,7 +15,9 @@ from midstream.storage.formats.lens_files import check_jacobian, directions, rea
 from midstream.workers.gradients.jacobian import fit_jacobian_lens, fit_to_folder
 from midstream.workers.gradients.points import ATTENTION, Points
 
-WIDTH, LAYERS, SKIP = 16, 4, 2
+WIDTH = 16
+LAYERS = 4
+SKIP = 2
 CONFIGS: dict[str, Callable[[], Any]] = {
     "llama": lambda: LlamaConfig(
         vocab_size=50,
@@ -47,7 +49,8 @@ def corpus(count: int) -> list[list[int]]:
 
 def by_definition(points: Points, tokens: list[int], layer: int) -> torch.Tensor:
     """Of one prompt, from `torch.autograd.functional.jacobian` of the layers behind `layer`."""
-    model, stack = points.model, points.layers
+    model = points.model
+    stack = points.layers
 
     def final(hidden: torch.Tensor) -> torch.Tensor:
         seen: list[torch.Tensor] = []
@@ -70,11 +73,14 @@ def by_definition(points: Points, tokens: list[int], layer: int) -> torch.Tensor
 
 @pytest.mark.parametrize(("name", "batch"), [("llama", 1), ("gpt2", 5)])
 def test_an_exact_fit_is_the_mean_jacobian_by_definition(name: str, batch: int) -> None:
-    points, prompts = tiny(name), corpus(3)
+    points = tiny(name)
+    prompts = corpus(3)
     jacobians, record = fit_jacobian_lens(
         points, prompts, [0, 2], JacobianFit(skip_first=SKIP), batch=batch
     )
-    assert (record.method, record.prompts, record.errors) == ("exact", 3, [])
+    assert record.method == "exact"
+    assert record.prompts == 3
+    assert record.errors == []
     for layer, found in jacobians.items():
         wanted = torch.stack([by_definition(points, tokens, layer) for tokens in prompts]).mean(0)
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
@@ -82,9 +88,11 @@ def test_an_exact_fit_is_the_mean_jacobian_by_definition(name: str, batch: int) 
 
 
 def test_a_sketch_states_its_error_and_repeats_from_its_seed() -> None:
-    points, prompts = tiny("llama"), corpus(12)
+    points = tiny("llama")
+    prompts = corpus(12)
     exact, _ = fit_jacobian_lens(points, prompts, [1], JacobianFit(skip_first=SKIP))
-    stated, real = [], []
+    stated = []
+    real = []
     for rank in (2, 8):
         fit = JacobianFit(skip_first=SKIP, rank=rank, seed=7)
         found, record = fit_jacobian_lens(points, iter(prompts), [1], fit)
@@ -115,7 +123,9 @@ def test_a_fit_job_writes_a_folder_that_can_be_registered(
     )
     record = fit_to_folder(points, stored, tmp_path)
     content = check_jacobian(tmp_path, LAYERS, WIDTH)
-    assert (content.layers, content.vocabulary, content.fit) == ([0, 2], 50, record)
+    assert content.layers == [0, 2]
+    assert content.vocabulary == 50
+    assert content.fit == record
     jacobians, _ = fit_jacobian_lens(points, corpus(4), [0, 2], stored.fit)
     with reading(tmp_path) as file:
         found = directions(file, [2], [7])[2, 7]
@@ -158,11 +168,13 @@ def test_a_fit_ends_with_what_its_check_raises() -> None:
 
 
 def test_gradients_that_are_not_finite_are_left_out_and_counted() -> None:
-    points, prompts = tiny("llama"), corpus(3)
+    points = tiny("llama")
+    prompts = corpus(3)
     with torch.no_grad():
         points.model.get_input_embeddings().weight[49] = torch.nan
     spoilt = [*prompts[:1], [49] * 8, *prompts[1:]]
     wanted, _ = fit_jacobian_lens(tiny("llama"), prompts, [0], JacobianFit(skip_first=SKIP))
     found, record = fit_jacobian_lens(points, spoilt, [0], JacobianFit(skip_first=SKIP))
-    assert (record.prompts, record.not_finite) == (4, WIDTH)
+    assert record.prompts == 4
+    assert record.not_finite == WIDTH
     torch.testing.assert_close(found[0], wanted[0])

@@ -71,7 +71,8 @@ def stored(method: str, layers: Any = (1, 2), hook: Any = "post_block", **fields
 
 
 def test_pca_equals_scikit_learn_with_the_sign_of_most_pairs() -> None:
-    positive, negative = rows(1), rows(2)
+    positive = rows(1)
+    negative = rows(2)
     found = learn.pca(positive, negative)
     differences = (positive - negative).numpy()
     reference = (
@@ -87,7 +88,8 @@ def test_pca_equals_scikit_learn_with_the_sign_of_most_pairs() -> None:
 
 
 def test_logistic_equals_scikit_learn_on_standardised_rows() -> None:
-    positive, negative = rows(1) + 0.3, rows(2)
+    positive = rows(1) + 0.3
+    negative = rows(2)
     every = torch.cat([positive, negative]).numpy()
     scale = every.std(0)
     model = (
@@ -95,19 +97,18 @@ def test_logistic_equals_scikit_learn_on_standardised_rows() -> None:
         .LogisticRegression(C=1.0, tol=1e-10, max_iter=10_000)
         .fit((every - every.mean(0)) / scale, [1] * 24 + [0] * 24)
     )
-    np.testing.assert_allclose(
-        learn.logistic(positive, negative).numpy(), model.coef_[0] / scale, rtol=1e-5, atol=1e-7
-    )
+    found = learn.logistic(positive, negative).numpy()
+    np.testing.assert_allclose(found, model.coef_[0] / scale, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("method", learn.DIRECTIONS)
 def test_scale_1_moves_the_negative_mean_to_the_positive(method: str) -> None:
-    positive, negative = rows(1) + 0.5, rows(2)
+    positive = rows(1) + 0.5
+    negative = rows(2)
     vector = learn.scaled(learn.DIRECTIONS[method](positive, negative), positive, negative)
     unit = vector / vector.norm()
-    assert float((negative + vector).mean(0) @ unit) == pytest.approx(
-        float(positive.mean(0) @ unit)
-    )
+    moved = (negative + vector).mean(0) @ unit
+    assert float(moved) == pytest.approx(float(positive.mean(0) @ unit))
 
 
 def test_equal_rows_are_refused() -> None:
@@ -118,11 +119,10 @@ def test_equal_rows_are_refused() -> None:
 def test_the_dose_of_an_even_number_of_rows_is_the_mean_of_the_middle_ones(
     points: Points, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = learn._Fit(
-        points,
-        stored("difference_of_means", layers=[1], positive=prompts(9, 1), negative=prompts(9, 2)),
-        lambda: None,
+    wanted = stored(
+        "difference_of_means", layers=[1], positive=prompts(9, 1), negative=prompts(9, 2)
     )
+    run = learn._Fit(points, wanted, lambda: None)
     held = torch.arange(1.0, 9.0)[:, None] * torch.eye(4)[0]
     sides = iter([held[:1] * 3, held[:1], held[:4], held[4:]])
     monkeypatch.setattr(run, "_read", lambda _: {1: next(sides)})
@@ -147,7 +147,8 @@ def test_lowrank_edit_equals_pyreft() -> None:
         "weight": torch.tensor(PYREFT["weight"]),
         "bias": torch.tensor(PYREFT["bias"]),
     }
-    given, expected = torch.tensor(PYREFT["rows"]), torch.tensor(PYREFT["edited"])
+    given = torch.tensor(PYREFT["rows"])
+    expected = torch.tensor(PYREFT["edited"])
     torch.testing.assert_close(learn.edited(given, tensors), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -162,7 +163,8 @@ def test_orthonormal_keeps_orthonormal_rows() -> None:
 
 
 def test_direction_is_the_difference_of_the_models_rows(points: Points) -> None:
-    positive, negative = prompts(40, 7), prompts(40, 9)
+    positive = prompts(40, 7)
+    negative = prompts(40, 9)
     fitted = learn.fit(points, stored("difference_of_means", positive=positive, negative=negative))
     order = torch.randperm(40, generator=torch.Generator().manual_seed(0)).tolist()[10:]
     means = []
@@ -174,10 +176,11 @@ def test_direction_is_the_difference_of_the_models_rows(points: Points) -> None:
             for i in order
         ]
         means.append(torch.stack(states).mean(0))
-    torch.testing.assert_close(
-        fitted.tensors[1]["vector"], means[0] - means[1], rtol=1e-4, atol=1e-5
-    )
-    assert (fitted.examples, fitted.effect.examples, fitted.effect.measure) == (60, 20, "auroc")
+    vector = fitted.tensors[1]["vector"]
+    torch.testing.assert_close(vector, means[0] - means[1], rtol=1e-4, atol=1e-5)
+    assert fitted.examples == 60
+    assert fitted.effect.examples == 20
+    assert fitted.effect.measure == "auroc"
     assert fitted.effect.after == pytest.approx(sum(site.auroc or 0 for site in fitted.sites) / 2)
     assert fitted.effect.better
 
@@ -190,11 +193,12 @@ def test_random_labels_have_no_effect(points: Points) -> None:
 
 
 def test_direction_measures_targets_if_there_are_any(points: Points) -> None:
-    effect = learn.fit(
-        points,
-        stored("pca", positive=prompts(12, 7), negative=prompts(12, 9), examples=targets(6, 33)),
-    ).effect
-    assert (effect.measure, effect.examples) == ("logprob", 6)
+    wanted = stored(
+        "pca", positive=prompts(12, 7), negative=prompts(12, 9), examples=targets(6, 33)
+    )
+    effect = learn.fit(points, wanted).effect
+    assert effect.measure == "logprob"
+    assert effect.examples == 6
 
 
 @pytest.mark.parametrize("method", ["vector", "reft"])
@@ -204,7 +208,8 @@ def test_training_raises_the_targets_probability(points: Points, method: str) ->
     fitted = learn.fit(points, wanted, seen.append)
     assert fitted.effect.better
     assert fitted.effect.after - fitted.effect.before > 2.0
-    assert (fitted.losses[0].step, seen) == (0, list(fitted.losses[1:]))
+    assert fitted.losses[0].step == 0
+    assert seen == list(fitted.losses[1:])
     assert 0 < fitted.steps <= 40
     assert min(fitted.losses, key=lambda point: point.validation_loss).step == fitted.steps
 
@@ -220,18 +225,16 @@ def test_training_is_deterministic(points: Points) -> None:
 
 
 def test_reft_rotation_is_orthonormal_after_training(points: Points) -> None:
-    rotation = learn.fit(
-        points, stored("reft", layers=[1], examples=targets(8, 33), steps=3, rank=3)
-    ).tensors[1]["rotation"]
+    wanted = stored("reft", layers=[1], examples=targets(8, 33), steps=3, rank=3)
+    rotation = learn.fit(points, wanted).tensors[1]["rotation"]
     torch.testing.assert_close(rotation @ rotation.T, torch.eye(3), rtol=1e-5, atol=1e-5)
 
 
 def test_effect_is_that_of_the_edited_model(points: Points) -> None:
     """The reported log-probability equals that of a plain forward with an ordinary torch hook."""
     examples = targets(8, 33, at=[1, 3])
-    fitted = learn.fit(
-        points, stored("vector", layers=[1], examples=examples, steps=5, learning_rate=0.1)
-    )
+    wanted = stored("vector", layers=[1], examples=examples, steps=5, learning_rate=0.1)
+    fitted = learn.fit(points, wanted)
     order = torch.randperm(8, generator=torch.Generator().manual_seed(0)).tolist()[:4][1::2]
 
     def add(_: Any, __: Any, output: Any) -> Any:

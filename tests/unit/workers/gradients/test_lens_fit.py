@@ -39,7 +39,8 @@ async def test_a_lens_is_synced_before_it_is_registered(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[str, Path]] = []
-    fsync, replace = os.fsync, os.replace
+    fsync = os.fsync
+    replace = os.replace
 
     def synced(descriptor: int) -> None:
         steps.append(("sync", Path(os.readlink(f"/proc/self/fd/{descriptor}"))))
@@ -68,5 +69,6 @@ async def test_a_lens_is_synced_before_it_is_registered(
     await fit_attempt.FitAttempt(bench, attempt).run()
     assert [step for step, _ in steps] == ["sync", "rename", "sync", "sync", "sync", "register"]
     (_, draft), (_, file), *directories, (_, folder) = steps
-    assert (draft, file.parent) == (file.with_name(f"{file.name}.draft"), folder)
+    assert draft == file.with_name(f"{file.name}.draft")
+    assert file.parent == folder
     assert [path for _, path in directories] == [folder, folder.parent, tmp_path]

@@ -52,9 +52,8 @@ def test_continuations_are_graded_token_by_token(
 ) -> None:
     points = points_of("llama")
     metric = "logit_diff" if foil else "logprob"
-    pair = PairRuns(
-        points, sweep(points, ["z"], metric=metric, pair={"answer": answer, "foil": foil}), 0
-    )
+    stored = sweep(points, ["z"], metric=metric, pair={"answer": answer, "foil": foil})
+    pair = PairRuns(points, stored, 0)
     pair.run(grad=False)
     assert len(pair.metric.suffixes) == sequences
     for prompt, found in ((BASE, pair.base), (SOURCE, pair.source)):
@@ -106,16 +105,16 @@ def test_values_of_scalars(points_of: PointsOf) -> None:
         (StoredScalar(kind="probe", probe=probe, label=1, positions=[1, 4]), score),
     ]
     for stored, wanted in cases:
-        value, rows = gradient_rows(
-            points, BASE, scalar_of(stored, BASE, tensors, no_sae), [("post_block", 1)]
-        )
+        scalar = scalar_of(stored, BASE, tensors, no_sae)
+        value, rows = gradient_rows(points, BASE, scalar, [("post_block", 1)])
         assert value == pytest.approx(float(wanted), abs=1e-5)
         assert rows["post_block", 1].shape == (len(BASE), points.hidden_size)
         assert rows["post_block", 1].abs().max() > 0
 
 
 def test_first_site_that_is_not_finite_is_named() -> None:
-    fine, bad = torch.zeros(2, 3), torch.tensor([[0.0, float("nan"), float("inf")]])
+    fine = torch.zeros(2, 3)
+    bad = torch.tensor([[0.0, float("nan"), float("inf")]])
     with pytest.raises(NonFiniteGradient, match="z of layer 4: not finite: 2 of 3"):
         require_finite({("post_block", 1): fine, ("z", 4): bad, ("q", 5): bad})
 
@@ -138,15 +137,8 @@ def rows(
     check: Callable[[], None] = lambda: None,
     **tensors: torch.Tensor,
 ) -> list[FinishedCapture]:
-    return finished(
-        points,
-        EngineRequest("job_1", 0, 1, TOKENS, Sampling(max_tokens=1), captures=list(captures)),
-        INFO,
-        "w1",
-        tensors,
-        no_sae,
-        check,
-    )
+    ask = EngineRequest("job_1", 0, 1, TOKENS, Sampling(max_tokens=1), captures=list(captures))
+    return finished(points, ask, INFO, "w1", tensors, load_sae=no_sae, check=check)
 
 
 def array(part: FinishedCapture, hook: str, layer: int) -> np.ndarray:
@@ -231,13 +223,13 @@ def test_rows_that_overflow_the_stored_dtype_are_counted(points: Points) -> None
 def test_the_finished_capture_has_the_manifest_of_any_capture(points: Points) -> None:
     (part,) = rows(points, StoredCapture({"post_block": [0, 1]}, [2, 5], "t", gradient=LOGIT))
     manifest = part.manifest(part.sites)
-    assert (manifest.positions, manifest.token_ids, manifest.sites, manifest.dtype) == (
-        [2, 5],
-        [4, 9],
-        {"post_block": [0, 1]},
-        "float32",
-    )
-    assert (manifest.identity, manifest.worker, part.size) == ("i" * 64, "w1", 256)
+    assert manifest.positions == [2, 5]
+    assert manifest.token_ids == [4, 9]
+    assert manifest.sites == {"post_block": [0, 1]}
+    assert manifest.dtype == "float32"
+    assert manifest.identity == "i" * 64
+    assert manifest.worker == "w1"
+    assert part.size == 256
     assert len(part.rows("post_block", 1)[0]) == 128
 
 

@@ -28,7 +28,8 @@ def every(points: Points) -> list[SiteKey]:
 def test_rows_equal_forward_hooks_on_transformers(
     points_of: PointsOf, tiny_root: Path, name: str
 ) -> None:
-    points, path = points_of(name), tiny_root / name
+    points = points_of(name)
+    path = tiny_root / name
     run = points.run(points.batch([BASE]), every(points), keep=range(len(BASE)))
     reference = Reference(path)
     wanted = {**InsideReference(path).rows(BASE), **reference.rows(BASE)}
@@ -42,7 +43,8 @@ def test_rows_equal_forward_hooks_on_transformers(
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "olmo2"])
 def test_replaced_rows_reach_every_reader(points_of: PointsOf, tiny_root: Path, name: str) -> None:
-    points, reference = points_of(name), Reference(tiny_root / name)
+    points = points_of(name)
+    reference = Reference(tiny_root / name)
     vector = np.random.default_rng(1).normal(size=points.hidden_size).astype(np.float32)
     for hook in reference.hooks:
 
@@ -61,7 +63,8 @@ def test_gradient_is_that_of_a_patch(points_of: PointsOf, name: str) -> None:
     # The derivative along a random direction, by a central difference; float32 sets the step and
     # the tolerance.
     points = points_of(name)
-    batch, sites = points.batch([BASE]), [site for site in every(points) if site[1] == 1]
+    batch = points.batch([BASE])
+    sites = [site for site in every(points) if site[1] == 1]
     run = points.run(batch, sites, grad=True)
     gradients = run.gradients(run.logits[0, -1, 100])
     generator = torch.Generator().manual_seed(0)

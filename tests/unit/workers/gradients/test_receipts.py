@@ -37,12 +37,16 @@ ESTIMATE = Estimate(
 
 async def checksum(estimate: Estimate, ask: EstimateRequest = ASK) -> str:
     """Of the only receipt of a worker whose only computation gives `estimate`."""
-    engine, writer = TransformersEngine(Settings(model="m")), Mock()
-    engine.info, engine._writer = INFO, writer
+    engine = TransformersEngine(Settings(model="m"))
+    writer = Mock()
+    engine.info = INFO
+    engine._writer = writer
     engine.run = AsyncMock(return_value=estimate)  # type: ignore[method-assign]
     assert await engine.estimate(ask) == estimate
     receipt = writer.submit.call_args.args[0].receipt
-    assert (receipt.job, receipt.request, receipt.actions) == ("job_1", 7, 1)
+    assert receipt.job == "job_1"
+    assert receipt.request == 7
+    assert receipt.actions == 1
     return str(receipt.checksum)
 
 
@@ -75,7 +79,8 @@ async def test_idle_model_leaves_memory() -> None:
     engine = TransformersEngine(Settings(model="m", tuning=Tuning(gradients_idle_s=1)))
     engine.gradients = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
     points = small_model(INFO)
-    gone, loop = asyncio.Event(), asyncio.get_running_loop()
+    gone = asyncio.Event()
+    loop = asyncio.get_running_loop()
     weakref.finalize(points.model, lambda: loop.call_soon_threadsafe(gone.set))
     engine._loaded = Footprint(points)
     del points

@@ -71,12 +71,10 @@ def test_words_loss_and_repetition_of_each_cell_and_the_largest_safe_scales() ->
         )
     ]
     result = measure(dose(DoseEffect(words=["great"])), outputs)
-    assert (
-        result.unsteered.effect,
-        result.unsteered.loss,
-        [cell.effect for cell in result.cells],
-        [round(cell.loss, 6) for cell in result.cells],
-    ) == (0.0, 2.0, [0.5] * 4, [0.1, 0.2, 0.9, 0.0])
+    assert result.unsteered.effect == 0.0
+    assert result.unsteered.loss == 2.0
+    assert [cell.effect for cell in result.cells] == [0.5] * 4
+    assert [round(cell.loss, 6) for cell in result.cells] == [0.1, 0.2, 0.9, 0.0]
     assert result.cells[0].repetition == pytest.approx((1 - 1 / 9) / 2)
     assert [cell.safe for cell in result.cells] == [False, True, False, True]
     sizes = [
@@ -106,10 +104,8 @@ def test_a_cell_whose_text_a_policy_ended_is_not_safe(cut: int, safe: list[float
     ]
     result = with_receipts(measure(dose(DoseEffect(words=["a"])), outputs), [])
     cells = [result.unsteered, *result.cells]
-    assert ([cell.stopped for cell in cells], [cell.safe for cell in cells]) == (
-        [int(number == cut) for number in range(5)],
-        [0 < cut != n for n in range(5)],
-    )
+    assert [cell.stopped for cell in cells] == [int(number == cut) for number in range(5)]
+    assert [cell.safe for cell in cells] == [0 < cut != n for n in range(5)]
     assert [cell.scale for cell in result.safe] == safe
     assert "of 1 of 5 cells, which cannot be compared" in "".join(map(str, drawn(result)))
 
@@ -141,11 +137,13 @@ def test_a_probes_effect_is_the_mean_over_the_continued_prompts() -> None:
         receipt(3, scores=[score(-1.0)]),
     ]
     found = with_receipts(result, ticket)
-    assert (found.unsteered.effect, found.cells[0].effect) == (2.0, -1.0)
+    assert found.unsteered.effect == 2.0
+    assert found.cells[0].effect == -1.0
 
 
 def test_repetition_is_the_share_of_four_grams_that_came_before() -> None:
-    assert (repetition([1, 2, 3]), repetition([1, 2, 3, 4, 5])) == (0.0, 0.0)
+    assert repetition([1, 2, 3]) == 0.0
+    assert repetition([1, 2, 3, 4, 5]) == 0.0
     assert repetition([7] * 8) == pytest.approx(4 / 5)
     assert math.isclose(repetition([1, 2, 3, 4] * 2), 1 / 5)
 

@@ -18,7 +18,8 @@ class Uneven:
     """
 
     def __init__(self) -> None:
-        self.said, self.kept = 0, list[int]()
+        self.said = 0
+        self.kept = list[int]()
         self._random = random.Random(1)
 
     async def emit(self, job_id: str, attempt: int, number: int, event: Event) -> bool:

@@ -25,7 +25,8 @@ from midstream.workers.serving.harvests.cut import (
     within,
 )
 
-BOS, EOS = 1, 2
+BOS = 1
+EOS = 2
 
 
 def harvest(**changes: Any) -> StoredHarvest:
@@ -117,10 +118,8 @@ def test_a_sample_is_of_the_whole_document_and_follows_the_seed() -> None:
         cut=HarvestCut(fit="split"), positions=HarvestPositions(sample=3, seed=7, skip_bos=False)
     )
     made = keys(cut(asked, documents(9, 2), BOS, EOS))
-    assert ([key[0] for key in made], made) == (
-        [0, 0, 0, 1, 1],
-        keys(cut(asked, documents(9, 2), BOS, EOS)),
-    )
+    assert [key[0] for key in made] == [0, 0, 0, 1, 1]
+    assert made == keys(cut(asked, documents(9, 2), BOS, EOS))
     others = [
         keys(
             cut(
@@ -189,7 +188,8 @@ def test_a_limit_of_tokens_cuts_the_last_document(fit: Any, expected: list[int])
 
 
 def test_the_order_of_rows_follows_from_seed_and_keys() -> None:
-    numbers, positions = np.repeat(np.arange(50), 4), np.tile(np.arange(4), 50)
+    numbers = np.repeat(np.arange(50), 4)
+    positions = np.tile(np.arange(4), 50)
     order = row_order(3, numbers, positions)
     assert sorted(order.tolist()) == list(range(200))
     shuffled = np.random.default_rng(0).permutation(200)

@@ -27,7 +27,8 @@ def starting(monkeypatch: pytest.MonkeyPatch) -> EngineHost:
 def test_a_download_of_the_configuration_does_not_hold_the_loop(
     starting: EngineHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    downloading, go = threading.Event(), threading.Event()
+    downloading = threading.Event()
+    go = threading.Event()
 
     def make(_: Settings) -> None:
         downloading.set()
@@ -49,7 +50,8 @@ def test_an_engine_that_holds_the_loop_does_not_hold_the_stop(
     starting: EngineHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "DEATH_GRACE_S", 0.05)
-    loading, go = threading.Event(), threading.Event()
+    loading = threading.Event()
+    go = threading.Event()
 
     class Engine:
         async def start(self) -> None:

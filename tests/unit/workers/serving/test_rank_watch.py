@@ -51,7 +51,10 @@ class Board:
         self.held = GlobalSteering()
         self.checks: dict[str, list[SteeringTemplate]] = {}
         self.answered: dict[str, str] = {}
-        self.desync, self.asked, self.away, self.unreadable = "", "", False, False
+        self.desync = ""
+        self.asked = ""
+        self.away = False
+        self.unreadable = False
         self.cleared: list[int] = []
         self.reports: list[WorkerSteering] = []
         self.gone: set[str] = set()
@@ -109,7 +112,9 @@ class Worker:
             "relay_url": "tcp://127.0.0.1:9",
         }
         self.settings = load_settings({}, **(values | {"engine.tensor_parallel_size": 2} | changed))
-        self.engine, self.board, self.told = FakeEngine(self.settings), Board(), 0
+        self.engine = FakeEngine(self.settings)
+        self.board = Board()
+        self.told = 0
         self.watch = RankWatch(self.board, self.engine, self.settings, "boot", self._tell)  # type: ignore[arg-type]
         self.watch.stop_runs = self._stop_runs
         self.runs = 0
@@ -138,7 +143,7 @@ class Worker:
     async def until(self, state: str) -> WorkerSteering:
         """The first report from here on that says so."""
         start = len(self.board.reports)
-        (found, *_) = await holding(
+        found, *_ = await holding(
             lambda: [report for report in self.board.reports[start:] if report.state == state]
         )
         return found
@@ -222,9 +227,12 @@ async def test_ranks_that_disagree_stop_the_worker_until_they_are_equal_from_zer
             assert "stage 0 disagree" in (await resyncing).detail
             assert await at.watch.may_begin(60)
         report = at.board.reports[-1]
-        assert (report.state, report.desyncs, report.resyncs) == ("serving", 2, 2)
+        assert report.state == "serving"
+        assert report.desyncs == 2
+        assert report.resyncs == 2
         assert {(rank.epoch, rank.actions) for rank in report.ranks} == {(2, 0)}
-        assert (len({rank.checksum for rank in report.ranks}), len(at.stopped)) == (1, 1)
+        assert len({rank.checksum for rank in report.ranks}) == 1
+        assert len(at.stopped) == 1
         assert at.board.cleared[-2:] == [1, 2]
     errors = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1, "once per interval, however often it happens"
@@ -237,11 +245,13 @@ async def test_a_quarantined_worker_begins_nothing_until_its_ranks_were_made_equ
     at.engine.on_quarantine("rank 1 kept what it should have dropped")
     assert not at.watch.serving, "at once"
     assert await at.watch.may_begin(60)
-    assert (at.watch.desyncs, at.watch.resyncs) == (1, 1)
+    assert at.watch.desyncs == 1
+    assert at.watch.resyncs == 1
 
 
 async def test_a_worker_quarantined_during_a_check_does_not_serve_after_it(at: Worker) -> None:
-    check, serving = at.engine.check_global, []
+    check = at.engine.check_global
+    serving = []
 
     async def quarantined_meanwhile(*arguments: Any) -> Any:
         at.engine.on_quarantine("rank 1 kept what it should have dropped")
@@ -299,7 +309,9 @@ async def test_a_resync_that_redis_interrupts_begins_again_and_counts_once(
     await asyncio.sleep(0.05)
     assert not at.watch.serving
     at.board.away = False
-    assert (await at.watch.may_begin(60), at.watch.desyncs, at.watch.resyncs) == (True, 1, 1)
+    assert await at.watch.may_begin(60)
+    assert at.watch.desyncs == 1
+    assert at.watch.resyncs == 1
 
 
 async def test_global_steering_that_a_rank_refuses_is_retried_before_any_job(at: Worker) -> None:
@@ -322,10 +334,8 @@ async def test_a_worker_whose_ranks_refuse_global_steering_at_start_waits_for_an
     worker.board.held = steering(1, NAMES[0])
     async with worker.live() as at:
         report = at.board.reports[-1]
-        assert (report.state, report.detail) == (
-            "quarantined",
-            REFUSED,
-        )
+        assert report.state == "quarantined"
+        assert report.detail == REFUSED
         assert not await at.watch.may_begin(0.05)
         at.board.held = steering(2)
         assert await at.watch.may_begin(60)
@@ -340,10 +350,12 @@ async def test_a_worker_that_cannot_read_global_steering_reports_it_and_begins_n
     async def unreadable(*_: Any) -> Any:
         raise MidstreamError("version_mismatch", "stored by another version")
 
-    read, worker.board.current = worker.board.current, unreadable  # type: ignore[method-assign]
+    read = worker.board.current
+    worker.board.current = unreadable  # type: ignore[method-assign]
     async with worker.live() as at:
         report = at.board.reports[-1]
-        assert (report.state, report.detail) == ("quarantined", "stored by another version")
+        assert report.state == "quarantined"
+        assert report.detail == "stored by another version"
         assert not await at.watch.may_begin(0.05)
         at.board.current = read  # type: ignore[method-assign]
         assert await at.watch.may_begin(60)
@@ -368,7 +380,8 @@ async def test_a_writer_that_does_not_answer_is_published_at_once(tmp_path: Path
     """`/readyz` and `doctor` show what the worker publishes."""
     worker = Worker(tmp_path)
     await worker.watch.start()
-    told, worker.engine.trouble = worker.told, "a rank's writer is silent"
+    told = worker.told
+    worker.engine.trouble = "a rank's writer is silent"
     for _ in range(2):
         worker.watch._compared = float("-inf")
         await worker.watch._look()

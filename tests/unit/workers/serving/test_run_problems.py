@@ -36,5 +36,6 @@ def test_a_typed_error_counts_and_any_other_is_internal_and_named(
     error: BaseException, kind: str, status: int, detail: str
 ) -> None:
     problem = problem_of(error)
-    assert (problem.type, problem.status) == (f"urn:midstream:{kind}", status)
+    assert problem.type == f"urn:midstream:{kind}"
+    assert problem.status == status
     assert problem.detail == detail

@@ -113,9 +113,8 @@ def test_one_feature_is_replaced_and_the_error_is_the_rest(
             for unit in asked:
                 if unit.column == column:
                     moved = error if unit.feature == -1 else change[unit.feature]
-                    np.testing.assert_allclose(
-                        found[unit.number][place], rows[to] + moved, **TOLERANCE
-                    )
+                    written = found[unit.number][place]
+                    np.testing.assert_allclose(written, rows[to] + moved, **TOLERANCE)
                     assert len(found[unit.number]) == len(pairs)
 
 

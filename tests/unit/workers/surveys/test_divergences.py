@@ -18,7 +18,8 @@ from midstream.workers.engine.model_identity import content_of, digests_in
 from midstream.workers.engine.proof.comparison import Checkpoint
 from midstream.workers.surveys.survey import divergences, heads
 
-DOCUMENTS, TOKENS = 5, 6
+DOCUMENTS = 5
+TOKENS = 6
 KEYS = RowOrigins(
     np.repeat(np.arange(DOCUMENTS), TOKENS),
     np.tile(np.arange(TOKENS), DOCUMENTS),
@@ -66,7 +67,8 @@ def recorded(path: Path, architecture: str, data: Path, **changed: Any) -> list[
 def computed(folder: Path, name: str, architecture: str) -> tuple[Harvest, torch.Tensor]:
     """A harvest of a tiny model's last layer, and its log-probabilities."""
     path = tiny.checkpoint(name, folder / name)
-    model, rows = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32), []
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    rows = []
     layers = model.transformer.h if name == "gpt2" else model.model.layers
 
     def keep(_module: Any, _inputs: Any, output: Any) -> None:
@@ -93,10 +95,8 @@ def test_kl_is_that_of_both_models_own_predictions(folder: Path) -> None:
     assert wanted.min() > 0.1
     strongest = wanted.reshape(DOCUMENTS, TOKENS)
     best = np.argsort(-strongest.max(1))[:2]
-    assert (found.arrays["documents"][0].tolist(), found.arrays["positions"][0].tolist()) == (
-        best.tolist(),
-        strongest[best].argmax(1).tolist(),
-    )
+    assert found.arrays["documents"][0].tolist() == best.tolist()
+    assert found.arrays["positions"][0].tolist() == strongest[best].argmax(1).tolist()
     assert not divergences([models[0]] * 2, [pair[0]] * 2, SURVEY)[1].any()  # type: ignore[list-item]
 
 

@@ -68,18 +68,17 @@ def test_examples_equal_a_look_at_all_rows(
     documents = [*by_document(harvest(rows, size, rng), "post_block", 0, context)]
     assert max(len(each.positions) for each, *_ in documents) <= size + 2 * context
     examples = survey.featured(sae, documents, top, context)
-    found, active = examples.arrays, rows.values > 0
+    found = examples.arrays
+    active = rows.values > 0
     assert examples.figures.tolist() == [active.sum(0).tolist(), rows.values.sum(0).tolist()]
     for feature in range(FEATURES):
         expected = examples_of(rows, feature, top, context)
         count = int((found["documents"][feature] >= 0).sum())
         assert count == len(expected)
         for slot, (document, position, value, near) in enumerate(expected):
-            assert (
-                found["documents"][feature, slot],
-                found["positions"][feature, slot],
-                found["values"][feature, slot],
-            ) == (document, position, value)
+            assert found["documents"][feature, slot] == document
+            assert found["positions"][feature, slot] == position
+            assert found["values"][feature, slot] == value
             tokens = found["tokens"][feature, slot]
             present = np.flatnonzero(tokens >= 0)
             assert near == list(
@@ -99,7 +98,8 @@ def test_the_features_of_a_survey_are_ordered_once_for_all_calls() -> None:
 
     class Counted(Surveyed):
         def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
-            reads.extend([name] * (stop is None))  # of all features
+            if stop is None:
+                reads.append(name)  # of all features
             shape = {"active": [1], "mean": [1], "tokens": [2, 3], "around": [2, 3]}.get(name, [2])
             return np.arange(300 * np.prod(shape)).reshape(300, *shape)[start:stop]
 

@@ -13,7 +13,11 @@ def test_another_code_of_the_sites_is_another_key(
 ) -> None:
     read = Path.read_bytes
     before = traced_code.__wrapped__()
-    monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"#" * (self.name == changed))
+
+    def read_changed(self: Path) -> bytes:
+        return read(self) + b"#" if self.name == changed else read(self)
+
+    monkeypatch.setattr(Path, "read_bytes", read_changed)
     assert traced_code.__wrapped__() != before
 
 

@@ -36,7 +36,8 @@ from midstream.workers.runner.base.extensions import (
 )
 from midstream.workers.runner.readings.installed_readers import LoadedReader, load_readers
 
-HIDDEN, LAYERS = 8, 4
+HIDDEN = 8
+LAYERS = 4
 Site = Callable[..., None]
 
 
@@ -81,14 +82,13 @@ def test_only_packages_that_are_named_are_imported(site: Path) -> None:
 
 def test_facts_name_package_version_code_and_terms(site: Path) -> None:
     facts = loaded("row-geometry")["row-geometry"].facts
-    assert (facts.kind, facts.package, facts.version, len(facts.digest)) == (
-        "reader",
-        "row-geometry",
-        "1.0",
-        64,
-    )
+    assert facts.kind == "reader"
+    assert facts.package == "row-geometry"
+    assert facts.version == "1.0"
+    assert len(facts.digest) == 64
     assert facts.reader is not None
-    assert (facts.reader.returns["dimensions"], facts.reader.size({"k": 4})) == ("int32", 24)
+    assert facts.reader.returns["dimensions"] == "int32"
+    assert facts.reader.size({"k": 4}) == 24
     assert facts.reader.about.startswith("Norms of rows")
     assert msgspec.json.decode(msgspec.json.encode(facts), type=Extension) == facts
 
@@ -258,11 +258,14 @@ def test_a_reading_has_sites_options_with_defaults_and_the_code(site: Path) -> N
         {"name": "row-geometry", "hooks": {"pre_attn": 2}, "options": {"k": 5}},
     ]
     first, second = resolved(wish, bounds(site))[1]
-    assert (first.sites, second.sites) == ({"post_block": [0, 1]}, {"pre_attn": [2]})
+    assert first.sites == {"post_block": [0, 1]}
+    assert second.sites == {"pre_attn": [2]}
     assert isinstance(first.reading, StoredReader)
     assert isinstance(second.reading, StoredReader)
-    assert (first.reading.options, first.reading.row_bytes) == ({"k": 3}, 20)
-    assert (second.reading.options, second.reading.row_bytes) == ({"k": 5}, 28)
+    assert first.reading.options == {"k": 3}
+    assert first.reading.row_bytes == 20
+    assert second.reading.options == {"k": 5}
+    assert second.reading.row_bytes == 28
     assert len(first.reading.digest) == 64
 
 
@@ -317,7 +320,8 @@ def test_hooks_inside_have_readers_of_their_own_and_none_where_ranks_divide_the_
     (stored,) = resolved(
         [{"name": "row-geometry", "hook": "hook_z", "layers": 1}], bounds(site, **inside)
     )[0]
-    assert (stored.sites, stored.row) == ({"z": [1]}, shapes["z"])
+    assert stored.sites == {"z": [1]}
+    assert stored.row == shapes["z"]
     for wish, tp, words in (
         (
             {"hooks": {"z": [1], "post_block": [1]}},
@@ -332,9 +336,8 @@ def test_hooks_inside_have_readers_of_their_own_and_none_where_ranks_divide_the_
     ):
         with pytest.raises(MidstreamError) as refused:
             resolved([{"name": "row-geometry", **wish}], bounds(site, tp=tp, **inside))
-        assert (refused.value.status, words in refused.value.detail) == (400, True), (
-            refused.value.detail
-        )
+        assert refused.value.status == 400, refused.value.detail
+        assert words in refused.value.detail, refused.value.detail
 
 
 def test_a_model_without_readers_says_so(site: Path) -> None:
@@ -353,7 +356,8 @@ def test_a_model_without_readers_says_so(site: Path) -> None:
 )
 def test_options_take_values_of_their_type(option: Option, value: Any, wanted: Any) -> None:
     got = option.checked(value)
-    assert (got, type(got)) == (wanted, type(wanted))
+    assert got == wanted
+    assert type(got) is type(wanted)
 
 
 @pytest.mark.parametrize(

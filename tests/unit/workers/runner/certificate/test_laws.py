@@ -32,7 +32,9 @@ from midstream.workers.runner.certificate.laws import (
 )
 from midstream.workers.runner.certificate.together import FailedAloneError, StageRanks
 
-LAYERS, ROWS, HIDDEN = 4, 6, 32
+LAYERS = 4
+ROWS = 6
+HIDDEN = 32
 EPS = torch.finfo(torch.bfloat16).eps
 SEQUENTIAL: Mapping[Hook, Mapping[Hook, float]] = {
     "post_attn": {"pre_attn": 1.0, "attn_out": 1.0},
@@ -69,9 +71,11 @@ def model(
         found[hook, layer] = rows
         return rounded(rows + added[hook, layer]) if added and (hook, layer) in added else rows
 
-    stream, tables = rounded(torch.randn(ROWS, HIDDEN)), torch.randn(LAYERS, HIDDEN, HIDDEN) / 6
+    stream = rounded(torch.randn(ROWS, HIDDEN))
+    tables = torch.randn(LAYERS, HIDDEN, HIDDEN) / 6
     for layer in range(LAYERS):
-        entered = stream = met("pre_attn", layer, stream)
+        stream = met("pre_attn", layer, stream)
+        entered = stream
         branch = met("attn_out", layer, rounded(norm(stream) @ tables[layer]))
         if "post_attn" in laws:
             factor = laws["post_attn"]["attn_out"]
@@ -108,7 +112,8 @@ def findings(
     shape = JudgedShape([hook for hook in HOOKS if (hook, 0) in rows], EPS, lambda _: laws)
 
     def of_mlp(layer: int) -> list[LawFinding]:
-        made, out = mlp(rows["mlp_in", layer]), rows["mlp_out", layer]
+        made = mlp(rows["mlp_in", layer])
+        out = rows["mlp_out", layer]
         return [judge_module(shape, made, out, layer, ("mlp_in", "mlp_out"))]
 
     found = judged(shape, rows, of_mlp)
@@ -148,7 +153,8 @@ def of_parts(rows: Rows) -> dict[Hook, str]:
     )
 
     def of_mlp(layer: int) -> Sequence[LawFinding]:
-        made, stream = mlp(rows["mlp_in", layer]), rows["post_attn", layer]
+        made = mlp(rows["mlp_in", layer])
+        stream = rows["post_attn", layer]
         return judge_parts(shape, made, stream, rows["post_block", layer], layer)
 
     return verdict(shape.hooks, judged(shape, rows, of_mlp), LAYERS)[0]
@@ -269,10 +275,10 @@ def edits(
         shape,
         hook,
         layer,
-        lambda each, at: edited[each, at][3:4],
-        lambda each, at: plain[each, at][3:4],
-        vector[3:4],
-        entered,
+        edited=lambda each, at: edited[each, at][3:4],
+        plain=lambda each, at: plain[each, at][3:4],
+        added=vector[3:4],
+        entered=entered,
     )
     if hook == "mlp_in":
         own.append(
@@ -308,19 +314,21 @@ def test_an_edit_that_acts_too_early_is_blamed_on_the_hook(hook: Hook) -> None:
 def test_rows_of_a_wrong_batch_slot_are_refused() -> None:
     rows, _ = model(SEQUENTIAL)
     shape = JudgedShape(HOOKS, EPS)
-    right, wrong = rows["pre_attn", 2], rows["pre_attn", 2].roll(1, 0)
+    right = rows["pre_attn", 2]
+    wrong = rows["pre_attn", 2].roll(1, 0)
     assert judge_same(shape, "law", "pre_attn", 2, right, right).ok
     assert not judge_same(shape, "law", "pre_attn", 2, wrong, right).ok
 
 
 def test_a_law_that_fails_in_one_layer_fails() -> None:
-    (law,) = combine(
-        [
-            LawFinding("MLP", ("mlp_in", "mlp_out"), layer, figure, "module")
-            for layer, figure in enumerate((0.1, 0.2, 40.0))
-        ]
-    )
-    assert (law.ok, law.layer, law.failing) == (False, 2, (2,))
+    found = [
+        LawFinding("MLP", ("mlp_in", "mlp_out"), layer, figure, "module")
+        for layer, figure in enumerate((0.1, 0.2, 40.0))
+    ]
+    (law,) = combine(found)
+    assert not law.ok
+    assert law.layer == 2
+    assert law.failing == (2,)
 
 
 def test_the_median_row_counts_only_in_layers_that_choose_experts() -> None:

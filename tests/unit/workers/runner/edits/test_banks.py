@@ -104,14 +104,13 @@ def test_a_sum_over_columns_of_two_ranks_is_refused_on_both(
 
 
 def test_rows_of_several_banks_have_places_of_their_own() -> None:
-    rows = steering_rows(
-        [
-            entry("a"),
-            entry("b", hook="k"),
-            entry("c", hook="post_block"),
-            entry("d", "ablate", numbers=[1.0]),
-        ]
-    )
+    steering = [
+        entry("a"),
+        entry("b", hook="k"),
+        entry("c", hook="post_block"),
+        entry("d", "ablate", numbers=[1.0]),
+    ]
+    rows = steering_rows(steering)
     assert [(row.bank, len(row.entries)) for row in rows] == [
         ("query", 2),
         ("key", 1),
@@ -151,14 +150,12 @@ def test_a_rank_records_columns_that_no_rank_before_it_holds() -> None:
 
     def recorded(columns: BankColumns | None, capture: StoredCapture, first: bool) -> bool:
         bank = Bank.__new__(Bank)
-        bank.columns, bank.ports = (
+        bank.columns = columns
+        bank.ports = Ports(
+            [RankSite("post_block", 0, "single")] if columns is None else sites,
+            5,
+            "float32",
             columns,
-            Ports(
-                [RankSite("post_block", 0, "single")] if columns is None else sites,
-                5,
-                "float32",
-                columns,
-            ),
         )
         return bank.recording(capture, 1, first) is not None
 

@@ -63,7 +63,9 @@ def test_expected_rows_are_laid_out_in_the_thread_and_once() -> None:
 
 
 def test_a_row_that_is_being_laid_out_is_waited_for() -> None:
-    begun, go_on, made = threading.Event(), threading.Event(), []
+    begun = threading.Event()
+    go_on = threading.Event()
+    made = []
 
     def make(spec: SteeringRow) -> JoinedRow:
         made.append(spec.key)
@@ -116,10 +118,8 @@ def test_kept_rows_of_a_vector_that_was_dropped_are_refused(rig: Rig) -> None:
     again = steered(2)
     rig.step((again, 0, 6), new=[again])
     failed = rig.told()["j2"]
-    assert (failed.status, failed.message) == (
-        "error",
-        f"vector {NAME[:12]} is not on this rank",
-    )
+    assert failed.status == "error"
+    assert failed.message == f"vector {NAME[:12]} is not on this rank"
 
 
 def test_rows_of_source_runs_are_looked_up_each_time(rig: Rig) -> None:
@@ -139,7 +139,8 @@ def test_ranks_agree_whichever_of_them_laid_rows_out_ahead(tmp_path: Path, how: 
     """Same checksum, same pool, same stream: the first rank expects the row, the second does
     not.
     """
-    ahead, other = Rig(tmp_path / "0", world=2), Rig(tmp_path / "1", rank=1, world=2)
+    ahead = Rig(tmp_path / "0", world=2)
+    other = Rig(tmp_path / "1", rank=1, world=2)
     tensor = from_numpy(np.linspace(-3, 5, HIDDEN, dtype=np.float32))
     request = steered(1, scale=1.7, vector=content_hash(tensor))
     for rig in (ahead, other):

@@ -27,6 +27,13 @@ R, M = RNG.normal(size=(2, 2, HIDDEN)).astype(np.float32)
 B = RNG.normal(size=2).astype(np.float32)
 MASK = np.array([1, 0, 0, 1, 0], dtype=np.float32)
 
+
+def with_feature(s: np.ndarray) -> np.ndarray:
+    reading = s @ (V + R[0] + R[1]) - 0.1
+    activation = np.where(reading > 0.2, reading, 0)
+    return s + 0.5 * (2.0 - activation)[:, None] * UNIT
+
+
 #: Family → (its numbers, what it makes of rows `[n, HIDDEN]`); the vector is V.
 FORMULAS: dict[OpFamily, tuple[list[float], Any]] = {
     "replace": ([0.25], lambda s: 0.75 * s + 0.25 * V),
@@ -35,13 +42,7 @@ FORMULAS: dict[OpFamily, tuple[list[float], Any]] = {
     "add": ([], lambda s: s + V),
     "add_matched": ([0.1], lambda s: s + 0.1 * np.linalg.norm(s, axis=-1, keepdims=True) * UNIT),
     "ablate": ([1.0], lambda s: s - (s @ UNIT)[:, None] * UNIT),
-    "feature": (
-        [0.5, 2.0, -0.1, 0.2, 0.0],
-        lambda s: (
-            s
-            + 0.5 * (2.0 - np.where((p := s @ (V + R[0] + R[1]) - 0.1) > 0.2, p, 0))[:, None] * UNIT
-        ),
-    ),
+    "feature": ([0.5, 2.0, -0.1, 0.2, 0.0], with_feature),
     "clamp": (
         [1.0, -2.0, 3.0],
         lambda s: s + (np.clip(s @ UNIT, -2, 3) - s @ UNIT)[:, None] * UNIT,
@@ -111,12 +112,11 @@ def test_families_are_applied_in_the_documented_order_whatever_the_given_order(s
 )
 def test_one_family_applies_in_the_order_written(family: OpFamily) -> None:
     rank = Rank()
-    first, second = entry(rank, family), entry(rank, family, positions=[1, 2])
+    first = entry(rank, family)
+    second = entry(rank, family, positions=[1, 2])
     formula = FORMULAS[family][1]
-    once, twice = (
-        formula(stream_of(1, "pre_attn", 0, 0, 6)),
-        formula(formula(stream_of(1, "pre_attn", 0, 0, 6))),
-    )
+    once = formula(stream_of(1, "pre_attn", 0, 0, 6))
+    twice = formula(formula(stream_of(1, "pre_attn", 0, 0, 6)))
     wanted = np.where(np.isin(np.arange(6), [1, 2])[:, None], twice, once)
     assert same(left(rank, [first, second]), wanted)
 
@@ -143,7 +143,8 @@ PATCHES = st.lists(
 def test_replacements_masked_or_not_are_applied_in_the_order_written(patches: list[Any]) -> None:
     """Though to the ranks they are two families, whatever columns and rows they get."""
     rank = Rank()
-    edits, wanted = [], stream_of(1, "pre_attn", 0, 0, 6)
+    edits = []
+    wanted = stream_of(1, "pre_attn", 0, 0, 6)
     for mask, value, alpha, positions in patches:
         target = np.full(HIDDEN, value, dtype=np.float32)
         tensors = [rank.vector(target)] + ([] if mask is None else [rank.vector(np.array(mask))])
@@ -169,11 +170,9 @@ def test_replacements_masked_or_not_are_applied_in_the_order_written(patches: li
     assert same(left(rank, edits), wanted)
 
 
-FULL, MASKED, ALL_OF = (
-    ("replace", ["v"]),
-    ("replace_masked", ["v", "m"]),
-    ("replace_masked", ["v", ONES]),
-)
+FULL = ("replace", ["v"])
+MASKED = ("replace_masked", ["v", "m"])
+ALL_OF = ("replace_masked", ["v", ONES])
 
 
 @pytest.mark.parametrize(
@@ -218,7 +217,8 @@ def test_a_patch_writes_the_row_of_a_run_its_mean_or_zeros(tmp_path: Path) -> No
             [run_row("pre_attn", 0, 0), rank.vector(MASK)], [0], "pre_attn", [5], "replace_masked"
         ),
     ]
-    found, stream = left(rank, edits), stream_of(1, "pre_attn", 0, 0, 6)
+    found = left(rank, edits)
+    stream = stream_of(1, "pre_attn", 0, 0, 6)
     assert found[0].tolist() == stream[0].tolist()
     assert found[1].tolist() == values("pre_attn", 0, [4])[0].tolist()
     assert found[2].tolist() == values("mlp_out", 1, [4])[0].tolist(), (
@@ -382,7 +382,8 @@ def test_unapplicable_configurations_are_refused_and_take_no_row(
                 [steering(names, [0, 1], "pre_attn", "all", family, scale=2.0, rank=rank_of)],
             )
         )
-    assert (rank.table.used, rank.table.entries_used) == (0, 0)
+    assert rank.table.used == 0
+    assert rank.table.entries_used == 0
     assert not rank.buffers.site_rows.any()
 
 
@@ -434,7 +435,9 @@ def test_a_full_table_refuses_and_changes_nothing() -> None:
 # -- the pool
 # --------------------------------------------------------------------------------------------------
 
-CAPACITY, ROWS, SITES = 24, 6, 3
+CAPACITY = 24
+ROWS = 6
+SITES = 3
 #: A row: its runs' lengths, by (site, family).
 A_ROW = st.dictionaries(
     st.tuples(st.integers(0, SITES - 1), st.integers(0, len(FAMILIES) - 1)),
@@ -518,7 +521,8 @@ def check(pool: EntryPool, buffers: Any, held: dict[int, Any]) -> None:
 
 def run_of(number: int, entries: int) -> JoinedRow:
     """A row with one run of entries, each of which has this number."""
-    vectors, scalars = torch.full((entries, HIDDEN), float(number)), torch.zeros(entries, SCALARS)
+    vectors = torch.full((entries, HIDDEN), float(number))
+    scalars = torch.zeros(entries, SCALARS)
     content = {(0, PLACE["lowrank"]): (vectors, scalars)}
     return joined(content, HIDDEN, torch.float32, pinned=False)
 
@@ -529,7 +533,8 @@ def begins_at(buffers: Any, row: int) -> int:
 
 def test_a_gap_is_filled_and_closed_only_when_a_row_fits_nowhere() -> None:
     buffers = make_buffers(SITES, capacity=1, configurations=ROWS, entries=CAPACITY)
-    pool, third = EntryPool(buffers), CAPACITY // 3
+    pool = EntryPool(buffers)
+    third = CAPACITY // 3
     for row in (1, 2, 3):
         pool.write(row, run_of(row, third))
     pool.erase(2)

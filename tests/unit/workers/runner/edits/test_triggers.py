@@ -30,7 +30,8 @@ from midstream.workers.runner.edits.triggers import (
     TriggeredGate,
 )
 
-PROMPT, TOTAL = 6, 12
+PROMPT = 6
+TOTAL = 12
 
 
 def any_trigger(rng: random.Random) -> Trigger:
@@ -67,11 +68,14 @@ class Reader:
     table: SearchTable
 
     def __post_init__(self) -> None:
-        self.trigger, self.counted = any_trigger(self.rng), 0
+        self.trigger = any_trigger(self.rng)
+        self.counted = 0
         self.tokens = [self.rng.randrange(3) for _ in range(60)]
         self.search = search_of(self.trigger, self.tokens[:30], self.table)
         self.right = open_of(self.trigger, self.tokens)
-        self.first = self.reached = self.cached = self.rng.choice([0, 7])
+        self.cached = self.rng.choice([0, 7])
+        self.first = self.cached
+        self.reached = self.cached
 
     def window(self) -> tuple[Search, int, list[int]]:
         self.stop = min(self.first + self.rng.choice([1, 1, 1, 9]), len(self.tokens))
@@ -81,7 +85,8 @@ class Reader:
 
     def check(self, opened: list[bool]) -> bool:
         """Whether the request goes on."""
-        first, stop = self.first, self.stop
+        first = self.first
+        stop = self.stop
         assert opened[: stop - first] == self.right[first:stop]
         self.counted += sum(opened[max(self.reached - first, 0) :])
         self.reached = max(self.reached, stop + len(self.drafts))
@@ -92,7 +97,8 @@ class Reader:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_chunks_drafts_preemptions_and_cached_tokens_open_the_same_positions(seed: int) -> None:
-    rng, table = random.Random(seed), SearchTable()
+    rng = random.Random(seed)
+    table = SearchTable()
     waiting = [Reader(rng, table) for _ in range(6)]
     live = list[Reader]()
     while live or waiting:
@@ -110,14 +116,16 @@ def test_chunks_drafts_preemptions_and_cached_tokens_open_the_same_positions(see
 
 
 def test_a_slot_tells_the_next_request_nothing_of_the_one_before() -> None:
-    table, trigger = SearchTable(), Trigger(token_ids=[[1, 1]], after="end")
+    table = SearchTable()
+    trigger = Trigger(token_ids=[[1, 1]], after="end")
     read((search_of(trigger, [1, 1], table), 0, [1, 1, 1, 1]))
     assert read((search_of(trigger, [0, 1], table), 0, [0, 1, 0, 1])) == [[False] * 4]
 
 
 def test_a_step_of_many_triggers_takes_as_many_lines_of_python_as_one_of_few() -> None:
     def lines(requests: int, sequences: list[list[int]]) -> int:
-        table, trigger = SearchTable(), Trigger(token_ids=sequences)
+        table = SearchTable()
+        trigger = Trigger(token_ids=sequences)
         view = view_of(*((str(at), 300, 1) for at in range(requests)), inputs=torch.ones(requests))
         gates = [
             TriggeredGate(at, search_of(trigger, [1] * 300, table), 0, 1) for at in range(requests)
@@ -135,7 +143,9 @@ def test_a_trigger_begins_without_a_search_of_its_prompt_on_the_models_thread() 
     """The process that sends a request has searched its prompt."""
 
     def lines(length: int, tokens: int) -> int:
-        trigger, prompt, table = Trigger(token_ids=[[1] * length]), [1] * tokens, SearchTable()
+        trigger = Trigger(token_ids=[[1] * length])
+        prompt = [1] * tokens
+        table = SearchTable()
         (ends,) = occurrences(edits(trigger), prompt).values()
         return python_lines(lambda: Search(table, trigger, prompt, ends))
 
@@ -170,7 +180,8 @@ def run(rig: Rig, *requests: Request, step: int = 2) -> dict[int, list[float]]:
 
 
 TOKENS = [0, 1, 2, 2, 1, 0, 2, 3, 1, 0, 2, 3]
-AT_1, FROM_23 = Trigger(token_ids=[[1]]), Trigger(token_ids=[[2, 3]], after="end")
+AT_1 = Trigger(token_ids=[[1]])
+FROM_23 = Trigger(token_ids=[[2, 3]], after="end")
 
 
 @pytest.mark.parametrize("step", [1, 2, 4])
@@ -181,7 +192,8 @@ def test_each_request_of_a_step_has_its_own_triggers(rig: Rig, step: int) -> Non
     requests = [Request(number, PROMPT, TOTAL, (), own) for number, own in entries.items()]
     added = run(rig, *requests, step=step)
     for request in requests:
-        tokens, wanted = rig.tokens[request.number][:TOTAL], [0.0] * TOTAL
+        tokens = rig.tokens[request.number][:TOTAL]
+        wanted = [0.0] * TOTAL
         for number, entry in enumerate(request.steering):
             opened = open_of(entry.trigger, tokens) if entry.trigger else [True] * TOTAL
             wanted = [
@@ -211,7 +223,8 @@ def test_an_edit_with_a_gate_and_a_trigger_needs_both(rig: Rig) -> None:
 
 
 def test_a_step_whose_tokens_are_unknown_fails_no_request_without_a_trigger(rig: Rig) -> None:
-    request, other = Request(1, PROMPT, TOTAL, (), edits(AT_1)), steered(2)
+    request = Request(1, PROMPT, TOTAL, (), edits(AT_1))
+    other = steered(2)
     rig.tokens |= {1: TOKENS, 2: TOKENS}
     rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
     rig.step((request, 8, 1), (other, 6, 1))  # what it has at 6 and 7 was never computed
@@ -225,14 +238,16 @@ def test_a_step_whose_tokens_are_unknown_fails_no_request_without_a_trigger(rig:
 def test_a_search_that_cannot_be_made_fails_its_request_alone(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request, other = Request(1, PROMPT, TOTAL, (), edits(AT_1, None)), steered(2)
+    request = Request(1, PROMPT, TOTAL, (), edits(AT_1, None))
+    other = steered(2)
     with monkeypatch.context() as patch:
         patch.setattr(SearchTable, "take", Mock(side_effect=MemoryError("no room")))
         rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
     rig.step((request, 6, 1), (other, 6, 1))
     rig.step(finished=[request, other])
     told = rig.told()
-    assert (told["j1"].status, told["j1"].kind) == ("error", "intervention_failed")
+    assert told["j1"].status == "error"
+    assert told["j1"].kind == "intervention_failed"
     assert told["j2"].status == "ok"
 
 

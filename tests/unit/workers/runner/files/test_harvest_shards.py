@@ -94,10 +94,14 @@ def test_a_shard_is_written_once_its_last_sequence_is_in(tmp_path: Path) -> None
     assert [len(outcome.files) for outcome in outcomes] == [0, 0, 1]
     (file,) = outcomes[-1].files
     made = read(tmp_path, file.path)
-    assert (file.positions, file.rows, file.sites) == (12, 24, SITES)
+    assert file.positions == 12
+    assert file.rows == 24
+    assert file.sites == SITES
     with open_store(tmp_path).open(file.path) as handle:
-        assert (handle.size, checksum(handle)) == (file.bytes, file.crc32)
-    numbers, positions = np.repeat([5, 6, 7], 4), np.tile(np.arange(4), 3)
+        assert handle.size == file.bytes
+        assert checksum(handle) == file.crc32
+    numbers = np.repeat([5, 6, 7], 4)
+    positions = np.tile(np.arange(4), 3)
     order = row_order(9, numbers, positions)
     assert made["documents"].tolist() == numbers[order].tolist()
     assert made["positions"].tolist() == positions[order].tolist()
@@ -173,7 +177,8 @@ def test_a_row_that_is_not_finite_stays_so() -> None:
 
 
 def test_a_store_that_cannot_be_written_is_the_reason_and_a_repeat_works(tmp_path: Path) -> None:
-    consumer, root = OpenShards(), tmp_path / "file"
+    consumer = OpenShards()
+    root = tmp_path / "file"
     root.write_text("not a folder")
     first = [
         consumer.consume([finished(root, index, 2, [(index, 0, 0, 2)])])[0] for index in range(2)

@@ -56,7 +56,8 @@ def test_every_layout_holds_every_row(
 
 
 def test_small_captures_share_a_segment_and_larger_ones_get_a_file(tmp_path: Path) -> None:
-    small, large = finished(request=0, positions=range(3)), finished(request=1, positions=range(4))
+    small = finished(request=0, positions=range(3))
+    large = finished(request=1, positions=range(4))
     written = write(tmp_path, small, large, segment_limit=small.size)
     assert [file.layout for file in written] == ["segment", "packed"]
     reader = CaptureReader(tmp_path / "tag" / "job_x")
@@ -163,12 +164,12 @@ def test_a_group_of_any_layout_mix_costs_four_syncs(
 
 @in_a_folder
 def test_dropped_and_reused_positions_are_in_file_and_receipt(store: ArtifactStore) -> None:
-    (file, *_) = write(
-        store, finished(positions=[0, 3], dropped=(1, 2), reused=2, layout="per_file")
-    )
-    assert (file.dropped, file.reused) == ([1, 2], 1)
+    file, *_ = write(store, finished(positions=[0, 3], dropped=(1, 2), reused=2, layout="per_file"))
+    assert file.dropped == [1, 2]
+    assert file.reused == 1
     reader = CaptureReader(store, "job_x")
-    assert (reader.dropped(), reader.manifest().reused) == ([1, 2], 1)
+    assert reader.dropped() == [1, 2]
+    assert reader.manifest().reused == 1
 
 
 def test_a_capture_of_no_position_has_no_rows_and_is_no_error(tmp_path: Path) -> None:
@@ -176,7 +177,8 @@ def test_a_capture_of_no_position_has_no_rows_and_is_no_error(tmp_path: Path) ->
         written = write(tmp_path / layout, finished(positions=[], layout=layout))
         assert sum(file.rows for file in written) == 0
         reader = CaptureReader(tmp_path / layout, "job_x")
-        assert (reader.array(2).shape, reader.positions()) == ((0, 5), [])
+        assert reader.array(2).shape == (0, 5)
+        assert reader.positions() == []
         assert all(check.ok for check in reader.verify())
 
 
@@ -240,7 +242,9 @@ def test_files_removed_while_they_are_written_are_written_again(
 ) -> None:
     """The file is replaced once, between the last sync and the report."""
     module, name = (os, "fdatasync") if layout == "segment" else (file_store, "_sync")
-    store, real, syncs = filesystem(tmp_path), getattr(module, name), []
+    store = filesystem(tmp_path)
+    real = getattr(module, name)
+    syncs = []
 
     def sync(*args: Any) -> None:
         real(*args)
@@ -269,7 +273,8 @@ def test_a_file_that_is_removed_each_time_fails_its_capture(
 
     monkeypatch.setattr(file_store, "_sync", sync)
     (outcome,) = filesystem(tmp_path).consume([finished(layout="packed")])
-    assert (outcome.files, "was deleted while being written" in outcome.error) == ((), True)
+    assert outcome.files == ()
+    assert "was deleted while being written" in outcome.error
 
 
 def _read_where_reported(root: Path, outcomes: Sequence[Outcome]) -> None:
@@ -277,7 +282,8 @@ def _read_where_reported(root: Path, outcomes: Sequence[Outcome]) -> None:
         assert outcome.error == ""
         for file in outcome.files:
             content = (root / file.path).read_bytes()[file.offset : file.offset + file.bytes]
-            assert (len(content), zlib.crc32(content)) == (file.bytes, file.crc32)
+            assert len(content) == file.bytes
+            assert zlib.crc32(content) == file.crc32
             index = index_of(file.path)
             assert (file.offset, file.crc32) in [
                 (entry.offset, entry.crc32) for entry in read_entries(open_store(root), index)
@@ -296,11 +302,10 @@ def test_a_read_only_folder_is_an_error_of_the_capture(
         return real(path, flags, *more, **named)
 
     monkeypatch.setattr(os, "open", refusing)
+    store = filesystem(tmp_path)
     errors = [
         outcome.error
-        for outcome in filesystem(tmp_path).consume(
-            [finished(layout="packed"), finished(layout="segment")]
-        )
+        for outcome in store.consume([finished(layout="packed"), finished(layout="segment")])
     ]
     assert all("Permission denied" in error for error in errors)
 

@@ -38,8 +38,9 @@ def test_another_process_writes_the_rows_where_they_are(
     """Those that are spilled, and those that leave while their request runs, too."""
     # vLLM has torch's OpenMP loaded into the children of a process in which it was configured
     monkeypatch.delenv("LD_PRELOAD", raising=False)
-    rig, two = Rig(tmp_path, connect=delivery.connected, **options), (capturing(1), capturing(2))
-    rig.plane._delivery.backlog.send((2 << 20) * bool(options))
+    rig = Rig(tmp_path, connect=delivery.connected, **options)
+    two = (capturing(1), capturing(2))
+    rig.plane._delivery.backlog.send(2 << 20 if options else 0)
     for request in two:
         request.max_tokens = 4
     run(rig, *two)
@@ -79,7 +80,8 @@ def test_a_rank_whose_process_dies_gives_up_and_nothing_is_half_done(
         process_of(first).kill()
     assert said.wait(30)
     assert process_of(first).returncode == -signal.SIGKILL
-    after, request = Rig(tmp_path, boot="c"), capturing(1, layout=layout)
+    after = Rig(tmp_path, boot="c")
+    request = capturing(1, layout=layout)
     request.tracked.spec = msgspec.structs.replace(request.tracked.spec, attempt=2)
     run(after, request)
     durable = [1] if point == "receipt.stored" else []
@@ -102,7 +104,8 @@ def test_a_stream_that_cannot_take_its_rows_fails_its_capture_alone(
 
     works = getattr(RecordingFile, broken)
     monkeypatch.setattr(RecordingFile, broken, breaks)
-    rig, two = Rig(tmp_path, capture_window_mib=0), (capturing(1), capturing(2))
+    rig = Rig(tmp_path, capture_window_mib=0)
+    two = (capturing(1), capturing(2))
     for request in two:
         request.max_tokens = 4
     run(rig, *two)
@@ -117,7 +120,8 @@ def test_only_the_models_thread_counts_what_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two threads or processes that add to one counter may lose what one of them adds."""
-    first, sizes = Rig(tmp_path / "first"), list[int]()
+    first = Rig(tmp_path / "first")
+    sizes = list[int]()
     run(first, capturing(1))
     rig = Rig(tmp_path, connect=delivery.connected)
     far = rig.plane._delivery._far  # type: ignore[attr-defined]

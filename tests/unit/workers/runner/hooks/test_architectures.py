@@ -81,15 +81,14 @@ def test_the_backends_class_is_looked_up_by_what_its_config_says() -> None:
 
 def test_widths_and_depths_come_from_the_text_config() -> None:
     for name in CHECKPOINTS:
-        assert (adapter(name).hidden_size, adapter(name).num_layers) == (64, 4)
+        assert adapter(name).hidden_size == 64
+        assert adapter(name).num_layers == 4
 
 
 def test_a_model_that_takes_images_has_the_hooks_of_its_language_model() -> None:
     made = vision("qwen2.5-vl")
-    assert (made.architecture, made.variant) == (
-        "Qwen2_5_VLForConditionalGeneration",
-        adapter("qwen2").variant,
-    )
+    assert made.architecture == "Qwen2_5_VLForConditionalGeneration"
+    assert made.variant == adapter("qwen2").variant
     assert not vision("qwen3-vl").variant.chained  # something is added between its layers
     with pytest.raises(
         UnsupportedArchitectureError, match="use_bidirectional_attention=True is not served"
@@ -407,7 +406,9 @@ def costs() -> ModuleType:
 def test_a_70b_takes_half_the_launches_and_an_idle_step_none(costs: ModuleType) -> None:
     model = costs.SHAPES[-1]
     before, merged, after = (costs.cost(model, HOOKS, design).launches for design in costs.DESIGNS)
-    assert (before, merged, after) == (480, 241, 0)
+    assert before == 480
+    assert merged == 241
+    assert after == 0
     assert step_cost(model).unfused_seconds == 0
 
 
@@ -429,9 +430,8 @@ def test_bytes_are_those_of_rows_read_and_written(costs: ModuleType) -> None:
 
 def test_the_launches_of_a_forward_hold_every_site_once() -> None:
     for variant in VARIANTS.values():
-        assert sorted(hook for group in launches(variant, HOOKS, 4) for hook in group) == sorted(
-            [*variant.taps] * 4
-        )
+        groups = launches(variant, HOOKS, 4)
+        assert sorted(hook for group in groups for hook in group) == sorted([*variant.taps] * 4)
 
 
 def test_the_table_is_the_page_s_and_has_a_row_for_each_model_and_case(costs: ModuleType) -> None:

@@ -24,7 +24,11 @@ from midstream.workers.runner.files.finished_rows import BankColumns
 from midstream.workers.runner.hooks.layer_kinds import attention_of
 from midstream.workers.runner.plane.inside_hooks import Group, Inner, _wrap, find
 
-HIDDEN, HEADS, KEYS, WIDTH, NEURONS = 64, 4, 2, 16, 96
+HIDDEN = 64
+HEADS = 4
+KEYS = 2
+WIDTH = 16
+NEURONS = 96
 DENSE = [hook for hook in INSIDE if hook != "router"]
 
 
@@ -38,9 +42,10 @@ def bare(kind: type[nn.Module], **facts: Any) -> nn.Module:
 
 
 def attention(tp: int = 1, **facts: Any) -> nn.Module:
+    keys = max(1, KEYS // tp)
     own = {
         "num_heads": HEADS // tp,
-        "num_kv_heads": max(1, KEYS // tp),
+        "num_kv_heads": keys,
         "head_size": WIDTH,
         "head_size_v": WIDTH,
         "kv_sharing_target_layer_name": None,
@@ -68,7 +73,8 @@ def block(tp: int = 1, **facts: Any) -> nn.Module:
 
 def layer(tp: int = 1, **facts: Any) -> nn.Module:
     found = nn.Module()
-    found.self_attn, found.mlp = block(tp, **facts), nn.Module()
+    found.self_attn = block(tp, **facts)
+    found.mlp = nn.Module()
     found.mlp.gate_up_proj = bare(
         MergedColumnParallelLinear, input_size=HIDDEN, output_size=2 * NEURONS
     )
@@ -97,19 +103,13 @@ def test_a_layer_like_llamas_has_all_but_a_router() -> None:
         "output",
         "output",
     ]
-    assert (found["z"].module, found["mlp_act"].module) == (
-        made.self_attn.o_proj,
-        made.mlp.down_proj,
-    )
-    assert (found["q_proj"].first, found["k_proj"].first, found["k_proj"].module) == (
-        0,
-        HEADS * WIDTH,
-        made.self_attn.qkv_proj,
-    )
-    assert (found["z"].columns.row, found["k"].columns.row) == (
-        RowShape(heads=HEADS, width=WIDTH),
-        RowShape(heads=KEYS, width=WIDTH),
-    )
+    assert found["z"].module == made.self_attn.o_proj
+    assert found["mlp_act"].module == made.mlp.down_proj
+    assert found["q_proj"].first == 0
+    assert found["k_proj"].first == HEADS * WIDTH
+    assert found["k_proj"].module == made.self_attn.qkv_proj
+    assert found["z"].columns.row == RowShape(heads=HEADS, width=WIDTH)
+    assert found["k"].columns.row == RowShape(heads=KEYS, width=WIDTH)
     assert found["mlp_act"].columns.row == RowShape(heads=1, width=NEURONS)
 
 
@@ -122,19 +122,13 @@ def test_key_heads_that_ranks_share_are_recorded_by_the_first_of_them(
 ) -> None:
     """Four ranks with one query head each, over two key heads."""
     found, _ = located(layer(4), rank, 4)
-    assert (found["k"].columns.start, found["k"].columns.stop, found["k"].columns.records) == (
-        *keys,
-        records,
-    )
-    assert (found["q"].columns.start, found["q"].columns.stop, found["q"].columns.records) == (
-        16 * rank,
-        16 * rank + 16,
-        True,
-    )
-    assert (found["mlp_act"].columns.start, found["mlp_act"].columns.stop) == (
-        24 * rank,
-        24 * rank + 24,
-    )
+    assert (found["k"].columns.start, found["k"].columns.stop) == keys
+    assert found["k"].columns.records is records
+    assert found["q"].columns.start == 16 * rank
+    assert found["q"].columns.stop == 16 * rank + 16
+    assert found["q"].columns.records is True
+    assert found["mlp_act"].columns.start == 24 * rank
+    assert found["mlp_act"].columns.stop == 24 * rank + 24
 
 
 def test_what_lora_puts_around_a_projection_is_found_instead_of_it() -> None:
@@ -149,10 +143,8 @@ def test_what_lora_puts_around_a_projection_is_found_instead_of_it() -> None:
         setattr(holder, name, wrapper)
     found, _ = located(made)
     assert list(found) == DENSE
-    assert (found["q_proj"].module, found["z"].module) == (
-        made.self_attn.qkv_proj,
-        made.self_attn.o_proj,
-    )
+    assert found["q_proj"].module == made.self_attn.qkv_proj
+    assert found["z"].module == made.self_attn.o_proj
     assert found["mlp_act"].module is made.mlp.down_proj
 
 
@@ -165,10 +157,8 @@ def test_fused_experts_have_a_router_and_no_neurons() -> None:
     made.mlp.experts = bare(nn.Module, moe_config=SimpleNamespace(num_logical_experts=8))
     found, absent = located(made)
     assert absent == {"mlp_act": "layer 0: its experts are fused"}
-    assert (found["router"].module, found["router"].columns.row) == (
-        made.mlp.gate,
-        RowShape(heads=1, width=8),
-    )
+    assert found["router"].module == made.mlp.gate
+    assert found["router"].columns.row == RowShape(heads=1, width=8)
 
 
 def gated() -> nn.Module:
@@ -266,11 +256,13 @@ def test_edited_rows_take_the_place_of_what_a_module_gets_and_gives(as_tuple: bo
             return (rows, None) if as_tuple else rows
 
     def visit(rows: torch.Tensor, _: Any) -> None:
-        assert (tuple(rows.shape), rows.is_contiguous()) == ((2, 4), True)
+        assert tuple(rows.shape) == (2, 4)
+        assert rows.is_contiguous()
         rows += 100
 
     for always, busy in ((True, False), (False, True), (False, False)):
-        module, site = Doubling(), SimpleNamespace(busy=busy)
+        module = Doubling()
+        site = SimpleNamespace(busy=busy)
         inners = [Inner(module, 1, columns), Inner(module, "output", columns, first=2)]
         _wrap(module, [(inner, visit, site) for inner in inners], always)  # type: ignore[misc]
         added = 100.0 if always or busy else 0.0
@@ -326,20 +318,16 @@ def test_facts_are_those_of_the_module_over_all_ranks() -> None:
         "sinks": nn.Parameter(torch.tensor([0.5, -1.0], dtype=torch.bfloat16)),
     }
     kind = read(attending(impl=impl, sliding_window=7, use_mm_prefix=True), ranks=2)
-    assert (kind.layers, kind.heads, kind.head_dim, kind.scale, kind.window, kind.softcap) == (
-        [3],
-        4,
-        16,
-        0.25,
-        7,
-        5.0,
-    )
-    assert (kind.sinks, kind.slopes, kind.text_only, kind.refused) == (
-        [0.5, -1.0, 1.5, 0.0],
-        [],
-        True,
-        "",
-    )
+    assert kind.layers == [3]
+    assert kind.heads == 4
+    assert kind.head_dim == 16
+    assert kind.scale == 0.25
+    assert kind.window == 7
+    assert kind.softcap == 5.0
+    assert kind.sinks == [0.5, -1.0, 1.5, 0.0]
+    assert kind.slopes == []
+    assert kind.text_only
+    assert kind.refused == ""
     assert read(attending(ChunkedLocalAttention, attention_chunk_size=32)).chunk == 32
     assert read(attending(impl={"alibi_slopes": torch.tensor([0.5, 0.25])})).slopes == [0.5, 0.25]
     assert read(attending(impl={"logits_soft_cap": None})).softcap == 0
@@ -378,7 +366,8 @@ class Sharper(Attention):
 def test_what_is_not_known_is_refused_by_name(made: Any, words: str) -> None:
     kind = read(made())
     assert words in kind.refused
-    assert (kind.layers, kind.heads) == ([3], 0)
+    assert kind.layers == [3]
+    assert kind.heads == 0
 
 
 def test_a_backend_that_does_not_say_all_is_refused() -> None:

@@ -41,14 +41,19 @@ class Norm(nn.Module):
 class Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.two, self.three, self.four = Norm(), Norm(), Norm(), Norm()
-        self.mixer, self.other = Part(), Part()
+        self.one = Norm()
+        self.two = Norm()
+        self.three = Norm()
+        self.four = Norm()
+        self.mixer = Part()
+        self.other = Part()
 
 
 class Fused(Layer):
     def forward(self, positions, hidden_states, residual):
         if residual is None:
-            residual, hidden_states = hidden_states, self.one(hidden_states)
+            residual = hidden_states
+            hidden_states = self.one(hidden_states)
         else:
             hidden_states, residual = self.one(hidden_states, residual)
         hidden_states, residual = self.two(self.mixer(hidden_states=hidden_states), residual)
@@ -195,10 +200,8 @@ def test_multipliers_are_part_of_what_is_found(dtype) -> None:
 )
 def test_an_adapter_names_the_hooks_that_are_multiplied(layer, hooks) -> None:
     found = shape(layer())
-    plain, measured = (
-        Variant("layers", found.taps),
-        Variant("layers", found.taps, measured=found.laws),
-    )
+    plain = Variant("layers", found.taps)
+    measured = Variant("layers", found.taps, measured=found.laws)
     made = Adapter("Tiny", plain, HIDDEN, 2, kinds={1: measured})
     assert made.multiplied == hooks
 
@@ -212,10 +215,8 @@ def test_a_parallel_block_has_no_post_attn() -> None:
 
 def test_an_mlp_that_reads_the_stream_has_no_mlp_in() -> None:
     found = shape(PostNorm())
-    assert (found.taps["attn_out"], found.taps["post_attn"]) == (
-        Tap("one", "output"),
-        Tap("other", "input"),
-    )
+    assert found.taps["attn_out"] == Tap("one", "output")
+    assert found.taps["post_attn"] == Tap("other", "input")
     assert "which is post_attn" in found.absent["mlp_in"]
 
 

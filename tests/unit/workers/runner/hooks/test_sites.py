@@ -27,7 +27,8 @@ from midstream.workers.runner.hooks.architectures import (
 )
 from midstream.workers.runner.hooks.sites import Buffers, RankSite, Sizes, install, warm_up
 
-HIDDEN, TOKENS = 8, 5
+HIDDEN = 8
+TOKENS = 5
 SIZES = Sizes(ring_rows=256, capacity=TOKENS, lists=256, patterns=2, configurations=2, entries=8)
 
 
@@ -47,14 +48,17 @@ class Norm(nn.Module):
 class PairLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = Norm(), Norm()
-        self.self_attn, self.mlp = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.input_layernorm = Norm()
+        self.post_attention_layernorm = Norm()
+        self.self_attn = nn.Linear(HIDDEN, HIDDEN)
+        self.mlp = nn.Linear(HIDDEN, HIDDEN)
 
     def forward(
         self, positions: Any, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
-            residual, hidden_states = hidden_states, self.input_layernorm(hidden_states)
+            residual = hidden_states
+            hidden_states = self.input_layernorm(hidden_states)
         else:
             hidden_states, residual = self.input_layernorm(hidden_states, residual)
         hidden_states = self.self_attn(hidden_states)
@@ -67,12 +71,10 @@ class SingleLayer(nn.Module):
 
     def __init__(self, twin: PairLayer) -> None:
         super().__init__()
-        self.ln_1, self.ln_2, self.attn, self.mlp = (
-            twin.input_layernorm,
-            twin.post_attention_layernorm,
-            Branch(twin.self_attn),
-            twin.mlp,
-        )
+        self.ln_1 = twin.input_layernorm
+        self.ln_2 = twin.post_attention_layernorm
+        self.attn = Branch(twin.self_attn)
+        self.mlp = twin.mlp
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         residual = hidden_states
@@ -96,7 +98,8 @@ class PairModel(nn.Module):
         self.layers = nn.ModuleList(PairLayer() for _ in range(layers))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden, residual = x.clone(), None
+        hidden = x.clone()
+        residual = None
         for layer in self.layers:
             if not isinstance(layer, nn.Identity):
                 hidden, residual = layer(None, hidden, residual)
@@ -139,7 +142,9 @@ def capture_all(sites: list[RankSite], buffers: Buffers, port: Any = BEFORE) -> 
         site.busy = True
         plan = buffers.plan[index]
         plan[SITE] = index + 1
-        plan[port.COUNT], plan[port.AT], plan[port.PLACES] = TOKENS, 1, 1 + index * TOKENS
+        plan[port.COUNT] = TOKENS
+        plan[port.AT] = 1
+        plan[port.PLACES] = 1 + index * TOKENS
     buffers.lists[1:] = torch.arange(255)  # the tokens, and the rows of the ring
 
 
@@ -168,9 +173,13 @@ def edit(
     """Add `vector` to one row at one site."""
     index = next(i for i, site in enumerate(sites) if (site.hook, site.layer) == (hook, layer))
     launch(sites, buffers, index)
-    buffers.pool[1], buffers.lists[0], buffers.token_rows[token, 0] = vector, token, 1
+    buffers.pool[1] = vector
+    buffers.lists[0] = token
+    buffers.token_rows[token, 0] = 1
     buffers.site_rows[index, PLACE["add"], 1] = 1
-    buffers.plan[index, EDITS], buffers.plan[index, EDITS_AT], buffers.plan[index, DEPTH] = 1, 0, 1
+    buffers.plan[index, EDITS] = 1
+    buffers.plan[index, EDITS_AT] = 0
+    buffers.plan[index, DEPTH] = 1
 
 
 #: Kinds of models, eager and traced; tracing takes seconds.
@@ -305,7 +314,8 @@ def test_a_forward_that_is_not_traced_writes_to_the_ring_that_is_there_when_it_r
     model, adapter = toy("pair")
     sites, buffers = put(model, adapter)
     capture_all(sites, buffers)
-    first, buffers.ring = buffers.ring, torch.full_like(buffers.ring, torch.nan)
+    first = buffers.ring
+    buffers.ring = torch.full_like(buffers.ring, torch.nan)
     model(X)
     assert not first.any()
     assert buffers.ring[: len(sites) * TOKENS].isfinite().all()
@@ -313,7 +323,8 @@ def test_a_forward_that_is_not_traced_writes_to_the_ring_that_is_there_when_it_r
 
 def test_layers_of_other_stages_have_no_sites_and_the_first_held_one_gets_a_pair() -> None:
     model = PairModel(4)
-    model.layers[0] = model.layers[1] = nn.Identity()
+    model.layers[0] = nn.Identity()
+    model.layers[1] = nn.Identity()
     sites, buffers = put(model, PAIR, ("pre_attn", "post_block"))
     assert [(site.layer, site.hook, site.kind) for site in sites] == [
         (2, "pre_attn", "pair"),
@@ -392,7 +403,8 @@ class Launches(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func.namespace == "midstream"
+        if func.namespace == "midstream":
+            self.count += 1
         return func(*args, **(kwargs or {}))
 
 

@@ -24,7 +24,8 @@ from midstream.schemas.prompts.windows import Trigger
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering, probe_captures
 
 #: Requests that stay, and the tokens that the extreme one has in a step.
-SMALL, TOKENS = 56, 8
+SMALL = 56
+TOKENS = 8
 PROMPT = 1000
 NAME = content_hash(VECTOR)
 
@@ -120,7 +121,8 @@ class Counted:
     """Lines that a rank's plane runs, without the forward."""
 
     def __init__(self, rig: Rig) -> None:
-        self._rig, self._lines = rig, 0
+        self._rig = rig
+        self._lines = 0
         for name in ("begin", "choose", "plan", "drain"):
             setattr(rig.plane, name, self._counted(getattr(rig.plane, name)))
 
@@ -157,7 +159,8 @@ def cost_of(make: Callable[[Rig], Request], folder: Path) -> Cost:
     for first in range(0, SMALL, 8):
         now = others[first : first + 8]
         rig.step(*((each, 0, 6) for each in now), new=now)
-    request, stay = make(rig), [(each, 6, 1) for each in others]
+    request = make(rig)
+    stay = [(each, 6, 1) for each in others]
     laid_out = threading.Event()
     rig.plane.begin([], {}, 0, waiting=[to_msgpack(spec_of(request, rig.tokens[0]))])
     rig.plane._table.prepared.expect(lambda: laid_out.set() or [])  # type: ignore[func-returns-value]

@@ -90,7 +90,8 @@ STEPS = {
 @pytest.mark.parametrize("name", STEPS)
 def test_each_prompt_that_ends_in_a_step_is_graded_by_its_own_last_row(name: str) -> None:
     windows, rows = STEPS[name]
-    grading, logits = Grading(), logits_of(sum(window[-1] for window in windows))
+    grading = Grading()
+    logits = logits_of(sum(window[-1] for window in windows))
     asked = [
         (None if tokens is None else asking(number, tokens), *window)
         for number, (tokens, *window) in enumerate(windows)
@@ -106,12 +107,11 @@ def test_each_prompt_that_ends_in_a_step_is_graded_by_its_own_last_row(name: str
 
 
 def test_divergences_are_those_of_float64_for_each_distribution_that_was_kept() -> None:
-    grading, logits = Grading(), logits_of(3)
-    one, other, both = (
-        asking(0, keep="one"),
-        asking(1, (), keep="other"),
-        asking(2, (4,), keep="third", against="one"),
-    )
+    grading = Grading()
+    logits = logits_of(3)
+    one = asking(0, keep="one")
+    other = asking(1, (), keep="other")
+    both = asking(2, (4,), keep="third", against="one")
     assert step(grading, logits, *((tracked, 0, PROMPT, 1) for tracked in (one, other, both))) == []
     assert both.graded is not None
     logprobs = truth(logits)
@@ -121,7 +121,8 @@ def test_divergences_are_those_of_float64_for_each_distribution_that_was_kept() 
     later = logits_of(5, seed=1)
     assert step(grading, later, *((cell, 0, PROMPT, 1) for cell in cells)) == []
     for number, cell in enumerate(cells):
-        kept, mine = logprobs[number % 2], truth(later)[number]
+        kept = logprobs[number % 2]
+        mine = truth(later)[number]
         assert cell.graded is not None
         np.testing.assert_allclose(
             cell.graded(), [mine[number], (np.exp(kept) * (kept - mine)).sum()], atol=1e-6
@@ -129,9 +130,11 @@ def test_divergences_are_those_of_float64_for_each_distribution_that_was_kept() 
 
 
 def test_tokens_without_probability_add_nothing_to_a_divergence() -> None:
-    grading, logits = Grading(), logits_of(2)
+    grading = Grading()
+    logits = logits_of(2)
     logits[:, 5] = -torch.inf
-    base, cell = asking(0, keep="base"), asking(1, against="base")
+    base = asking(0, keep="base")
+    cell = asking(1, against="base")
     assert step(grading, logits, (base, 0, PROMPT, 1), (cell, 0, PROMPT, 1)) == []
     assert lacking(cell) == ""
 
@@ -147,7 +150,8 @@ def test_kept_distributions_are_bounded_and_missing_ones_fail_alone() -> None:
             (asking(keep=str(number)), 0, PROMPT, 1),
         )
         step(grading, logits_of(1), (asking(against="used"), 0, PROMPT, 1))
-    late, beside = asking(against="old"), asking(against="used")
+    late = asking(against="old")
+    beside = asking(against="used")
     ((refused, why),) = step(grading, logits_of(2), (late, 0, PROMPT, 1), (beside, 0, PROMPT, 1))
     assert refused is late
     assert "'old'" in why
@@ -156,7 +160,8 @@ def test_kept_distributions_are_bounded_and_missing_ones_fail_alone() -> None:
 
 
 def test_a_prompt_that_is_computed_again_after_a_preemption_is_graded_once() -> None:
-    grading, tracked = Grading(), asking()
+    grading = Grading()
+    tracked = asking()
     step(grading, logits_of(1), (tracked, 0, PROMPT, 1))
     assert tracked.graded is not None
     first = tracked.graded()
@@ -166,7 +171,8 @@ def test_a_prompt_that_is_computed_again_after_a_preemption_is_graded_once() -> 
 
 @pytest.mark.parametrize("rows", [1, 3])
 def test_logits_of_another_step_are_not_graded(rows: int) -> None:
-    grading, tracked = Grading(), asking()
+    grading = Grading()
+    tracked = asking()
     ((refused, why),) = step(grading, logits_of(rows), (tracked, 0, PROMPT, 1), (None, 9, 1, 1))
     assert refused is tracked
     assert "expected 2 rows" in why
@@ -174,20 +180,24 @@ def test_logits_of_another_step_are_not_graded(rows: int) -> None:
 
 
 def test_a_token_that_the_model_does_not_have_is_refused_before_it_is_looked_up() -> None:
-    grading, tracked = Grading(), asking(token_ids=(3, VOCABULARY))
+    grading = Grading()
+    tracked = asking(token_ids=(3, VOCABULARY))
     ((_, why),) = step(grading, logits_of(1), (tracked, 0, PROMPT, 1))
     assert "[50] are outside the vocabulary of 50" in why
 
 
 def test_a_non_finite_grade_fails() -> None:
-    grading, tracked = Grading(), asking()
+    grading = Grading()
+    tracked = asking()
     step(grading, torch.full((1, VOCABULARY), torch.nan), (tracked, 0, PROMPT, 1))
     assert "not finite" in lacking(tracked)
 
 
 def test_only_the_first_logits_after_a_plan_are_the_steps() -> None:
     """Dummy runs come before any plan; logits of prompt tokens come after the sampler's."""
-    model, grading, tracked = torch.nn.Module(), Grading(), asking()
+    model = torch.nn.Module()
+    grading = Grading()
+    tracked = asking()
     model.compute_logits = lambda rows: rows
     tap(model, grading.take)
     model.compute_logits(logits_of(9))
@@ -199,7 +209,9 @@ def test_only_the_first_logits_after_a_plan_are_the_steps() -> None:
     np.testing.assert_allclose(tracked.graded(), truth(sampled)[0, [3, 7]], atol=1e-6)
 
 
-HIDDEN, BLOCK, TOKENS = 8, 4, 10
+HIDDEN = 8
+BLOCK = 4
+TOKENS = 10
 CAPTURE = StoredCapture(sites={"post_block": [3]}, positions="all", tag="t")
 
 
@@ -388,7 +400,8 @@ def test_reentry_skips_lower_layers_and_restores_rows_exactly(kind: type[nn.Modu
     model, gate = gated(kind)
     forward = entering(gate, "j.0.base", "j.1.base")
     failed, rows = plan(forward, (cell(3), *FROM_BLOCK), (cell(4, "j.1.base"), 8, 2))
-    assert (failed, rows) == ([], 8)
+    assert failed == []
+    assert rows == 8
     model(torch.randn(rows + 2, HIDDEN))  # padded
     assert [len(layer.seen) for layer in model.held] == [0, 0, 0, 1, 1, 1]
     ((hidden, residual),) = model.held[3].seen

@@ -34,7 +34,8 @@ from midstream.schemas.requests.interventions import FAMILIES, FAMILY, TENSORS
 from midstream.schemas.requests.specs import StoredSteering, probe_captures
 from midstream.schemas.requests.steering import SteeringTemplate
 
-PROMPT, TOTAL = 4, 7
+PROMPT = 4
+TOTAL = 7
 SITES = [("pre_attn", 0), ("mlp_out", 0), ("post_block", 1)]
 #: Scores grow or fall with the position.
 SLOPE = float(WEIGHT.sum())
@@ -44,7 +45,9 @@ class Asked:
     """A request: what the operator adds to it, and what it wishes itself."""
 
     def __init__(self, rig: Rig, rng: random.Random, job: str) -> None:
-        self.rig, self.rng, self.job = rig, rng, job
+        self.rig = rig
+        self.rng = rng
+        self.job = job
         self.everyone: list[SteeringTemplate] = []
         self.policies: list[StoredPolicy] = []
         self.entries: list[StoredSteering] = []  # its own, and those of policies
@@ -91,7 +94,8 @@ def globally(asked: Asked) -> None:
 
 
 def policy(asked: Asked) -> None:
-    name, row = f"p{len(asked.policies)}", stream_of(1, "post_block", 1, 0, TOTAL)[:, 0]
+    name = f"p{len(asked.policies)}"
+    row = stream_of(1, "post_block", 1, 0, TOTAL)[:, 0]
     asked.policies.append(
         StoredPolicy(
             name=name,
@@ -196,7 +200,8 @@ def beside(
     """Return `left`, of the operator's edits alone, with the request's own edits; and the first
     position at which these fail it.
     """
-    result, failing = {site: rows.astype(np.float64) for site, rows in left.items()}, TOTAL
+    result = {site: rows.astype(np.float64) for site, rows in left.items()}
+    failing = TOTAL
     for (hook, layer), rows in result.items():
         here = [entry for entry in asked.entries if (entry.hook, entry.layers) == (hook, [layer])]
         for position, before in enumerate(stream_of(1, hook, layer, 0, len(rows))[:, 0].tolist()):
@@ -208,7 +213,7 @@ def beside(
             ]
             edit = 0.0
             for entry in sorted(mine, key=lambda entry: entry.family == "add"):
-                (number, *_) = asked.rig.plane._table.vectors.get(entry.tensors[0], [HIDDEN])
+                number, *_ = asked.rig.plane._table.vectors.get(entry.tensors[0], [HIDDEN])
                 number = float(number) * entry.scale
                 edit = edit + number if entry.family == "add" else number - before
             size = abs(edit / before)
@@ -235,10 +240,12 @@ def test_no_wish_of_a_request_changes_what_the_operator_does(rig: Rig, part: int
     fails: list[int] = []
     for number, pair in enumerate(PAIRS):
         rng = random.Random(len(PAIRS) * part + number)
-        alone, wishing = Asked(rig, rng, f"alone{number}"), Asked(rig, rng, f"wishing{number}")
+        alone = Asked(rig, rng, f"alone{number}")
+        wishing = Asked(rig, rng, f"wishing{number}")
         for _ in range(rng.randint(1, 2)):
             rng.choice((globally, policy))(alone)
-        wishing.everyone, wishing.policies = alone.everyone, alone.policies
+        wishing.everyone = alone.everyone
+        wishing.policies = alone.policies
         wishing.entries = list(alone.entries)
         for wish in pair:
             WISHES[wish](wishing)
@@ -251,9 +258,11 @@ def test_no_wish_of_a_request_changes_what_the_operator_does(rig: Rig, part: int
         fails.append(failing)
     receipts = rig.told()
     for number, (pair, failing) in enumerate(zip(PAIRS, fails, strict=True)):
-        theirs, mine = receipts[f"alone{number}.1"], receipts[f"wishing{number}.1"]
+        theirs = receipts[f"alone{number}.1"]
+        mine = receipts[f"wishing{number}.1"]
         where = f"{pair}, part {part}"
-        assert (theirs.status, mine.status == "ok") == ("ok", failing == TOTAL), where
+        assert theirs.status == "ok", where
+        assert (mine.status == "ok") == (failing == TOTAL), where
         stop = min(failing, stopped(theirs))
         assert decided(theirs, stop) == decided(mine, stop), where
     assert 0 < sum(failing < TOTAL for failing in fails) < len(PAIRS) / 2
@@ -286,13 +295,15 @@ def decided(receipt: Receipt, stop: int) -> list[Any]:
 #: A number of a family → its value where it has an effect.
 NUMBERS = {"strength": 0.5, "alpha": 0.5, "scale": 0.3, "low": -2.0, "high": 3.0, "target": 7.0}
 #: Tokens of every request, and one of none.
-TOKENS, NEVER = range(1000, 1000 + TOTAL), [[5]]
+TOKENS = range(1000, 1000 + TOTAL)
+NEVER = [[5]]
 MOST_POLICIES = 16
 
 
 def edit(asked: Asked, family: str, **changes: Any) -> StoredSteering:
     """Return an edit of this family, with random tensors, somewhere."""
-    made, rank = FAMILY[family], 2 if FAMILY[family].ranked else 0
+    made = FAMILY[family]
+    rank = 2 if FAMILY[family].ranked else 0
     names = []
     for name, shape in zip(made.tensors, made.shapes(rank, HIDDEN), strict=True):
         values = np.array([asked.rng.uniform(-3, 3) for _ in range(math.prod(shape))], np.float32)
@@ -425,19 +436,24 @@ def test_beside_edits_without_effect_the_operators_do_what_they_do_alone(
     rig = Rig(tmp_path, steering_rows=96, steering_entries=1600, loras=Adapters())
     for number, pair in enumerate(NULL_PAIRS):
         rng = random.Random(len(NULL_PAIRS) * part + number)
-        alone, wishing = Asked(rig, rng, f"alone{number}"), Asked(rig, rng, f"wishing{number}")
+        alone = Asked(rig, rng, f"alone{number}")
+        wishing = Asked(rig, rng, f"wishing{number}")
         for feature in rng.choices((everywhere, policies, sixteen), weights=(4, 4, 1), k=2):
             if len(alone.policies) < MOST_POLICIES - 1 or feature is everywhere:
                 feature(alone, rng.choice(EDITS))
-        wishing.everyone, wishing.policies = alone.everyone, alone.policies
+        wishing.everyone = alone.everyone
+        wishing.policies = alone.policies
         for wish in pair:
             NULLS[wish](wishing)
         wishing.entries += alone.entries
-        wanted, found = ran(alone), ran(wishing)
+        wanted = ran(alone)
+        found = ran(wishing)
         for site in SITES:
             assert np.allclose(found[site], wanted[site], rtol=2e-6), f"{pair}, {part}, {site}"
     receipts = rig.told()
     for number, pair in enumerate(NULL_PAIRS):
-        theirs, mine = receipts[f"alone{number}.1"], receipts[f"wishing{number}.1"]
-        assert (theirs.status, theirs.message) == (mine.status, mine.message), f"{pair}, {part}"
+        theirs = receipts[f"alone{number}.1"]
+        mine = receipts[f"wishing{number}.1"]
+        assert theirs.status == mine.status, f"{pair}, {part}"
+        assert theirs.message == mine.message, f"{pair}, {part}"
         assert decided(theirs, TOTAL) == decided(mine, TOTAL), f"{pair}, {part}"

@@ -56,7 +56,8 @@ def test_a_request_that_is_removed_and_added_again_while_it_lives_is_recorded_on
     rig.step((request, 0, 6), new=[request])
     rig.step((request, 0, 6), new=[request])
     rig.step((request, 6, 1), new=[request])
-    assert [file.rows for file in rig.ended(request).files] == [14]
+    receipt = rig.ended(request)
+    assert [file.rows for file in receipt.files] == [14]
     assert rig.reader(request).positions() == list(range(7))
 
 
@@ -66,7 +67,9 @@ def test_a_cancelled_request_is_not_reported_and_leaves_nothing(rig: Rig) -> Non
     rig.plane.end("j1.0.1", -1)
     rig.step(aborted=[request])
     status = rig.plane.status()
-    assert (status["requests"], status["rows_used"], status["entries_used"]) == (0, 0, 0)
+    assert status["requests"] == 0
+    assert status["rows_used"] == 0
+    assert status["entries_used"] == 0
     assert rig.receipts() == []
 
 
@@ -85,19 +88,24 @@ def test_rows_beyond_the_end_are_not_counted_as_applied(
 
 def test_sites_the_model_lacks_fail_the_request(rig: Rig) -> None:
     """Accepted by what the last worker published; this one has fewer layers, or other hooks."""
-    edits, records = steered(1), steered(2, captures=capturing(2).captures)
+    edits = steered(1)
+    records = steered(2, captures=capturing(2).captures)
     edits.steer(steering(content_hash(VECTOR), [0, 9], "pre_attn"))
     records.tracked.spec.captures[0].sites["post_block"].append(7)
     rig.step((edits, 0, 6), (records, 0, 6), new=[edits, records])
     status = rig.plane.status()
-    assert (status["rows_used"], status["tainted"]) == (1, 1), (
+    assert status["rows_used"] == 1
+    assert status["tainted"] == 1, (
         "who only records nothing fills no block with other content than it says"
     )
     rig.step(finished=[edits, records])
     first, second = rig.receipts()
-    assert (first.status, first.kind) == ("error", "intervention_failed")
+    assert first.status == "error"
+    assert first.kind == "intervention_failed"
     assert "layer 9 is out of range: the model has layers 0 to 1" in first.message
-    assert (second.status, second.kind, second.files) == ("error", "capture_failed", [])
+    assert second.status == "error"
+    assert second.kind == "capture_failed"
+    assert second.files == []
     assert "layer 7 is out of range" in second.message
 
 
@@ -114,10 +122,8 @@ def test_a_spec_of_another_version_or_shape_is_refused_with_both_named(rig: Rig)
     )
     first, second = rig.receipts()
     # field case 43
-    assert (first.status, first.message) == (
-        "error",
-        f"the worker runs Midstream 0.0.0, but rank 0 runs {__version__}",
-    )
+    assert first.status == "error"
+    assert first.message == f"the worker runs Midstream 0.0.0, but rank 0 runs {__version__}"
     assert second.status == "error"
     assert f"rank 0 (Midstream {__version__}) cannot read the request" in second.message
 
@@ -135,11 +141,13 @@ def test_rows_dropped_under_overload_make_the_capture_partial_and_are_named(tmp_
     assert [file.dropped for file in receipt.files] == [[4, 5, 6]]
     assert "4" in receipt.message
     reader = rig.reader(request)
-    assert (reader.positions(), reader.dropped()) == ([0, 1, 2, 3], [4, 5, 6])
+    assert reader.positions() == [0, 1, 2, 3]
+    assert reader.dropped() == [4, 5, 6]
 
 
 def test_readings_that_are_behind_fail_no_capture_of_files(tmp_path: Path) -> None:
-    rig, files = Rig(tmp_path), capturing(1)
+    rig = Rig(tmp_path)
+    files = capturing(1)
     reading = capturing(2, consumers=[READER], reading=StoredLens(top_k=1))
     rig.writer.backlog.send(2 << 20, "reading")
     rig.plane._overloads["reading"]._patience_s = -1.0
@@ -153,7 +161,8 @@ def test_readings_that_are_behind_fail_no_capture_of_files(tmp_path: Path) -> No
 
 
 def test_readings_that_are_behind_drop_no_rows_of_files(tmp_path: Path) -> None:
-    rig, files = Rig(tmp_path, capture_overload="drop"), capturing(1)
+    rig = Rig(tmp_path, capture_overload="drop")
+    files = capturing(1)
     rig.writer.backlog.send(2 << 20, "reading")
     rig.step((files, 0, 6), new=[files])
     rig.step((files, 6, 1))
@@ -164,18 +173,22 @@ def test_where_rows_cannot_be_spilled_the_request_fails_with_the_reason(tmp_path
     (tmp_path / "spill").write_text("a file where a folder is needed")
     rig = Rig(tmp_path, capture_overload="spill")
     rig.writer.backlog.send(2 << 20)
-    request, beside = capturing(1), steered(2)
+    request = capturing(1)
+    beside = steered(2)
     rig.step((request, 0, 6), (beside, 0, 6), new=[request, beside])
     rig.step(finished=[request, beside])
     told = rig.told()
-    assert (told["j1"].status, told["j1"].kind) == ("error", "capture_failed")
+    assert told["j1"].status == "error"
+    assert told["j1"].kind == "capture_failed"
     assert "spill" in told["j1"].message
-    assert (told["j2"].status, told["j2"].applied) == ("ok", 6)
+    assert told["j2"].status == "ok"
+    assert told["j2"].applied == 6
 
 
 def test_rows_missing_from_a_failed_request_are_reported_and_fail_dependent_ones(rig: Rig) -> None:
     """The scheduler promised them; the worker then has it forget all promises."""
-    first, second = capturing(1), capturing(2)
+    first = capturing(1)
+    second = capturing(2)
     rig.faults.switch("plan")
     rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[KeptBlock("1", 0, 0, 4, 77)]))
     rig.faults.switch("")
@@ -254,14 +267,17 @@ def test_a_missing_source_run_fails_the_request_and_taints_the_blocks_it_fills(
         rig.faults.switch("lose_run")
     elif lost == "dropped for a restart":
         rig.plane.restart()
-    request, beside = patched(1, (0, 2), (1, 3)), Request(2, 6, 8, (), [])
+    request = patched(1, (0, 2), (1, 3))
+    beside = Request(2, 6, 8, (), [])
     rig.step((request, 0, 6), (beside, 0, 6), new=[request, beside])
     assert (
         rig.left("pre_attn", 0)
         == np.concatenate([stream_of(n, "pre_attn", 0, 0, 6) for n in (1, 2)])
     ).all()
     status = rig.plane.status()
-    assert (status["tainted"], status["rows_used"], status["entries_used"]) == (1, 0, 0)
+    assert status["tainted"] == 1
+    assert status["rows_used"] == 0
+    assert status["entries_used"] == 0
     # a cell that comes with the same patch is not served what this one fills
     rig.plane.runs.put(run_files)
     rig.plane.begin([NewRequest("3", spec_of(patched(3, (0, 2), (1, 3))), 4)], {}, 0)
@@ -276,10 +292,8 @@ def test_a_missing_source_run_fails_the_request_and_taints_the_blocks_it_fills(
         "j3": "error",
         "j4": "ok",
     }
-    assert (told["j1"].kind, told["j1"].message) == (
-        "intervention_failed",
-        "source run job_s.0.tag is not on this rank",
-    )
+    assert told["j1"].kind == "intervention_failed"
+    assert told["j1"].message == "source run job_s.0.tag is not on this rank"
     assert "cached prefix was computed by a request whose intervention failed" in told["j3"].message
 
 
@@ -299,7 +313,8 @@ def test_vectors_that_add_up_to_what_the_dtype_cannot_hold_fail_the_request(rig:
     request = Request(1, 6, 8, (), [entry, entry])
     rig.step((request, 0, 6), new=[request])
     (receipt,) = rig.receipts()
-    assert (receipt.status, receipt.kind) == ("error", "intervention_failed")
+    assert receipt.status == "error"
+    assert receipt.kind == "intervention_failed"
     assert "exceeds the range of torch.float32" in receipt.message
 
 
@@ -319,7 +334,8 @@ def test_writers_give_way_where_the_model_uses_all_cores(
         for thread in threading.enumerate()
         if thread.native_id not in before and thread.name.startswith("midstream-writer")
     }
-    assert found == {"midstream-writer-0": min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice)}
+    lowest = min(19, os.getpriority(os.PRIO_PROCESS, 0) + nice)
+    assert found == {"midstream-writer-0": lowest}
 
 
 def test_a_reading_is_submitted_as_its_tenants(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +395,8 @@ def test_a_failure_of_the_data_plane_fails_its_requests_only(
     later = capturing(2)
     run(rig, later)
     told = rig.told()
-    assert (told["j1"].status, told["j1"].kind) == ("error", kind)
+    assert told["j1"].status == "error"
+    assert told["j1"].kind == kind
     assert "no 16384 bytes of page-locked memory" in told["j1"].message
     assert told["j2"].status == "ok"
     assert (rig.reader(later).array(1) == stream_of(2, "post_block", 1, 0, 7)).all()
@@ -404,15 +421,15 @@ def test_a_plan_that_cannot_be_committed_does_nothing(
     assert rig.plane._banks.first.planner.due is None
     assert not bool(rig._rank.buffers.plan.any())
     receipt = rig.ended(request)
-    assert (receipt.status, receipt.files) == ("error", [])
+    assert receipt.status == "error"
+    assert receipt.files == []
 
 
 def short_of_memory(monkeypatch: pytest.MonkeyPatch, rig: Rig) -> None:
     """There is no memory when it is asked for next."""
     answers = itertools.chain([HostMemoryError("no memory")], itertools.repeat(mock.DEFAULT))
-    monkeypatch.setattr(
-        rig.plane._arena, "take", mock.Mock(wraps=rig.plane._arena.take, side_effect=answers)
-    )
+    taking = mock.Mock(wraps=rig.plane._arena.take, side_effect=answers)
+    monkeypatch.setattr(rig.plane._arena, "take", taking)
 
 
 @pytest.mark.parametrize("at", [0, 6])
@@ -420,7 +437,8 @@ def test_a_capture_without_memory_fails_alone(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, at: int
 ) -> None:
     """At the first row, or at the first of a new block."""
-    first, beside = capturing(1), capturing(2)
+    first = capturing(1)
+    beside = capturing(2)
     for position, count in ((0, 6), (6, 1)):
         if position == at:
             short_of_memory(monkeypatch, rig)
@@ -428,7 +446,8 @@ def test_a_capture_without_memory_fails_alone(
         rig.step((first, position, count), (beside, position, count), new=new)
     rig.step(finished=[first, beside])
     told = rig.told()
-    assert (told["j1"].status, told["j1"].kind) == ("error", "capture_failed")
+    assert told["j1"].status == "error"
+    assert told["j1"].kind == "capture_failed"
     assert "no memory" in told["j1"].message
     assert told["j2"].status == "ok"
     assert (rig.reader(beside).array(1) == stream_of(2, "post_block", 1, 0, 7)).all()
@@ -437,7 +456,8 @@ def test_a_capture_without_memory_fails_alone(
 def test_rows_that_were_not_recorded_are_not_served(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, second = capturing(1), capturing(2)
+    first = capturing(1)
+    second = capturing(2)
     block = KeptBlock("1", 0, 0, 4, 7)
     short_of_memory(monkeypatch, rig)
     rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[block]))
@@ -456,7 +476,8 @@ def test_rows_stay_where_they_are_recorded(rig: Rig, monkeypatch: pytest.MonkeyP
     taken = mock.Mock(wraps=memory.take)
     monkeypatch.setattr(memory, "take", taken)
     rig.plane.block_size = 4
-    first, second = capturing(1), capturing(2)
+    first = capturing(1)
+    second = capturing(2)
     block = KeptBlock("1", 0, 0, 4, 7)
     rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[block]))
     for at in range(6, 10):
@@ -530,7 +551,8 @@ def test_another_adapter_is_found_in_a_step_that_repeats(
 
 @pytest.mark.parametrize("action", ["flag", "stop"])
 def test_an_ended_request_has_the_scores_of_all_its_tokens(rig: Rig, action: ProbeAction) -> None:
-    request, other = probed(rig, action), probed(rig, action, number=2)
+    request = probed(rig, action)
+    other = probed(rig, action, number=2)
     rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
     rows = [rig.left("post_block", 1)[:6]]
     rig.step((request, 6, 1), (other, 6, 1))
@@ -541,7 +563,8 @@ def test_an_ended_request_has_the_scores_of_all_its_tokens(rig: Rig, action: Pro
             assert block.span.start == 6, "rows of complete blocks are held only to be scored"
     rig.step((other, 7, 1), finished=[request])
     receipt = next(each for each in rig.receipts() if each.job == "j1")
-    assert (receipt.status, receipt.message) == ("ok", "")
+    assert receipt.status == "ok"
+    assert receipt.message == ""
     found = np.frombuffer(receipt.scores[0].tokens, dtype="<f4")
     np.testing.assert_allclose(found, np.concatenate(rows) @ WEIGHT[0] + 0.5, rtol=1e-5)
 
@@ -554,18 +577,15 @@ def test_a_failed_request_reports_what_its_policies_decided_so_far(
     """Even on a rank that reports no scores otherwise: only the first failure counts."""
     rig = Rig(tmp_path, rank=1, world=2)
     first = float(stream_of(1, "post_block", 1, 0, 1)[0, 0])  # at position p it is larger by p
-    request = probed(
-        rig, "none", weight=np.full((1, HIDDEN), 1 / HIDDEN, dtype=np.float32), total=10
-    )
+    weight = np.full((1, HIDDEN), 1 / HIDDEN, dtype=np.float32)
+    request = probed(rig, "none", weight=weight, total=10)
     (plain,) = request.tracked.spec.probes
     condition = Condition(at_least=first + 4, schedule=Schedule(tokens="all"))
     policy = StoredPolicy("guard", 1, "d", condition, [action], "active", True)
-    request.tracked.spec.probes.append(
-        msgspec.structs.replace(plain, name="policy:guard", actions=[action], policy=policy)
-    )
-    request.steer(
-        msgspec.structs.replace(steering(rig.vector(1e3), [1], "post_block", [late]), limit=-0.01)
-    )
+    read = msgspec.structs.replace(plain, name="policy:guard", actions=[action], policy=policy)
+    request.tracked.spec.probes.append(read)
+    edit = steering(rig.vector(1e3), [1], "post_block", [late])
+    request.steer(msgspec.structs.replace(edit, limit=-0.01))
     rig.step((request, 0, 6), new=[request])
     for position in (6, 7, 8):
         rig.step((request, position, 1))
@@ -575,7 +595,8 @@ def test_a_failed_request_reports_what_its_policies_decided_so_far(
     assert receipt.status == "error"
     (score,) = receipt.scores
     assert [(item.position, item.event) for item in score.decisions] == [(4, "trigger")]
-    assert (score.flagged, score.triggers) == (action == "flag", 1)
+    assert score.flagged == (action == "flag")
+    assert score.triggers == 1
 
 
 @pytest.mark.parametrize("dose_first", [False, True])
@@ -596,13 +617,13 @@ def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> 
     weight = np.full((1, HIDDEN), sign / HIDDEN, dtype=np.float32)
     request = probed(rig, "steer", weight=weight, threshold=sign * (first + 8), total=15)
     gate = request.tracked.spec.probes[0].name
-    request.steer(
-        msgspec.structs.replace(steering(content_hash(VECTOR), [0], "pre_attn"), gate=gate)
-    )
+    gated = msgspec.structs.replace(steering(content_hash(VECTOR), [0], "pre_attn"), gate=gate)
+    request.steer(gated)
     other = steered(2)
     other.total = request.total
     rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
-    edited, planned = {}, 0
+    edited = {}
+    planned = 0
     for position in range(6, 14):
         rig.step((request, position, 1), (other, position, 1))
         found = rig.left("pre_attn", 0) != [
@@ -610,7 +631,8 @@ def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> 
         ]
         assert found[1].all()
         edited[position] = bool(found[0].all())
-        planned += not rig.plane._banks.first.planner.repeats
+        if not rig.plane._banks.first.planner.repeats:
+            planned += 1
     # the score of the position before decides
     assert edited == {
         position: (position > 8) == (sign > 0) or position == 9 for position in edited

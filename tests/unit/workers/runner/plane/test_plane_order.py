@@ -161,7 +161,8 @@ def test_rows_are_released_before_they_are_acquired(tmp_path: Path, log: list[st
 
 
 def test_a_step_without_requests_plans_nothing(tmp_path: Path, log: list[str]) -> None:
-    assert step(Whole(tmp_path), log) == [
+    rig = Whole(tmp_path)
+    assert step(rig, log) == [
         "Adapters.account", "Banks.settle"
     ]  # fmt: skip
 

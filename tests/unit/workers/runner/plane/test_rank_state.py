@@ -57,17 +57,17 @@ def test_requests_share_the_rows_of_global_steering_which_go_with_the_last(rig: 
     rig.step(finished=[beside])
     assert rig.plane.status()["rows_used"] == 0
     receipt, _ = rig.receipts()
-    assert (receipt.status, receipt.global_version, receipt.epoch, receipt.applied) == (
-        "ok",
-        1,
-        0,
-        8,
-    )
+    assert receipt.status == "ok"
+    assert receipt.global_version == 1
+    assert receipt.epoch == 0
+    assert receipt.applied == 8
 
 
 def test_a_request_keeps_the_global_steering_that_it_began_under(rig: Rig) -> None:
-    first, second = for_everyone(1, template()), for_everyone(2, template(scale=3.0))
-    old, new = steered(1, everyone=first), steered(2, everyone=second)
+    first = for_everyone(1, template())
+    second = for_everyone(2, template(scale=3.0))
+    old = steered(1, everyone=first)
+    new = steered(2, everyone=second)
     rig.step((old, 0, 6), new=[old])
     rig.step((old, 6, 1), (new, 0, 6), new=[new])
     left = rig.left("pre_attn", 0)
@@ -95,9 +95,8 @@ def test_global_entries_precede_request_entries(rig: Rig, masked: bool) -> None:
         for n in (7.0, 8.0)
     )
     if masked:
-        theirs = msgspec.structs.replace(
-            theirs, family="replace_masked", tensors=[*theirs.tensors, ONES]
-        )
+        tensors = [*theirs.tensors, ONES]
+        theirs = msgspec.structs.replace(theirs, family="replace_masked", tensors=tensors)
     # as many as a request may have: to the ranks they are one, after a masked one as well
     own = [mine.stored([2])] * 20
     request = Request(1, 6, 8, (), own, for_everyone(1, theirs))
@@ -195,7 +194,8 @@ def test_steering_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
             rig.plane.rank_state.drop_vectors([NAME])
     assert found == edited
     receipt = rig.ended(request)
-    assert (receipt.status, receipt.applied) == ("ok", np.count_nonzero(edited))
+    assert receipt.status == "ok"
+    assert receipt.applied == np.count_nonzero(edited)
 
 
 # -- what a rank refuses
@@ -227,7 +227,8 @@ def test_a_call_that_fails_on_this_rank_says_why_and_has_changed_nothing(
     before = state(rig)
     method = f"midstream_{call}"
     rank = faulty(type("Rank", (), {method: lambda _: answer(lambda: ACTIONS[call](rig))}))()
-    rank.midstream_faults, ask = rig.faults, getattr(rank, method)
+    rank.midstream_faults = rig.faults
+    ask = getattr(rank, method)
     rig.faults.switch(call)
     assert ask() == (False, f"fault injected: {call}")
     assert state(rig) == before
@@ -290,7 +291,8 @@ def test_the_first_receipt_after_any_difference_tells_the_ranks_apart(
             act(rig)
         run(rig, steered(9, scale=0.5))
     first, second = (rig.receipts()[-1] for rig in ranks)
-    assert (first.job, second.job) == ("j9", "j9")
+    assert first.job == "j9"
+    assert second.job == "j9"
     assert first.checksum != second.checksum
 
 
@@ -312,7 +314,8 @@ def test_corrupted_device_rows_change_the_fingerprint(rig: Rig, buffer: str, pla
 
 def test_desynced_ranks_agree_after_a_reset(tmp_path: Path) -> None:
     ranks = stage(tmp_path)
-    everyone, live = for_everyone(3, template()), steered(7)
+    everyone = for_everyone(3, template())
+    live = steered(7)
     for rig in ranks:
         rig.faults.switch("alter_action:rank=1")
         rig.step((live, 0, 6), new=[live])
@@ -323,7 +326,8 @@ def test_desynced_ranks_agree_after_a_reset(tmp_path: Path) -> None:
         status = rig.plane.status()
         zero = ("rows_used", "entries_used", "vectors", "actions")
         assert [status[name] for name in zero] == [0] * len(zero)
-        assert (status["checksum"], status["epoch"]) == ("0" * 16, 1)
+        assert status["checksum"] == "0" * 16
+        assert status["epoch"] == 1
         assert not any(
             tensor.any()
             for tensor in (
@@ -338,12 +342,17 @@ def test_desynced_ranks_agree_after_a_reset(tmp_path: Path) -> None:
     assert ranks[0].plane.fingerprint() == ranks[1].plane.fingerprint()
     receipts = [rig.told() for rig in ranks]
     before, after = ([told[job] for told in receipts] for job in ("j7", "j2"))
-    assert (before[0].checksum == before[1].checksum, before[0].epoch) == (False, 0)
-    assert (after[0].checksum == after[1].checksum, after[0].epoch, after[1].epoch) == (True, 1, 1)
+    assert before[0].checksum != before[1].checksum
+    assert before[0].epoch == 0
+    assert after[0].checksum == after[1].checksum
+    assert after[0].epoch == 1
+    assert after[1].epoch == 1
 
 
 def test_requests_present_when_a_rank_restarts_fail_with_the_reason(rig: Rig) -> None:
-    live, plain, over = steered(1), capturing(2), steered(3)
+    live = steered(1)
+    plain = capturing(2)
+    over = steered(3)
     over_spec = msgspec.structs.replace(spec_of(over), worker_reports_end=True)
     rig.step((live, 0, 6), (plain, 0, 6), new=[live, plain])
     rig.plane.begin([NewRequest("3", over_spec, 0)], {}, 0)
@@ -382,7 +391,8 @@ def test_a_restarted_ranks_table_is_complete_and_free_of_former_rows(rig: Rig) -
     ]
     rig.step(finished=new)
     status = rig.plane.status()
-    assert (status["rows_used"], status["requests"]) == (0, 0)
+    assert status["rows_used"] == 0
+    assert status["requests"] == 0
     assert [receipt.status for receipt in rig.receipts()] == ["error"] * 3 + ["ok"] * 3
 
 
@@ -403,7 +413,8 @@ def test_more_rows_than_a_token_has_columns_fail_the_request(rig: Rig) -> None:
     request = Request(1, 6, 8, (), edits, everyone)
     rig.step((request, 0, 6), new=[request])
     (receipt,) = rig.receipts()
-    assert (receipt.status, receipt.message) == (
-        "error",
-        "its steering takes 17 rows of the table at one token; at most 16 are allowed",
+    assert receipt.status == "error"
+    assert (
+        receipt.message
+        == "its steering takes 17 rows of the table at one token; at most 16 are allowed"
     )

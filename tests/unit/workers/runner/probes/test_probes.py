@@ -92,7 +92,9 @@ def test_what_is_computed_again_replaces_what_was_there() -> None:
     assert told((watch, put(watch, 2, 3, 9))) == [News("r", 3, "p", [])]
     assert told((watch, put(watch, 3, 4))) == []
     (score,), checksum = watch.results(4)
-    assert (score.score, score.crossed, score.positions) == ([4.0], [None], 4)
+    assert score.score == [4.0]
+    assert score.crossed == [None]
+    assert score.positions == 4
     again = Watch("r", [probe(5.0, aggregation="max")])
     put(again, 0, 1, 2, 3, 4)
     assert again.results(4)[1] == checksum
@@ -110,7 +112,8 @@ class Noting(np.ndarray):
 
 def test_a_request_clears_no_more_rows_than_the_one_before_it_used() -> None:
     first = Watch("long", [probe(5.0, aggregation="max")])
-    table, kind = first.table, first.kind
+    table = first.table
+    kind = first.kind
     first.put(0, slice(None), np.zeros((5_000, 1), dtype=np.float32))
     del first
     short = Watch("short", [probe(5.0, aggregation="max")], kind=kind)
@@ -137,7 +140,9 @@ def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:
     """
     kinds = ("last", "max", "mean", "exponential")
     probes = [[probe(limit, name=kind, aggregation=kind) for kind in kinds] for limit in (0.6, 1.0)]
-    rng, together, alone = np.random.default_rng(5), [], []
+    rng = np.random.default_rng(5)
+    together = []
+    alone = []
     for into in (together, alone):
         shared = [ProbeGroup(each) for each in probes]
         into += [
@@ -185,7 +190,8 @@ def test_more_positions_than_there_is_room_for_at_first() -> None:
 
 def test_watches_keep_their_scores_while_others_come_grow_and_go() -> None:
     """All scores of a kind are in one table, which goes with the last watch."""
-    rng, made = random.Random(6), [probe(1e9, aggregation="max")]
+    rng = random.Random(6)
+    made = [probe(1e9, aggregation="max")]
     kind = ProbeGroup(made)
     live: list[tuple[Watch, list[float]]] = []
     for step in range(200):
@@ -254,7 +260,8 @@ def test_the_probe_that_ends_a_request_travels_apart_from_vllms_stop_reason() ->
     news.forget("r")
     # of a step that was on its way when the request ended
     news.hear([News("r", 9, "p", [Scored(9, [0.5], [0.5])])])
-    assert (news.ended_by("r"), news.tell) == ("", False)
+    assert news.ended_by("r") == ""
+    assert not news.tell
 
 
 # --- Training
@@ -274,7 +281,9 @@ def test_a_fit_is_measured_on_rows_that_it_has_not_seen() -> None:
     pytest.importorskip("sklearn")
     rows, labels = rows_of(1)
     made = midstream.probes.fit(rows, labels, held_out=0.25)
-    assert (made.labels, made.weight.shape, made.weight.dtype) == (["1"], (1, 16), np.float32)
+    assert made.labels == ["1"]
+    assert made.weight.shape == (1, 16)
+    assert made.weight.dtype == np.float32
     assert sum(made.metrics.train.values()) == 150
     assert sum(made.metrics.held_out.values()) == 50
     assert made.metrics.auroc > 0.9
@@ -294,11 +303,9 @@ def test_rows_of_a_group_are_never_on_both_sides() -> None:
     noise.
     """
     pytest.importorskip("sklearn")
-    rows, labels, groups = (
-        np.repeat(np.random.default_rng(4).normal(size=(40, 64)), 10, axis=0),
-        np.repeat(np.tile([0, 1], 20), 10),
-        np.repeat(range(40), 10),
-    )
+    rows = np.repeat(np.random.default_rng(4).normal(size=(40, 64)), 10, axis=0)
+    labels = np.repeat(np.tile([0, 1], 20), 10)
+    groups = np.repeat(range(40), 10)
     assert fit(rows, labels).metrics.auroc > 0.95
     assert fit(rows, labels, groups=groups).metrics.auroc < 0.8
 
@@ -309,7 +316,8 @@ def test_several_classes_have_a_score_each() -> None:
     labels = np.array(["a", "b", "c"])[rng.integers(0, 3, 300)]
     rows = rng.normal(size=(300, 8)) + 3 * np.eye(8)[[ord(label) - ord("a") for label in labels]]
     made = fit(rows, labels)
-    assert (made.labels, made.weight.shape) == (["a", "b", "c"], (3, 8))
+    assert made.labels == ["a", "b", "c"]
+    assert made.weight.shape == (3, 8)
     assert made.metrics.accuracy > 0.8
 
 
@@ -339,7 +347,8 @@ def test_the_positive_class_is_named_not_guessed() -> None:
         with refuses("'harmful' and 'ok'", field="positive", allowed="harmful, ok"):
             fit(rows, labels, positive=positive)
     made = fit(rows, labels, positive="Harmful")
-    assert (made.labels, [*made.metrics.train]) == (["harmful"], ["ok", "harmful"])
+    assert made.labels == ["harmful"]
+    assert [*made.metrics.train] == ["ok", "harmful"]
     assert made.scores(rows)[truth == 1].mean() > made.scores(rows)[truth == 0].mean()
     with refuses("'ok'", "positive='ok'", field="labels"):
         made.fields(["ok"])
@@ -465,11 +474,14 @@ class Reference:
     """A policy on one request, a token after the other."""
 
     def __init__(self, made: StoredPolicy, prompt_tokens: int) -> None:
-        self.policy, self.condition, schedule = made, made.condition, made.condition.schedule
+        self.policy = made
+        self.condition = made.condition
+        schedule = made.condition.schedule
         self.first = schedule.start + (prompt_tokens if schedule.tokens == "generated" else 0)
         length = None if schedule.stop is None else schedule.stop - schedule.start
         self.last = None if length is None else self.first + length
-        self.on, self.off_until = bool(made.inherited), 0
+        self.on = bool(made.inherited)
+        self.off_until = 0
         self.seen: list[float] = []
         self.states: list[bool] = []
         self.decisions: list[Decision] = []
@@ -498,7 +510,8 @@ class Reference:
         if not self.on and value >= condition.at_least and position >= self.off_until:
             self.on = True
         elif self.on and value < below and condition.latch == "none":
-            self.on, self.off_until = False, position + 1 + condition.cool_down
+            self.on = False
+            self.off_until = position + 1 + condition.cool_down
         else:
             return
         self.decisions.append(
@@ -556,11 +569,15 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
     """Of requests of several kinds together: steps of one token, chunks, steps that some sit out,
     positions that are computed again, a row beyond the last token, ends at any time.
     """
-    rng, numbers = random.Random(40), np.random.default_rng(40)
-    quiet, turns, original = [], 0, deciders.Deciders.quiet
+    rng = random.Random(40)
+    numbers = np.random.default_rng(40)
+    quiet = []
+    turns = 0
+    original = deciders.Deciders.quiet
 
     def kept(*arguments: Any) -> Any:
-        quiet.extend((result := original(*arguments))[0].tolist())
+        result = original(*arguments)
+        quiet.extend(result[0].tolist())
         return result
 
     monkeypatch.setattr(deciders.Deciders, "quiet", kept)
@@ -570,7 +587,10 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
             for width in (1, 8, 16)
         ]
         shared = [ProbeGroup(probes) for probes in kinds]
-        watches, tables, prompts, heard = [], [], [], []
+        watches = []
+        tables = []
+        prompts = []
+        heard = []
         for number in range(9):
             probes = [inheriting(probe, rng.choice(["", "", "j"])) for probe in kinds[number % 3]]
             prompts.append(rng.choice([1, 20]))
@@ -600,7 +620,8 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
             zip(watches, tables, ends, prompts, strict=True)
         ):
             scores, checksum = watch.results(end)
-            states, fields = table[:end] >= -100, []
+            states = table[:end] >= -100
+            fields = []
             for column, (probe, score) in enumerate(zip(watch.probes, scores, strict=True)):
                 if probe.policy is None:
                     continue
@@ -608,7 +629,8 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
                 for value in table[: end + 1, column].tolist():
                     reference.read(value)
                 decisions, triggers = reference.report(end)
-                assert (score.decisions, score.triggers) == (decisions, triggers)
+                assert score.decisions == decisions
+                assert score.triggers == triggers
                 assert list(states_of(watch, column)[:end]) == reference.states[:end]
                 states[:, column] = reference.states[:end]
                 fields.append(
@@ -641,7 +663,8 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_long_step_is_decided_in_a_few_calls_for_each_token(condition: dict[str, Any]) -> None:
     """Even if the policy turns at each token."""
     condition |= {"at_least": 0.0, "schedule": Schedule(tokens="all")}
-    watch, calls = watch_of(policy(**condition)), Counter[str]()
+    watch = watch_of(policy(**condition))
+    calls = Counter[str]()
     put(watch, 0, *[9, -9] * 4096)
     sys.setprofile(lambda frame, event, what: calls.update([event]))
     try:
@@ -689,7 +712,8 @@ def test_decisions_are_bounded_and_counted() -> None:
     watch = watch_of(policy())
     put(watch, 0, *[3.0, 0.0] * MAX_DECISIONS)
     (score,), _ = watch.results(2 * MAX_DECISIONS)
-    assert (len(score.decisions), score.triggers) == (MAX_DECISIONS, MAX_DECISIONS)
+    assert len(score.decisions) == MAX_DECISIONS
+    assert score.triggers == MAX_DECISIONS
 
 
 def test_a_score_that_is_not_finite_is_not_read() -> None:
@@ -705,7 +729,8 @@ def test_versions_of_a_policy_do_not_share_conditions() -> None:
     vectors: Any = SimpleNamespace(get=lambda name, shape: torch.zeros(shape))
     stacks = Stacks(vectors, 4)
     side = ProbedRows("before", {("post_block", 0): 0}, b"")
-    first, second = policy(at_least=1.0), msgspec.structs.replace(policy(at_least=2.0), digest="e")
+    first = policy(at_least=1.0)
+    second = msgspec.structs.replace(policy(at_least=2.0), digest="e")
     plans = [stacks.plan(probes_of(each), [side]) for each in (first, second, first)]
     assert [plan.kind.deciders.at_least.tolist() for plan in plans] == [[1.0], [2.0], [1.0]]
     assert plans[0] is plans[2]

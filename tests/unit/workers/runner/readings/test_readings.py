@@ -38,7 +38,10 @@ from midstream.workers.runner.readings.readings import ReadingConsumer, own_stre
 from midstream.workers.runner.readings.sae import Autoencoder, load
 from midstream.workers.runner.readings.tuned_lenses import TunedMaps
 
-LAYERS, POSITIONS, HIDDEN, VOCABULARY = [1, 3], [0, 4, 5], 6, 11
+LAYERS = [1, 3]
+POSITIONS = [0, 4, 5]
+HIDDEN = 6
+VOCABULARY = 11
 NAMED = [2, 9]
 ROWS = np.random.default_rng(0).normal(size=(2, 3, HIDDEN)).astype(np.float32)
 HEAD = torch.from_numpy(
@@ -49,7 +52,8 @@ HEAD = torch.from_numpy(
 class PlainHead:
     """Tokens `start … stop` of a head without a norm, or the tokens `only`."""
 
-    dtype, device = torch.float32, torch.device("cpu")
+    dtype = torch.float32
+    device = torch.device("cpu")
 
     def __init__(self, number: int, count: int, only: list[int] | None = None) -> None:
         step = -(-VOCABULARY // count)
@@ -115,12 +119,10 @@ def test_shards_of_a_vocabulary_join_to_the_whole(count: int) -> None:
         found.named_ranks,
         [[[(row > row[t]).sum() for t in NAMED] for row in layer] for layer in wanted],
     )
-    assert (found.layers, found.positions, found.token_ids, found.named_tokens) == (
-        LAYERS,
-        POSITIONS,
-        [7, 8, 9],
-        NAMED,
-    )
+    assert found.layers == LAYERS
+    assert found.positions == POSITIONS
+    assert found.token_ids == [7, 8, 9]
+    assert found.named_tokens == NAMED
 
 
 def test_rows_are_read_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,8 +149,10 @@ def test_rows_are_read_in_chunks_of_bounded_size(monkeypatch: pytest.MonkeyPatch
 def test_a_reading_of_missing_or_broken_rows_fails(changed: dict[str, object], words: str) -> None:
     consumer = ReadingConsumer({StoredLens: LensReader(PlainHead(0, 1))}, 1 << 20)  # type: ignore[arg-type]
     fine, broken = consumer.consume([capture(), capture(**changed)])
-    assert (fine.error, part_decoder.decode(fine.rows).layers) == ("", LAYERS)
-    assert (broken.error, broken.rows) == (words, b"")
+    assert fine.error == ""
+    assert part_decoder.decode(fine.rows).layers == LAYERS
+    assert broken.error == words
+    assert broken.rows == b""
 
 
 def test_a_reading_beyond_the_limit_or_without_reader_fails() -> None:
@@ -246,7 +250,8 @@ def test_autoencoders_encode_on_the_device_where_there_is_room(
     monkeypatch: pytest.MonkeyPatch, spare: int, on_device: bool
 ) -> None:
     """And on a stream of the writer's own."""
-    folder, log = ROOT / "standard", []
+    folder = ROOT / "standard"
+    log = []
     with reading(folder) as (content, _):
         digest = content.digest
     free = load(folder, digest).bytes + features._ROOM_BYTES + spare
@@ -269,7 +274,8 @@ def test_autoencoders_encode_on_the_device_where_there_is_room(
     reader = features.FeatureReader([("post_block", 1)], torch.device("cuda"))
     reader.put(digest, "post_block", 1, str(folder))
     named = StoredSae(name="s", digest=digest, path="s", hook="post_block", layer=1, bytes=1)
-    sae = reader.prepare(asked := StoredFeatures(sae=named, top_k=2))
+    asked = StoredFeatures(sae=named, top_k=2)
+    sae = reader.prepare(asked)
     assert sae is not None
     width = sae.form.d_in
     rows = np.ones((len(POSITIONS), width), dtype=np.float32)
@@ -283,7 +289,8 @@ def test_autoencoders_encode_on_the_device_where_there_is_room(
         ),
         0,
     )
-    assert log == ["to the device", "loaded"] * on_device + ["own stream", "encode"]
+    loading = ["to the device", "loaded"] if on_device else []
+    assert log == [*loading, "own stream", "encode"]
 
 
 #: What a part has apart from its positions, at most.
@@ -314,10 +321,13 @@ def encoded(wanted: StoredFeatures, rows: np.ndarray, layer: int = 1) -> Feature
 def test_a_part_has_the_bytes_that_admission_counts(top_k: int) -> None:
     wanted = of_words(top_k)
     rows = np.random.default_rng(2).standard_normal((500, D_IN)).astype(np.float32)
-    part, counted = encoded(wanted, rows), wanted.size(len(rows), 1)
+    part = encoded(wanted, rows)
+    counted = wanted.size(len(rows), 1)
     assert counted * 0.98 < len(to_msgpack(part)) <= counted + HEADER
     joined = FeaturesPart.joined(3, [part])
-    assert (joined.sae, joined.positions[0], len(joined.features)) == ("words", FIRST, len(rows))
+    assert joined.sae == "words"
+    assert joined.positions[0] == FIRST
+    assert len(joined.features) == len(rows)
     wide = load(ROOT / "jumprelu", wanted.sae.digest).encode(torch.from_numpy(rows)).numpy()
     for row, found, values in zip(wide, joined.features, joined.activations, strict=True):
         assert len(found) == min(top_k, int((row > 0).sum()))
@@ -353,7 +363,8 @@ def loaded(name: str) -> Autoencoder:
 def test_activations_and_reconstructions_equal_those_of_sae_lens(
     name: str, theirs: Mapping[str, np.ndarray]
 ) -> None:
-    autoencoder, rows = loaded(name), torch.tensor(theirs["rows"])
+    autoencoder = loaded(name)
+    rows = torch.tensor(theirs["rows"])
     activations = autoencoder.encode(rows)
     np.testing.assert_allclose(activations, theirs[f"{name}.activations"], **TOLERANCE)
     scaled = sae.NORMALISATIONS[autoencoder.form.normalize_activations](rows)
@@ -369,7 +380,9 @@ def test_the_top_features_are_the_largest_activations_in_any_chunks(
     name: str, theirs: Mapping[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sae, "CHUNK_BYTES", 2 * 4 * 32)
-    rows, wanted, k = theirs["rows"], theirs[f"{name}.activations"], 7
+    rows = theirs["rows"]
+    wanted = theirs[f"{name}.activations"]
+    k = 7
     found = loaded(name).top(torch.tensor(rows), k)
     assert found.indices.shape == found.activations.shape == (len(rows), k)
     assert found.active.tolist() == (wanted > 0).sum(1).tolist()

@@ -39,7 +39,8 @@ from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
 from midstream.workers.runner.rows.banks import RowStore
 from midstream.workers.runner.rows.overload import Overload
 
-ROW_BYTES, PAGE = HIDDEN * 4, os.sysconf("SC_PAGESIZE")
+ROW_BYTES = HIDDEN * 4
+PAGE = os.sysconf("SC_PAGESIZE")
 
 
 def request_of(number: int = 0, prompt: int = 6, total: int = 8, **options) -> Request:
@@ -79,12 +80,14 @@ def test_rows_are_stored_in_the_dtype_that_was_asked_for(stored: str, numpy_dtyp
 
 def test_a_copy_that_lands_late_does_not_reach_the_next_rows() -> None:
     """A request is cancelled right after a step, while its rows are on their way."""
-    arena, landed = Arena(0), list[bool]()
+    arena = Arena(0)
+    landed = list[bool]()
     start, memory = arena.take(100, 1)
     arena.landing = SimpleNamespace(done=lambda: landed)  # type: ignore[assignment]
     del memory
     arena.landing = SimpleNamespace(done=lambda: False)  # type: ignore[assignment]  # of others
-    assert arena.take(100, 1)[0] >= start + 100
+    other = arena.take(100, 1)
+    assert other[0] >= start + 100
     landed.append(True)
     assert arena.take(100, 1)[0] == start, "once they have landed, the memory is free"
 
@@ -93,8 +96,10 @@ def test_rows_of_an_ended_request_are_read_once_they_have_landed() -> None:
     rank = Rank()
     request = rank.admit(request_of(prompt=1, total=2))
     rank.step((request, 0, 1))
-    recording, found = request.tracked.recordings[0], list[np.ndarray]()
-    (block,), recording.landing = recording.held, 7
+    recording = request.tracked.recordings[0]
+    found = list[np.ndarray]()
+    (block,) = recording.held
+    recording.landing = 7
     writer = threading.Thread(
         target=lambda: found.append(rows_of(rank.finish(request), "post_block", 1))
     )
@@ -133,13 +138,16 @@ def test_memory_is_not_lent_again_while_a_view_of_it_is_left(take: Any) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_lent_ranges_never_overlap_and_fit_wherever_there_is_room(seed: int) -> None:
-    rng, end = np.random.default_rng(seed), VOID + (1 << 16)
-    arena, lent = Arena(end, room=end - VOID), dict[int, np.ndarray]()
+    rng = np.random.default_rng(seed)
+    end = VOID + (1 << 16)
+    arena = Arena(end, room=end - VOID)
+    lent = dict[int, np.ndarray]()
     for turn in range(500):
         if lent and rng.random() < 0.45:
             assert len(np.unique(lent.pop(sorted(lent)[rng.integers(len(lent))]))) == 1
             continue
-        size, align = int(rng.integers(1, 9000)), int(rng.choice([1, 20, 768, 4096]))
+        size = int(rng.integers(1, 9000))
+        align = int(rng.choice([1, 20, 768, 4096]))
         stops = [VOID, *(start + len(lent[start]) for start in sorted(lent))]
         gaps = [b - a for a, b in zip(stops, [*sorted(lent), end], strict=True)]
         if max(gaps) < size:
@@ -157,7 +165,8 @@ def test_lent_ranges_never_overlap_and_fit_wherever_there_is_room(seed: int) -> 
 
 def test_a_place_among_many_gaps_takes_as_many_lines_of_python_as_in_one() -> None:
     """All requests share the thread that this runs on."""
-    whole, gaps = FreeRanges(0, 100_000), FreeRanges(0, 100_000)
+    whole = FreeRanges(0, 100_000)
+    gaps = FreeRanges(0, 100_000)
     taken = [gaps.take(20) or 0 for _ in range(5_000)]
     for first in taken[::2]:
         gaps.give(first, first + 20)
@@ -207,8 +216,11 @@ def cuda(monkeypatch: pytest.MonkeyPatch, answer: int) -> Mock:
 def test_pages_are_locked_once_and_come_first_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     register = cuda(monkeypatch, 0)
     arena = Arena(0, locked=(3 << 20) + 1, room=1 << 20)
-    first, second = arena.take(2 << 20, 1), arena.take(1 << 20, 1)
-    assert (first[0], second[0], arena.locked) == (VOID, arena.locked, (3 << 20) + PAGE)
+    first = arena.take(2 << 20, 1)
+    second = arena.take(1 << 20, 1)
+    assert first[0] == VOID
+    assert second[0] == arena.locked
+    assert arena.locked == (3 << 20) + PAGE
     second[1][:] = 7
     del first, second
     assert resident(arena, 0, arena.locked).all()
@@ -233,7 +245,9 @@ def test_a_thread_gives_pages_back_before_they_are_lent_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever returned them, such as the model's thread, does not wait for the system."""
-    arena, go, given = Arena(16 * PAGE), threading.Event(), list[tuple[str, int, int]]()
+    arena = Arena(16 * PAGE)
+    go = threading.Event()
+    given = list[tuple[str, int, int]]()
     advise = arena.memory.advise
 
     def slowly(start: int, stop: int, advice: int) -> None:
@@ -254,7 +268,8 @@ def test_a_thread_gives_pages_back_before_they_are_lent_again(
 def test_a_full_arena_waits_for_pages_that_are_being_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arena, taking = Arena(VOID, room=16 * PAGE), threading.Event()
+    arena = Arena(VOID, room=16 * PAGE)
+    taking = threading.Event()
     advise = arena.memory.advise
 
     def late(*arguments: int) -> None:
@@ -273,7 +288,8 @@ def test_an_arenas_thread_ends_with_it() -> None:
         return sum(thread.name == "midstream-arena" for thread in threading.enumerate())
 
     gc.collect()
-    before, arena = threads(), Arena(0)
+    before = threads()
+    arena = Arena(0)
     assert threads() > 0
     del arena
     gc.collect()
@@ -304,9 +320,12 @@ def test_helper_threads_use_the_device_of_their_rank(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_helper_threads_stay_off_the_cores_that_model_threads_are_bound_to() -> None:
-    cores, before = os.sched_getaffinity(0), os.sched_getaffinity(0)
-    first, found = min(cores), list[set[int]]()
-    ready, done = threading.Event(), threading.Event()
+    cores = os.sched_getaffinity(0)
+    before = os.sched_getaffinity(0)
+    first = min(cores)
+    found = list[set[int]]()
+    ready = threading.Event()
+    done = threading.Event()
     model = threading.Thread(
         target=lambda: (os.sched_setaffinity(0, {first}), ready.set(), done.wait(30))
     )
@@ -363,7 +382,8 @@ def test_a_request_holds_its_rows_and_at_most_a_block_more(total: int, end: int)
     rank = Rank()
     request = rank.admit(request_of(total=total))
     recording = request.tracked.recordings[0]
-    recording.span, recording.end = 16, end
+    recording.span = 16
+    recording.end = end
     rank.step((request, 0, 6))
     for at in range(6, end):
         rank.step((request, at, 1))
@@ -399,8 +419,9 @@ def test_a_capture_without_a_place_fails_alone(
     late.tracked.recordings[0].block = 3
     rank.step((early, 0, 3))
     rest = None if disk else without(rank.arena, taken(2, 6) - 1)
-    rank.backlog.send(101 * disk)
-    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=OSError("the disk is full")))
+    rank.backlog.send(101 if disk else 0)
+    full = OSError("the disk is full")
+    monkeypatch.setattr(os, "posix_fallocate", Mock(side_effect=full))
     rank.step((early, 3, 3), (late, 0, 6))
     del rest
     monkeypatch.undo()
@@ -409,8 +430,10 @@ def test_a_capture_without_a_place_fails_alone(
         assert_whole(rank, whole)
     with pytest.raises(RuntimeError, match="disk is full" if disk else "no room for"):
         rank.finish(late)
-    free, spilled = rank.arena._disk, disk * taken(2, 6)
-    assert (late.tracked.recordings[0].nbytes, rank.arena.spilled) == (0, spilled)
+    free = rank.arena._disk
+    spilled = taken(2, 6) if disk else 0
+    assert late.tracked.recordings[0].nbytes == 0
+    assert rank.arena.spilled == spilled
     assert not rank.arena.bytes[ROW_BYTES:VOID].any()
     assert sum(size for size, _ in free._sizes) == free.stop - free.start - spilled
 
@@ -419,7 +442,8 @@ def test_a_capture_without_a_place_fails_alone(
 def test_a_capture_without_a_place_takes_no_rows_from_one_that_names_them_too(
     failing: int,
 ) -> None:
-    rank, captures = Rank(), [capture(post_block=[1])] * 2
+    rank = Rank()
+    captures = [capture(post_block=[1])] * 2
     captures[failing] = capture(post_block=[0, 1])
     request = rank.admit(Request(1, 6, 7, captures))
     _rest = without(rank.arena, taken(1, 6) + ROW_BYTES)
@@ -435,12 +459,15 @@ def test_a_capture_without_a_place_takes_no_rows_from_one_that_names_them_too(
 def test_kept_rows_do_not_change_when_their_positions_are_computed_again() -> None:
     """A later request is served them as they were when their block was kept, without a copy."""
     rank = Rank()
-    request, later = rank.admit(request_of()), rank.admit(request_of(1))
-    recording, store = request.tracked.recordings[0], RowStore(rank.arena)
+    request = rank.admit(request_of())
+    later = rank.admit(request_of(1))
+    recording = request.tracked.recordings[0]
+    store = RowStore(rank.arena)
     recording.block = 4
     rank.step((request, 0, 6))
     store.keep(7, recording, 0, 4)
-    assert (store.held, rank.arena.used) == (8 * ROW_BYTES, taken(2, 4, 2))
+    assert store.held == 8 * ROW_BYTES
+    assert rank.arena.used == taken(2, 4, 2)
     request.number = 9
     rank.step((request, 2, 4))
     rank.step((request, 6, 1))
@@ -459,7 +486,8 @@ def test_kept_rows_do_not_change_when_their_positions_are_computed_again() -> No
 def test_captures_fail_once_the_writers_have_freed_nothing_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    now, backlog = [0.0], Backlog()
+    now = [0.0]
+    backlog = Backlog()
     monkeypatch.setattr(overload.time, "monotonic", lambda: now[0])
     stuck, *others = (Overload(policy, 100, backlog) for policy in ("block", "spill", "drop"))
     steps = [  # (seconds later, sent, freed, room, behind)
@@ -482,7 +510,8 @@ def test_captures_fail_once_the_writers_have_freed_nothing_for_a_while(
             else nullcontext()
         ):
             stuck.check()
-        assert (stuck.room, stuck.behind) == (room, behind)
+        assert stuck.room == room
+        assert stuck.behind == behind
         assert {(each.room, each.behind) for each in others} == {(sys.maxsize, False)}
 
 
@@ -493,7 +522,8 @@ def test_spilled_rows_take_no_memory_and_come_back_whole(tmp_path: Path) -> None
     rank.step((request, 0, 6))
     rank.step((request, 6, 1))
     assert_whole(rank, request)
-    assert (rank.arena.used, rank.arena.spilled) == (0, taken(2, 6, 64))
+    assert rank.arena.used == 0
+    assert rank.arena.spilled == taken(2, 6, 64)
     # the file has no name: nothing is left when the process ends
     assert os.listdir(tmp_path / "spill") == []
     lent = rank.arena.take(64 * PAGE, 1, spill=True)
@@ -582,7 +612,8 @@ def test_the_oldest_rows_go_first_and_the_ranks_are_told() -> None:
     second = index.keep("r", spec, HASHES, 4, 8)
     index.serve("s", spec, HASHES, 4)  # the first block was used since
     third = index.keep("r", spec, HASHES, 8, 12)
-    assert (index.dropped(), index.dropped()) == ([second[0].number], [])
+    assert index.dropped() == [second[0].number]
+    assert index.dropped() == []
     assert index.reach(spec, HASHES) == 4
     assert index.serve("s", spec, HASHES, 4)[0].number == first[0].number
     index.clear()
@@ -592,8 +623,10 @@ def test_the_oldest_rows_go_first_and_the_ranks_are_told() -> None:
 
 def test_a_prompt_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its reach is asked for in every step: also while other prompts' rows come and go."""
-    index, spec = RowIndex(8 * BLOCK * ROW, ROW, BLOCK), spec_of(capture("all_prompt"))
-    find, found = index._find, list[bytes]()
+    index = RowIndex(8 * BLOCK * ROW, ROW, BLOCK)
+    spec = spec_of(capture("all_prompt"))
+    find = index._find
+    found = list[bytes]()
     monkeypatch.setattr(index, "_find", lambda key, *of: found.append(key) or find(key, *of))
     index.keep("r", spec, HASHES, 0, 8)
     found.clear()
@@ -612,12 +645,15 @@ def test_a_prompt_that_waits_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_reach_of_a_prompt_that_waits_is_that_of_one_that_arrives(seed: int) -> None:
-    rng, index = np.random.default_rng(seed), RowIndex(5 * BLOCK * ROW, ROW, BLOCK)
+    rng = np.random.default_rng(seed)
+    index = RowIndex(5 * BLOCK * ROW, ROW, BLOCK)
     kinds = [capture("all_prompt"), capture("all_prompt", post_block=[0]), capture([1, 6])]
     prompts = [HASHES, [b"a", b"b", b"x", b"y"]]
-    waiting, hashes = spec_of(*kinds[:2]), prompts[0]
+    waiting = spec_of(*kinds[:2])
+    hashes = prompts[0]
     for turn in range(200):
-        spec, named = spec_of(kinds[rng.integers(3)]), prompts[rng.integers(2)]
+        spec = spec_of(kinds[rng.integers(3)])
+        named = prompts[rng.integers(2)]
         first = BLOCK * int(rng.integers(3))
         if rng.random() < 0.7:
             index.keep("r", spec, named, first, first + BLOCK)
@@ -655,7 +691,8 @@ def test_ports_are_made_once_per_request_and_decode_steps_cost_no_work(
         row_index, "_ports", lambda capture, tensor_parallel: made.append(capture) or frozenset()
     )
     monkeypatch.setattr(StoredCapture, "select", lambda *window: made.append(window) or range(0))
-    index, spec = RowIndex(1 << 20, ROW, BLOCK), spec_of(capture("all"))
+    index = RowIndex(1 << 20, ROW, BLOCK)
+    spec = spec_of(capture("all"))
     for start in range(14, 40):
         assert index.keep("r", spec, HASHES * 3, start, start + 1) == []
     assert len(made) == 1
@@ -673,7 +710,8 @@ def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
     """
     rng = np.random.default_rng(seed)
     rank = Rank()
-    store, index = RowStore(rank.arena), RowIndex(40 * ROW_BYTES, ROW_BYTES, BLOCK)
+    store = RowStore(rank.arena)
+    index = RowIndex(40 * ROW_BYTES, ROW_BYTES, BLOCK)
     reused = 0
     for turn in range(30):
         prompt = int(rng.integers(5, 17))
@@ -686,11 +724,9 @@ def test_captures_served_by_kept_rows_equal_computed_ones(seed: int) -> None:
             "all" if rng.random() < 0.6 else sorted({int(p) for p in rng.integers(0, prompt, 3)})
         )
         request = rank.admit(Request(0, prompt, prompt + 2, [capture(positions, **sites)]))
-        spec, hashes, recording = (
-            RequestCaptures(request.tracked.spec),
-            HASHES[: prompt // BLOCK],
-            request.tracked.recordings[0],
-        )
+        spec = RequestCaptures(request.tracked.spec)
+        hashes = HASHES[: prompt // BLOCK]
+        recording = request.tracked.recordings[0]
         recording.block = BLOCK
         cached = min(index.reach(spec, hashes), prompt - 1) // BLOCK * BLOCK
         for block in index.serve(str(turn), spec, hashes, cached):
@@ -722,7 +758,8 @@ def test_evicted_rows_are_a_typed_error() -> None:
 
 def test_a_long_prompts_reused_rows_are_found_in_linear_time() -> None:
     """A writer thread that tenants share does this; a copy of the rest for each block took 4 s."""
-    blocks, recorded = range(0, 1 << 17, 16), Recorded(np.zeros(0), [], [], [], set(), set())
+    blocks = range(0, 1 << 17, 16)
+    recorded = Recorded(np.zeros(0), [], [], [], set(), set())
     recorded._reused = [Extent(None, 0, at, 16) for at in blocks]  # type: ignore[arg-type]
     began = time.process_time()
     assert len(recorded.fill(set(range(1 << 17)))[0]) == len(blocks)
@@ -731,7 +768,8 @@ def test_a_long_prompts_reused_rows_are_found_in_linear_time() -> None:
 
 def test_a_run_that_crosses_the_prompts_last_block_has_all_its_places() -> None:
     """A preempted request is computed again: a block, the prompt's last part, a generated one."""
-    rank, number = Rank(), 20
+    rank = Rank()
+    number = 20
     request = rank.admit(Request(0, number, 32, [capture()]))
     request.tracked.recordings[0].block = 16
     for first, count in ((0, 15), (15, 16)):
@@ -742,7 +780,8 @@ def test_a_run_that_crosses_the_prompts_last_block_has_all_its_places() -> None:
 def test_a_requests_own_kept_rows_are_not_reused_ones() -> None:
     rank = Rank()
     request = rank.admit(request_of())
-    recording, store = request.tracked.recordings[0], RowStore(rank.arena)
+    recording = request.tracked.recordings[0]
+    store = RowStore(rank.arena)
     recording.block = 4
     rank.step((request, 0, 6))
     store.keep(7, recording, 0, 4)

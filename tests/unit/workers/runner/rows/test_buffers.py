@@ -26,7 +26,8 @@ from midstream.workers.runner.rows.buffers import Staging, _Halves
 sys.path.append(str(Path(__file__).parents[3] / "ordering"))
 from late_device import KIND, Device, DeviceTensor, Stream
 
-WIDTH, RING_ROWS = 4, 1 << 17
+WIDTH = 4
+RING_ROWS = 1 << 17
 ROW_BYTES = WIDTH * 4
 #: The first row behind those that nobody needs.
 FIRST = VOID // ROW_BYTES
@@ -72,7 +73,8 @@ def rig(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 def blocks(tokens: int, ports: int) -> np.ndarray:
     """Places of a prompt in blocks of 16 tokens, each of which has its rows by port."""
-    token, port = np.arange(tokens), np.arange(ports)[:, None]
+    token = np.arange(tokens)
+    port = np.arange(ports)[:, None]
     return (FIRST + (token // 16 * ports + port) * 16 + token % 16).reshape(-1)
 
 
@@ -89,7 +91,8 @@ def test_a_prompt_leaves_by_as_much_work_as_a_single_row(rig: Rig, ports: int) -
 
 @pytest.mark.parametrize("rig", [VOID], indirect=True)
 def test_no_step_waits_for_its_own_forward_although_its_memory_is_not_locked(rig: Rig) -> None:
-    first, second = blocks(2048, 1), blocks(2048, 2)[2048:]
+    first = blocks(2048, 1)
+    second = blocks(2048, 2)[2048:]
     one = rig.step(first, 1)
     assert rig.device.first.done < rig.device.first.issued, "the forward has not begun"
     two = rig.step(second, 2)
@@ -165,7 +168,8 @@ def test_slots_are_uploaded_for_the_tokens_of_the_step_alone(
 
     monkeypatch.setattr(buffers, "locked_copy", noted)
     plan = np.zeros(tuple(of_bank.plan.shape), dtype=np.int64)
-    bytes_of, held = list[int](), of_bank.capture_slots
+    bytes_of = list[int]()
+    held = of_bank.capture_slots
     for tokens in (capacity, 5, 5):
         wanted = np.full((2, capacity), -1)
         staging.set_slots([np.arange(pattern, tokens) for pattern in range(2)])

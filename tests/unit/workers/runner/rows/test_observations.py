@@ -33,7 +33,8 @@ def skip(
     """The op of one site is not called in these forwards: as where a model no longer calls the
     wrapped module.
     """
-    forward, number = rig._rank.forward, iter(range(1000))
+    forward = rig._rank.forward
+    number = iter(range(1000))
 
     def without(*windows: Any) -> None:
         if next(number) in steps:
@@ -52,7 +53,8 @@ def test_a_skipped_edit_fails_its_request_alone(rig: Rig, monkeypatch: pytest.Mo
     run(rig, steered(1), other, capturing(3))
     run(rig, steered(4))  # nothing was set back, and the steps of this one are not blamed
     told = rig.told()
-    assert (told["j1"].status, told["j1"].kind) == ("error", "intervention_failed")
+    assert told["j1"].status == "error"
+    assert told["j1"].kind == "intervention_failed"
     assert (
         told["j1"].message == "step 1, edits at pre_attn of layer 0: 6 planned, 0 counted (rank 0)"
     )
@@ -66,7 +68,8 @@ def test_a_skipped_capture_leaves_no_file(
     skip(monkeypatch, rig, "post_block", 1, steps=[1])
     run(rig, capturing(1, at=at), steered(2))
     told = rig.told()
-    assert (told["j1"].kind, told["j1"].files) == ("capture_failed", [])
+    assert told["j1"].kind == "capture_failed"
+    assert told["j1"].files == []
     assert (
         f"rows captured {at} edits at post_block of layer 1: 1 planned, 0 counted"
         in told["j1"].message
@@ -103,7 +106,9 @@ def test_rows_of_a_miscounted_step_are_kept_for_no_other_request(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     skip(monkeypatch, rig, "post_block", 0, steps=[1])
-    first, second, third = capturing(1), capturing(2), capturing(3)
+    first = capturing(1)
+    second = capturing(2)
+    third = capturing(3)
     rig.step((first, 0, 6), new=[first], keeping=Keeping(keep=[KeptBlock("1", 0, 0, 4, 7)]))
     rig.step(
         (second, 4, 2), new=[second], cached=4, keeping=Keeping(serve=[KeptBlock("2", 0, 0, 4, 7)])
@@ -147,7 +152,8 @@ def test_counts_that_arrive_late_are_read_before_the_receipt(
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: side)
     skip(monkeypatch, rig, "post_block", 1)
-    request, other = capturing(1), steered(2)
+    request = capturing(1)
+    other = steered(2)
     rig.step((request, 0, 6), (other, 0, 6), new=[request, other])
     assert not rig.plane._tracked["1"].reported, "nothing waited for the device"
     rig.step(finished=[request, other])
@@ -222,13 +228,15 @@ def test_what_earlier_steps_left_is_read_for_no_later_request(rig: Rig) -> None:
     run(rig, clamping(rig, 2, 1.0, [3]))
     assert rig.told()["j1"].kind == "intervention_failed"
     later = rig.told()["j2"]
-    assert (later.status, [size.rows for size in later.sizes]) == ("ok", [1])
+    assert later.status == "ok"
+    assert [size.rows for size in later.sizes] == [1]
 
 
 def test_work_of_a_step_that_could_not_be_observed_is_blamed_on_no_later_one(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first, later = steered(1), steered(2)
+    first = steered(1)
+    later = steered(2)
     with monkeypatch.context() as failing:
         failing.setattr(finite_check, "_flat", lambda parts: parts["nothing"])
         rig.step((first, 0, 6), new=[first])
@@ -242,7 +250,8 @@ def test_rows_of_the_unedited_model_are_counted_and_fail_no_request(
 ) -> None:
     spoil(monkeypatch, 1, 4)
     # of the second, position 1 precedes every edit
-    plain, later = capturing(1), clamping(rig, 2, 1.0, PositionWindow(3))
+    plain = capturing(1)
+    later = clamping(rig, 2, 1.0, PositionWindow(3))
     rig.step(
         (plain, 0, 6), (later, 0, 6), new=[plain, later], hidden=[0, np.nan, 0, 0, np.nan, 0] * 2
     )
@@ -298,12 +307,13 @@ def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
     """A step that was under way when the request ended has computed a row of its last token, which
     was never to be fed back.
     """
-    request, event = capturing(1), LateEvent(blocking=True)
+    request = capturing(1)
+    event = LateEvent(blocking=True)
     rig.step((request, 0, 6), new=[request])
     for position in range(6, last + 1):
         rig.step((request, position, 1))
     view = view_of(("1", last, 1))
-    finding = _Finding(9, view, None, NONE, torch.empty(0), {}, event)  # type: ignore[arg-type]
+    finding = _Finding(9, view, None, NONE, torch.empty(0), {}, event=event)  # type: ignore[arg-type]
     rig.plane._banks.first.finite.pending.append(finding)
     rig.plane.begin([], {"1": Finish(list(range(1000, 1008)), False)}, 0)
     assert event.landed == waits
@@ -349,7 +359,9 @@ def test_the_median_and_the_largest_are_those_of_the_rows(number: int) -> None:
     for position, value in enumerate(values):
         add(sizes, position, 2, step([value]))
     (found,) = counted(sizes, number).report(0)
-    assert (found.hook, found.layer, found.rows) == ("post_block", 2, number)
+    assert found.hook == "post_block"
+    assert found.layer == 2
+    assert found.rows == number
     assert found.largest == values.max()
     assert found.median == np.median(values.astype(np.float64))
 
@@ -398,7 +410,8 @@ def test_an_unedited_row_replaces_the_size_that_a_draft_had_there() -> None:
     add(sizes, 0, 0, step([1, 2, -3]))  # two drafts
     add(sizes, 1, 0, step([NAN, NAN]))
     (found,) = counted(sizes, 3).report(0)
-    assert (found.rows, found.largest) == (1, 1.0)
+    assert found.rows == 1
+    assert found.largest == 1.0
     assert not sizes.too_large
 
 
@@ -422,7 +435,9 @@ def test_edits_beyond_a_limit_cost_as_many_lines_of_python_as_one() -> None:
 
 
 def test_equal_sizes_have_equal_checksums_however_they_are_computed() -> None:
-    whole, parts, other = one(), one(), one()
+    whole = one()
+    parts = one()
+    other = one()
     add(whole, 0, 0, step([1, 2, 3]))
     for number in range(3):
         add(parts, number, 0, step([number + 1.0]))
@@ -442,7 +457,8 @@ def test_requests_of_one_step_have_the_sizes_that_each_has_alone() -> None:
     for _ in range(400):
         while len(live) < 5:
             live.append((together_in.begin(), one(), 0))
-        members, windows = [], []
+        members = []
+        windows = []
         first = int(draws.integers(len(SITES)))
         for index in np.flatnonzero(draws.random(len(live)) < 0.7).tolist():
             together, alone, position = live[index]

@@ -59,7 +59,8 @@ def test_captures_chunks_batches_and_repeats_give_every_row_its_own_place(
                 for hook in HOOKS
                 if rng.random() < 0.5
             }
-            start, length = int(rng.integers(0, prompt)), int(rng.integers(1, 9))
+            start = int(rng.integers(0, prompt))
+            length = int(rng.integers(1, 9))
             written = [
                 sorted({int(p) for p in rng.integers(0, prompt, 3)}),
                 PositionWindow(start=start),
@@ -67,14 +68,16 @@ def test_captures_chunks_batches_and_repeats_give_every_row_its_own_place(
             ]
             choices = ["all", "all_prompt", "all_generated", "last_prompt", *written]
             chosen = choices[rng.integers(len(choices))]
-            at, every_n = str(rng.choice(["before", "after"])), int(rng.integers(1, 4))
+            at = str(rng.choice(["before", "after"]))
+            every_n = int(rng.integers(1, 4))
             captures.append(capture(chosen, at, every_n, **(sites or {"post_block": [1]})))
         requests.append(
             rank.admit(Request(number, prompt, prompt + int(rng.integers(2, 9)), captures))
         )
     done = dict.fromkeys(range(12), 0)
     while active := [r for r in requests if done[r.number] < r.total - 1]:
-        windows, room = [], 40
+        windows = []
+        room = 40
         for request in rng.permutation(np.array(active, dtype=object))[: rng.integers(1, 6)]:
             if rng.random() < 0.1:
                 done[request.number] = 0  # preempted: everything is computed again
@@ -169,7 +172,8 @@ def test_rows_that_may_touch_one_token_have_places_of_their_own_in_their_order(
 def test_after_a_drain_that_fails_nothing_is_steered_or_recorded() -> None:
     rank = Rank()
     edit = steering(rank.vector(np.ones(HIDDEN)), [0])
-    rank.plan((rank.admit(Request(0, 3, 4, [capture(post_block=[0])], [edit])), 0, 3))
+    request = rank.admit(Request(0, 3, 4, [capture(post_block=[0])], [edit]))
+    rank.plan((request, 0, 3))
     assert rank.buffers.plan.any()
     rank.planner._places.drain = None  # type: ignore[method-assign]
     with pytest.raises(TypeError):
@@ -212,7 +216,8 @@ def _calls(rank: Rank, windows: list[tuple[Request, int, int]], *, repeated: boo
 
     def count(_frame: object, event: str, _argument: object) -> None:
         nonlocal counted
-        counted += event in ("call", "c_call")
+        if event in ("call", "c_call"):
+            counted += 1
 
     gc.disable()  # finalisers of what earlier tests left would be counted
     sys.setprofile(count)
@@ -256,7 +261,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def elsewhere_of(of_bank: Buffers) -> Staging:
     """Buffers as on an accelerator, but for the ring."""
     staging = Staging(of_bank, BankRows(Arena(0), HIDDEN, torch.float32))
-    staging._on_cpu, staging._token_rows = False, np.zeros_like(staging._token_rows)
+    staging._on_cpu = False
+    staging._token_rows = np.zeros_like(staging._token_rows)
     return staging
 
 
@@ -321,12 +327,14 @@ def test_a_step_reads_no_columns_that_only_an_ended_request_needed() -> None:
 def test_only_rows_of_tokens_with_current_or_former_edits_go_to_an_accelerator(
     sent: list[int],
 ) -> None:
-    made, rng = make_buffers(2, capacity=64), np.random.default_rng(0)
+    made = make_buffers(2, capacity=64)
+    rng = np.random.default_rng(0)
     staging = elsewhere_of(made)
     plan = np.zeros(tuple(made.plan.shape), dtype=np.int32)
     for _ in range(50):
         wanted = np.zeros((64, made.token_rows.shape[1]), dtype=np.int32)
-        tokens, depth = rng.integers(0, 65), rng.integers(1, 4)
+        tokens = rng.integers(0, 65)
+        depth = rng.integers(1, 4)
         wanted[:tokens, :depth] = rng.integers(0, 3, size=(tokens, depth))
         staging.set_rows(wanted[:tokens, :depth])
         staging.commit(plan, [])
@@ -401,9 +409,12 @@ def decoding(*, elsewhere: bool) -> tuple[Rank, list[Request]]:
 
 def planned(rank: Rank) -> tuple:
     """All that a forward and its checks read."""
-    planner, of_bank, due = rank.planner, rank.buffers, rank.planner.due
+    planner = rank.planner
+    of_bank = rank.buffers
+    due = rank.planner.due
     slots = [int(row) for row in of_bank.plan[:, [BEFORE.PATTERN, AFTER.PATTERN]].flatten()]
-    on_cpu, places = planner._staging._on_cpu, planner._places
+    on_cpu = planner._staging._on_cpu
+    places = planner._places
     listed = sum(map(len, [planner._edited_tokens, *(places.layout.tokens if places else [])]))
     return (
         of_bank.plan.tolist(),
@@ -433,7 +444,8 @@ def test_a_repeated_step_is_planned_as_a_new_one_would_be(elsewhere: bool, sent:
 
     def step(position: int, count: int = 1, *, numbers: Sequence[int] = range(4)) -> bool:
         """Whether the first rank repeats its last plan; the second one forgets its own."""
-        found, answers = [], []  # whether each rank repeats its last plan
+        found = []
+        answers = []  # whether each rank repeats its last plan
         for twin, asked in twins:
             windows = [(asked[number], position, count) for number in numbers]
             answers.append(twin.plan(*windows, again=twin is rank))

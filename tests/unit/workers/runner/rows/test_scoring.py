@@ -21,7 +21,8 @@ from midstream.workers.runner.plane.probe_scores import _CHUNK, Scorer
 from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
 from midstream.workers.runner.rows.capture import Ports, Recording, reused_rows
 
-HIDDEN, LAYERS = 16, 3
+HIDDEN = 16
+LAYERS = 3
 PORTS = Ports(
     [RankSite("post_block", layer, "single") for layer in range(LAYERS)], HIDDEN, "float32"
 )
@@ -47,9 +48,9 @@ class Weights:
             labels=[str(n) for n in range(k)],
             thresholds=[None] * k,
         )
-        self.layer, self.probe = (
-            layer,
-            StoredProbe(name=name, digest=content.digest, content=content, actions=[action]),
+        self.layer = layer
+        self.probe = StoredProbe(
+            name=name, digest=content.digest, content=content, actions=[action]
         )
 
 
@@ -69,7 +70,8 @@ def recorded(
             size=(len(block.ports), part, HIDDEN)
         )
         yield extent
-        first, count = first + part, count - part
+        first += part
+        count -= part
 
 
 def test_scores_of_a_step_equal_numpy() -> None:
@@ -87,7 +89,11 @@ def test_scores_of_a_step_equal_numpy() -> None:
     memory = BankRows(Arena(0), HIDDEN, torch.float32)
     kept = RecordedBlock(memory, np.arange(2 * LAYERS).tobytes(), range(5), range(5))
     kept.rows[:] = rng.normal(size=kept.rows.shape)
-    counts, recordings, watches, items, wanted = [1, 4, 1, 1, 3, 1], [], [], [], []
+    counts = [1, 4, 1, 1, 3, 1]
+    recordings = []
+    watches = []
+    items = []
+    wanted = []
     for number, count in enumerate(counts):
         probes = [each.probe for each in sets[number % 2]]
         (capture,) = probe_captures(probes)
@@ -114,21 +120,24 @@ def test_scores_of_a_step_equal_numpy() -> None:
     scorer.take(items)
     for watch, count, scores in zip(watches, counts, wanted, strict=True):
         np.testing.assert_allclose(watch.rows["scores"][:count], scores, atol=1e-5)
-        assert (watch.reached, np.isnan(watch.rows["scores"][count:]).all()) == (count, True)
+        assert watch.reached == count
+        assert np.isnan(watch.rows["scores"][count:]).all()
 
 
 class Steps:
     """Requests with a probe each, at layer 0, and steps that compute rows of them."""
 
     def __init__(self, *actions: ProbeAction, streams: bool = False, span: int = 16) -> None:
-        vectors, self._memory = VectorStore(), BankRows(Arena(0), HIDDEN, torch.float32)
+        vectors = VectorStore()
+        self._memory = BankRows(Arena(0), HIDDEN, torch.float32)
         self.scorer = Scorer(vectors, HIDDEN)
         self.weights = [
             Weights(vectors, 0, 2, str(number), action) for number, action in enumerate(actions)
         ]
         # of each request: position → its row as it was last
         self.rows: list[dict[int, np.ndarray]] = [{} for _ in actions]
-        self.recordings, self.watches = [], []
+        self.recordings = []
+        self.watches = []
         for number, each in enumerate(self.weights):
             (capture,) = probe_captures([each.probe])
             self.recordings.append(Recording(capture, PORTS, 1, span=span))
@@ -157,7 +166,8 @@ class Steps:
             self.recordings[request].leave(first + count, landing)
 
     def assert_scored(self, request: int, positions: int) -> None:
-        watch, weights = self.watches[request], self.weights[request]
+        watch = self.watches[request]
+        weights = self.weights[request]
         wanted = (
             np.stack([self.rows[request][position] for position in range(positions)])
             @ weights.weight.T
@@ -238,7 +248,8 @@ class Copying:
     """The landing of rows that an accelerator copies until it is told to be done."""
 
     def __init__(self) -> None:
-        self.over, self.waited = threading.Event(), threading.Event()
+        self.over = threading.Event()
+        self.waited = threading.Event()
 
     def wait(self) -> None:
         self.waited.set()
@@ -250,7 +261,8 @@ class Copying:
 
 def test_the_model_does_not_wait_while_another_thread_waits_for_rows() -> None:
     """The thread of an asynchronous output waits for the news of its step."""
-    steps, landing = Steps("stop"), Copying()
+    steps = Steps("stop")
+    landing = Copying()
     steps.take((0, 0, 2), landing=landing)
     reader = threading.Thread(target=steps.scorer.news())
     reader.start()
@@ -269,7 +281,9 @@ def test_the_model_does_not_wait_while_another_thread_waits_for_rows() -> None:
 def test_an_ended_request_waits_for_its_own_rows_alone() -> None:
     """Not for another request's, nor for the row of its last token, which does not count."""
     steps = Steps("stop", "flag")
-    own, surplus, other = Copying(), Copying(), Copying()
+    own = Copying()
+    surplus = Copying()
+    other = Copying()
     steps.take((0, 0, 2), landing=own)
     steps.take((0, 2, 1), landing=surplus)
     steps.take((1, 0, 1), landing=other)

@@ -94,7 +94,8 @@ def test_rows_leave_while_the_request_runs_and_the_file_is_whole(rig: Rig) -> No
     rig.plane._arena.take(1, 1)  # it notices what is free again
     assert rig.plane._arena.used <= 3 * ROWS
     receipt = rig.ended(request)  # also: the CRC32 of what is in the file
-    assert (receipt.status, receipt.files[0].rows) == ("ok", 49 * 12)
+    assert receipt.status == "ok"
+    assert receipt.files[0].rows == 49 * 12
     check(rig, request)
 
 
@@ -168,7 +169,8 @@ def test_rows_of_an_unfinished_block_stay_until_it_is_kept(
 ) -> None:
     rig = narrow(tmp_path, monkeypatch, row_store_mib=1)
     rig.plane.block_size = 16
-    first, second = long(1, prompt=40, total=42, most=10), long(2, prompt=40, total=42, most=10)
+    first = long(1, prompt=40, total=42, most=10)
+    second = long(2, prompt=40, total=42, most=10)
     block = KeptBlock("1", 0, 0, 16, 7)
     rig.step((first, 0, 10), new=[first])
     wait_for(rig)
@@ -182,7 +184,8 @@ def test_rows_of_an_unfinished_block_stay_until_it_is_kept(
     )
     rig.step((second, 40, 1))
     rig.step(finished=[first, second])
-    assert [(receipt.status, receipt.files[0].reused) for receipt in rig.receipts()] == [
+    receipts = rig.receipts()
+    assert [(receipt.status, receipt.files[0].reused) for receipt in receipts] == [
         ("ok", 0),
         ("ok", 16 * 12),
     ]
@@ -196,7 +199,8 @@ def test_a_full_disk_fails_the_capture_and_nothing_else(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    request, beside = long(1), long(2, total=24)
+    request = long(1)
+    beside = long(2, total=24)
     with monkeypatch.context() as broken:
         broken.setattr(FileDraft, "write", full)
         run(rig, request)
@@ -207,7 +211,8 @@ def test_a_full_disk_fails_the_capture_and_nothing_else(
         rig.step((beside, at, 1))
     rig.step(finished=[request, beside])
     failed, fine = rig.receipts()
-    assert (failed.status, failed.kind) == ("error", "capture_failed")
+    assert failed.status == "error"
+    assert failed.kind == "capture_failed"
     assert "No space left on device" in failed.message
     assert fine.status == "ok"
     check(rig, beside)
@@ -217,7 +222,8 @@ def test_a_step_in_which_a_capture_fails_does_not_open_its_stream_again(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows are recorded all the same, and nobody would drop a new stream."""
-    request, plan = long(), rig.plane._banks.plan_capture
+    request = long()
+    plan = rig.plane._banks.plan_capture
 
     def fails(tokens: Any) -> None:
         rig.plane._requests.fail(rig.plane._tracked["1"], "it cannot be", "capture_failed")
@@ -263,14 +269,16 @@ def test_values_that_are_not_finite_are_counted_in_streamed_rows(
     rig.plane._streams._window = 20
     run(rig, request)
     receipt = rig.ended(request)
-    assert (receipt.status, receipt.files[0].non_finite) == ("ok", 49)
+    assert receipt.status == "ok"
+    assert receipt.files[0].non_finite == 49
 
 
 def test_a_failed_commit_is_tried_again_with_a_copy(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file without a name gets one once."""
-    commit, failures = FileWriter.commit, [1]
+    commit = FileWriter.commit
+    failures = [1]
 
     def failing(writer: Any) -> None:
         if failures:
@@ -282,7 +290,8 @@ def test_a_failed_commit_is_tried_again_with_a_copy(
     two = [long(1), long(2)]
     for request in two:
         run(rig, request)
-    held, go = threading.Event(), threading.Event()
+    held = threading.Event()
+    go = threading.Event()
     # both are then written as one group
     rig.writer.stream(lambda: (held.set(), go.wait(60)), 0)  # type: ignore[arg-type]
     held.wait(60)
@@ -309,7 +318,8 @@ def test_the_header_has_room_for_the_longest_manifest(
 
 
 def test_a_capture_within_the_window_does_not_stream(rig: Rig) -> None:
-    short, unbounded = long(1, prompt=4, total=6, most=4), long(2, most=0)
+    short = long(1, prompt=4, total=6, most=4)
+    unbounded = long(2, most=0)
     rig.step((short, 0, 4), (unbounded, 0, 20), new=[short, unbounded])
     assert [request_recording(rig, request).stream for request in (short, unbounded)] == [
         None,
@@ -328,7 +338,8 @@ def test_a_long_capture_goes_to_a_bucket_from_a_scratch_file(
     run(rig, request)
     assert s3.count("PUT") == 0
     receipt = rig.ended(request)
-    assert (receipt.status, receipt.files[0].rows) == ("ok", 49 * 12)
+    assert receipt.status == "ok"
+    assert receipt.files[0].rows == 49 * 12
     reader = CaptureReader(uri, f"j{request.number}")
     for hook in HOOKS:
         np.testing.assert_array_equal(
@@ -383,7 +394,8 @@ def test_a_head_counts_captured_positions(
     every_n: int,
 ) -> None:
     """Blocks have 16 positions, and the prompt comes in chunks of whole blocks."""
-    rig, window = Rig(tmp_path), Span(head_and_tail=HeadAndTail(head=head, tail=3))
+    rig = Rig(tmp_path)
+    window = Span(head_and_tail=HeadAndTail(head=head, tail=3))
     monkeypatch.setattr(rig.plane._rows, "_block_size", lambda: 16)
     request = windowed(window, positions=positions, every_n=every_n)
     run(rig, request, [*((at, 48) for at in range(0, 288, 48)), (288, 48), (336, 23)])
@@ -423,7 +435,8 @@ def test_a_stop_string_that_is_found_late_finds_its_rows(
     tmp_path: Path, window: Span, kept: int
 ) -> None:
     """The worker looks for it, and the engine goes on for any number of tokens meanwhile."""
-    rig, request = Rig(tmp_path), windowed(window, 100)
+    rig = Rig(tmp_path)
+    request = windowed(window, 100)
     request.tracked.spec = msgspec.structs.replace(request.tracked.spec, worker_reports_end=True)
     run(rig, request, [(0, 100), *((at, 1) for at in range(100, TOTAL - 1))])
     recording = request_recording(rig, request)
@@ -454,8 +467,10 @@ def test_a_window_stores_what_slicing_gives(
 
 
 def test_rows_outside_of_the_ends_are_not_held(tmp_path: Path) -> None:
-    rig, window = Rig(tmp_path), Span(head_and_tail=HeadAndTail(head=3, tail=10))
-    request, held = windowed(window, prompt=40), []
+    rig = Rig(tmp_path)
+    window = Span(head_and_tail=HeadAndTail(head=3, tail=10))
+    request = windowed(window, prompt=40)
+    held = []
     rig.step((request, 0, 40), new=[request])
     for at in range(40, TOTAL - 1):
         rig.step((request, at, 1))
@@ -484,7 +499,8 @@ def test_rows_of_rejected_drafts_are_not_stored_and_push_no_rows_out(
 ) -> None:
     """Of each step the first row is that of a token, and the others are computed again."""
     rig = narrow(tmp_path, monkeypatch, held)
-    request, other = long(total=200, most=180, **options), long(2)
+    request = long(total=200, most=180, **options)
+    other = long(2)
     run(rig, request, [(0, 20)])
     forward = rig._rank.forward
     for at in range(20, request.total - 1):
@@ -498,7 +514,8 @@ def test_rows_of_rejected_drafts_are_not_stored_and_push_no_rows_out(
 
 def test_a_preempted_request_has_its_window(tmp_path: Path) -> None:
     window = Span(head_and_tail=HeadAndTail(head=2, tail=100))
-    rig, request = Rig(tmp_path), windowed(window)
+    rig = Rig(tmp_path)
+    request = windowed(window)
     run(rig, request, CHUNKS[:30])
     rig.step((request, 0, 200), new=[request])  # preempted, and computed again
     rig.step((request, 200, TOTAL - 1 - 200))

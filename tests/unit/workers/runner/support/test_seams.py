@@ -62,7 +62,8 @@ def with_scheduler(monkeypatch: pytest.MonkeyPatch, old: str, new: str) -> None:
     """Compare vLLM with a scheduler of ours in which `old` is `new`."""
     text = (ROOT / "workers" / "runner" / "vllm" / "scheduler.py").read_text()
     assert text.count(old) == 1
-    changed, parsed = ast.parse(text.replace(old, new)), vllm_source._parsed
+    changed = ast.parse(text.replace(old, new))
+    parsed = vllm_source._parsed
     monkeypatch.setattr(
         vllm_source,
         "_parsed",
@@ -144,7 +145,8 @@ def test_everything_in_place_of_vllms_is_compared() -> None:
 
     A model's `forward` is wrapped in functions that take any arguments.
     """
-    known, seam_names = {name for seam in SEAMS for name in seam.ours}, names() - {"__init__"}
+    known = {name for seam in SEAMS for name in seam.ours}
+    seam_names = names() - {"__init__"}
     missed: list[str] = []
     for path in sources("workers"):
         tree = ast.parse(path.read_text())
@@ -161,12 +163,10 @@ def test_everything_in_place_of_vllms_is_compared() -> None:
                 }
                 missed += [f"{path.name}: {node.name}.{name}" for name in extended & seam_names]
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assign) and isinstance(
-                target := node.targets[0], ast.Attribute
-            ):
-                replaced = target.attr in seam_names - known - {"forward"}
-                if replaced and isinstance(node.value, ast.Name | ast.Lambda):
-                    missed.append(f"{path.name}: {ast.unparse(node)}")
+            match node:
+                case ast.Assign([ast.Attribute(attr=name), *_], ast.Name() | ast.Lambda()):
+                    if name in seam_names - known - {"forward"}:
+                        missed.append(f"{path.name}: {ast.unparse(node)}")
     assert missed == []
 
 

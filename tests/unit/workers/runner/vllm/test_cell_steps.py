@@ -17,7 +17,8 @@ class Request(NamedTuple):
 class Rig:
     def __init__(self, most: int = 2048, kept: tuple[str, ...] = ("base",)) -> None:
         self.bases: dict[str, RepeatedPrompt] = {}
-        self.waiting, self.running = FCFSRequestQueue(), list[Any]()
+        self.waiting = FCFSRequestQueue()
+        self.running = list[Any]()
         self.steps = CellSteps(self.bases, kept, most)  # type: ignore[arg-type]
 
     def cells(self, layer: int, prompt: int, columns: int | None = None) -> None:
@@ -130,7 +131,8 @@ def test_requests_that_wait_for_writers_keep_their_place_and_hold_up_no_other() 
 @pytest.mark.parametrize("number", [0, 2])
 def test_a_queue_of_priorities_gets_back_what_a_step_does_not_take(number: int) -> None:
     """As with vLLM's `scheduling_policy: priority`: the queue has an order of its own."""
-    rig, queue = Rig(), PriorityRequestQueue()
+    rig = Rig()
+    queue = PriorityRequestQueue()
     requests: list[Any] = [Request(name, 9) for name in ("captures", "first", "second", "third")]
     for request in requests:
         queue.add_request(request)
@@ -138,5 +140,6 @@ def test_a_queue_of_priorities_gets_back_what_a_step_does_not_take(number: int) 
         assert list(queue) == requests[1:]
         for _ in range(number):
             queue.pop_request()  # scheduled
-        queue.add_request(preempted := Request("a preempted one", 9))  # type: ignore[arg-type]
+        preempted = Request("a preempted one", 9)
+        queue.add_request(preempted)  # type: ignore[arg-type]
     assert list(queue) == [preempted, requests[0], *requests[1 + number :]]

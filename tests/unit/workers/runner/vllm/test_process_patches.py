@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 print(KVCacheConfig(1, [], []).needs_kv_cache_zeroing)
 print(SpinCondition.wait.__module__)
 """
-ZEROED, SLEEPS = "True", "midstream.workers.runner.vllm.idle_sleep"
+ZEROED = "True"
+SLEEPS = "midstream.workers.runner.vllm.idle_sleep"
 
 
 @pytest.mark.long

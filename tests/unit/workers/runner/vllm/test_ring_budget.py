@@ -42,7 +42,9 @@ def budget(
 
 
 def test_a_prompt_whose_rows_exceed_the_ring_is_split_over_steps() -> None:
-    ring, done, chunks = budget(80, a=(205, [capture()])), 0, []
+    ring = budget(80, a=(205, [capture()]))
+    done = 0
+    chunks = []
     while done < 205:
         ring.begin([("a", done)] if done else [], [] if done else ["a"], 1)
         chunks.append(ring.take("a", done, 205 - done))
@@ -107,7 +109,8 @@ def test_while_a_rank_has_too_many_rows_to_write_captures_wait_and_others_run() 
     assert ring.look() == {"a", "c"}
     ring.begin([("a", 9), ("b", 0)], ["c"], 9)
     taken = [ring.take("a", 9, 1), ring.take("b", 0, 9), ring.take("c", 0, 9)]
-    assert (taken, ring.take("plain", 0, 9)) == ([0, 9, 0], 9)
+    assert taken == [0, 9, 0]
+    assert ring.take("plain", 0, 9) == 9
     ring.leave("a")
     assert ring.look() == {"c"}
     assert not budget(0, queues=of_writers(100, 99), **asked).look()
@@ -207,14 +210,17 @@ def test_simulated_steps_fit_the_ring_and_no_request_starves(
     }
     room = max(1, *shares.values()) + spare
     ring = budget(room, drafts, stages, of_writers(queued))
-    outside, waiting, running = list(requests), [], []
+    outside = list(requests)
+    waiting = []
+    running = []
     for number in range(1000):
         while (
             outside
             and sum(shares[r.name] for r in waiting + running) + shares[outside[0].name] <= room
         ):
             # the worker's admission
-            waiting.append(joining := outside.pop(0))
+            joining = outside.pop(0)
+            waiting.append(joining)
             ring.join(
                 joining.name, joining.captures, joining.prompt, joining.total - joining.prompt + 1
             )
@@ -228,7 +234,9 @@ def test_simulated_steps_fit_the_ring_and_no_request_starves(
         ring.begin(
             [(r.name, r.computed) for r in running], [r.name for r in waiting], slots - len(running)
         )
-        left, rows, step = step_tokens, [0] * len(stages), []
+        left = step_tokens
+        rows = [0] * len(stages)
+        step = []
         for request in [*running, *waiting[: slots - len(running)]]:
             decodes = request.computed >= request.prompt - 1
             wanted = min(left, tokens if decodes else request.total - request.computed)

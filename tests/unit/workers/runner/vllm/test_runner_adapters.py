@@ -90,7 +90,8 @@ def config(monkeypatch: pytest.MonkeyPatch) -> VllmConfig:
     made.compilation_config.splitting_ops = list(made.compilation_config._attention_ops)
     made.compilation_config.cudagraph_capture_sizes = list(SIZES)
     made.compilation_config.max_cudagraph_capture_size = max(SIZES)
-    Graph.captured, Graph.replayed = [], []
+    Graph.captured = []
+    Graph.replayed = []
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", recording)
     for module in (cuda_graph, cudagraph_utils):
@@ -128,7 +129,7 @@ def captured(manager: ModelCudaGraphManager, model: Any) -> None:
         **{name: torch.zeros(max(SIZES)) for name in ("input_ids", "positions", "is_padding")}
     )
     state = SimpleNamespace(prepare_dummy_inputs=lambda *_: {})
-    manager.capture(model, state, buffers, None, None, [], None)  # type: ignore[arg-type]
+    manager.capture(model, state, buffers, None, None, [], kv_cache_config=None)  # type: ignore[arg-type]
 
 
 # --- the v1 runner
@@ -159,9 +160,10 @@ def test_v1_dispatches_every_shape_to_a_key_of_the_family_that_runs(
             for each in FAMILIES:
                 with in_family(each):
                     kind, found = dispatcher.dispatch(tokens, uniform_decode=uniform)
-                assert (kind, found.num_tokens, found.num_reqs, found.uniform) == (
-                    theirs[0], theirs[1].num_tokens, theirs[1].num_reqs, theirs[1].uniform
-                )  # fmt: skip
+                assert kind == theirs[0]
+                assert found.num_tokens == theirs[1].num_tokens
+                assert found.num_reqs == theirs[1].num_reqs
+                assert found.uniform == theirs[1].uniform
                 if kind == CUDAGraphMode.NONE:
                     assert found == theirs[1]
                 else:
@@ -254,9 +256,10 @@ def test_v2_captures_and_dispatches_a_graph_of_each_family(
                     assert found == theirs
                     continue
                 assert isinstance(found, Execution)
-                assert (found.cg_mode, found.num_tokens, found.num_reqs, found.family) == (
-                    theirs.cg_mode, theirs.num_tokens, theirs.num_reqs, each
-                )  # fmt: skip
+                assert found.cg_mode == theirs.cg_mode
+                assert found.num_tokens == theirs.num_tokens
+                assert found.num_reqs == theirs.num_reqs
+                assert found.family == each
                 if found.cg_mode == CUDAGraphMode.FULL:
                     manager.run_fullgraph(found)
                 else:
@@ -399,9 +402,8 @@ def test_a_step_is_busy_only_in_the_window_that_the_request_names(
         if how == "captures"
         else steering_rows([steering("v", [0], positions=positions)])
     )
-    first, stop = touched(
-        RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=6, **{how: wish})
-    )
+    spec = RankSpec(version="v", job="j", request=0, attempt=1, prompt_tokens=6, **{how: wish})
+    first, stop = touched(spec)
     assert first == window[0]
     assert stop == window[1] or (window[1] is None and stop > 1 << 40)
 
@@ -437,7 +439,8 @@ def test_ranks_of_a_stage_choose_alike_whatever_fails_on_one(tmp_path: Path) -> 
 
 def test_a_step_of_requests_without_a_spec_is_idle(tmp_path: Path) -> None:
     rig = Rig(tmp_path, traced=True)
-    plain, beside = Request(9, 6, 8), capturing(1)
+    plain = Request(9, 6, 8)
+    beside = capturing(1)
     rig.step((plain, 0, 6))
     assert rig.family == IDLE
     rig.step((plain, 6, 1), (beside, 0, 6), new=[beside])
@@ -455,7 +458,8 @@ def test_a_forward_that_runs_as_python_asks_its_sites(tmp_path: Path) -> None:
 def test_a_step_has_the_launches_that_its_requests_need(tmp_path: Path) -> None:
     """A capture of another hook needs all of them, and only while its rows are computed."""
     rig = Rig(tmp_path, traced=True)
-    stream, other = capturing(1), Request(2, 6, 8, [capture("all_prompt", mlp_out=[0])])
+    stream = capturing(1)
+    other = Request(2, 6, 8, [capture("all_prompt", mlp_out=[0])])
     chosen = []
     for windows, given in [
         ([(stream, 0, 6)], {"new": [stream]}),
@@ -475,10 +479,8 @@ def test_rows_in_an_idle_step_fail_their_request_alone(tmp_path: Path) -> None:
     captured, and nothing would show it.
     """
     rig = Rig(tmp_path, traced=True)
-    early, beside = (
-        Request(1, 6, 8, [capture([2], post_block=[0])]),
-        steered(2),
-    )
+    early = Request(1, 6, 8, [capture([2], post_block=[0])])
+    beside = steered(2)
     rig.step((early, 0, 6), (beside, 0, 6), new=[early, beside])
     rig.step((early, 2, 1), told=[(early, 6, 1)])
     assert rig.family == IDLE
@@ -551,4 +553,5 @@ def test_both_runners_give_the_tokens_and_count_the_logits_of_drafts(runner: Any
     views: list[StepView] = []
     runner(views)
     (view,) = views
-    assert (view.requests, view.token_ids().tolist()) == (ROWS, list(range(13)))
+    assert view.requests == ROWS
+    assert view.token_ids().tolist() == list(range(13))

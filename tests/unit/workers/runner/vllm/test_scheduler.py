@@ -136,9 +136,8 @@ def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(sched
             rows=steering_rows(steering) if tensors else [],
             digest="d" if tensors else "",
         )
-        scheduler.add_request(
-            SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args=pack(spec)))
-        )
+        params = SimpleNamespace(extra_args=pack(spec))
+        scheduler.add_request(SimpleNamespace(request_id=name, sampling_params=params))
         return to_msgpack(spec)
 
     later = came("later", "v")
@@ -189,7 +188,8 @@ def test_blocks_are_given_up_when_nothing_else_lets_requests_proceed(
     scheduler: Any, waiting: int, running: int, scheduled: int, stuck: bool
 ) -> None:
     """With several steps under way a step may be empty because all that runs is in another one."""
-    scheduler.waiting, scheduler.running = [object()] * waiting, [object()] * running
+    scheduler.waiting = [object()] * waiting
+    scheduler.running = [object()] * running
     scheduler.scheduled = {"r": scheduled}
     scheduler.schedule()
     assert scheduler.rooms == ([False, True] if stuck else [False])
@@ -206,7 +206,8 @@ def test_while_all_that_runs_waits_for_writers_the_engine_pauses(
     scheduler.schedule()
     assert slept == pauses
     request = SimpleNamespace(request_id="captures", spec_token_ids=[-1, -1])
-    scheduler._midstream_chunks, scheduler.need_mamba_block_aligned_split = {}, False
+    scheduler._midstream_chunks = {}
+    scheduler.need_mamba_block_aligned_split = False
     assert scheduler._reserve_prefill_lookahead(request, 9, 3) == 0
     assert request.spec_token_ids == [], "drafts of an earlier step are not found"
 
