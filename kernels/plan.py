@@ -276,14 +276,14 @@ def build_group(
         for of_site in columns:
             of_site[SITE] = 0
     built = OpInputs(
-        torch.tensor(columns, dtype=torch.int32),
-        torch.tensor(lists or [0]),
-        token_rows,
-        capture_slots.flatten(0, 1),
-        site_rows,
-        torch.cat(pool).to(dtype),
-        torch.cat(scalars),
-        torch.zeros(max(plan.site for plan in plans), COUNTS, dtype=torch.int32),
-        torch.full((max(plan.site for plan in plans), capacity), torch.nan),
+        plan=torch.tensor(columns, dtype=torch.int32),
+        lists=torch.tensor(lists or [0]),
+        token_rows=token_rows,
+        capture_slots=capture_slots.flatten(0, 1),
+        site_rows=site_rows,
+        pool=torch.cat(pool).to(dtype),
+        scalars=torch.cat(scalars),
+        counts=torch.zeros(max(plan.site for plan in plans), COUNTS, dtype=torch.int32),
+        sizes=torch.full((max(plan.site for plan in plans), capacity), torch.nan),
     )
     return OpInputs(*(tensor.to(device) for tensor in built))

@@ -272,18 +272,18 @@ def pair_site(
         for number, steps in enumerate(planned):
             first, second = (None, hidden) if number < branches else (hidden, residual)
             _site(
-                first,
-                second,
-                ring,
-                number,
-                steps,
-                lists,
-                token_rows,
-                site_rows,
-                pool,
-                scalars,
-                sizes,
-                done,
+                hidden=first,
+                stream=second,
+                ring=ring,
+                number=number,
+                steps=steps,
+                lists=lists,
+                token_rows=token_rows,
+                site_rows=site_rows,
+                pool=pool,
+                scalars=scalars,
+                sizes=sizes,
+                done=done,
             )
 
 
@@ -311,18 +311,18 @@ def single_site(
         done = counts.numpy()
         for number, steps in enumerate(planned):
             _site(
-                None,
-                stream,
-                ring,
-                number,
-                steps,
-                lists,
-                token_rows,
-                site_rows,
-                pool,
-                scalars,
-                sizes,
-                done,
+                hidden=None,
+                stream=stream,
+                ring=ring,
+                number=number,
+                steps=steps,
+                lists=lists,
+                token_rows=token_rows,
+                site_rows=site_rows,
+                pool=pool,
+                scalars=scalars,
+                sizes=sizes,
+                done=done,
             )
 
 
@@ -353,21 +353,30 @@ def _site(
         done[place, CAPTURED_BEFORE] += _capture(hidden, stream, ring, steps, lists, BEFORE)
     if steps[EDITS]:
         edited = (
-            _shift_alike(hidden, stream, number, steps, site_rows, pool, scalars, sizes)
+            _shift_alike(
+                hidden=hidden,
+                stream=stream,
+                number=number,
+                steps=steps,
+                site_rows=site_rows,
+                pool=pool,
+                scalars=scalars,
+                sizes=sizes,
+            )
             if steps[ALIKE]
             else None
         )
         if edited is None:
             edited = _edit_listed(
-                hidden,
-                stream,
-                steps,
-                lists,
-                token_rows,
-                site_rows[number],
-                pool,
-                scalars,
-                sizes,
+                hidden=hidden,
+                stream=stream,
+                steps=steps,
+                lists=lists,
+                token_rows=token_rows,
+                site_rows=site_rows[number],
+                pool=pool,
+                scalars=scalars,
+                sizes=sizes,
             )
         done[place, EDITED] += edited
     if steps[AFTER.COUNT]:

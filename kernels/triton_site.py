@@ -426,7 +426,13 @@ def _edited(  # type: ignore[no-untyped-def]
                 if live:
                     if (_REWRITING >> family) & 1:
                         value, changed = _rewritten(
-                            family, value, vectors, numbers, lanes, inside, WIDTH
+                            FAMILY=family,
+                            row=value,
+                            vectors=vectors,
+                            scalars=numbers,
+                            lanes=lanes,
+                            inside=inside,
+                            WIDTH=WIDTH,
                         )
                         rewrites += tl.where(changed, 1, 0)
                     else:
@@ -473,19 +479,19 @@ def _edit_both(  # type: ignore[no-untyped-def]
     rewrites = named * 0
     for every in range(2):  # the operator's entries alone, then all
         value, rewrites, shift = _edited(
-            before,
-            every,
-            named,
-            rows,
-            site_rows,
-            pool,
-            scalars,
-            depth,
-            configurations,
-            lanes,
-            inside,
-            WIDTH,
-            BLOCK,
+            value=before,
+            every=every,
+            named=named,
+            rows=rows,
+            site_rows=site_rows,
+            pool=pool,
+            scalars=scalars,
+            depth=depth,
+            configurations=configurations,
+            lanes=lanes,
+            inside=inside,
+            WIDTH=WIDTH,
+            BLOCK=BLOCK,
         )
         if every == 0:
             middle = value.to(row.dtype).to(tl.float32)
@@ -510,7 +516,19 @@ def _edit_both(  # type: ignore[no-untyped-def]
     new = tl.where(over, bounded, value).to(row.dtype)
     size = _relative(norm, _norm(new.to(tl.float32) - before))
     if over:
-        _write(hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK)
+        _write(
+            hidden=hidden,
+            stream=stream,
+            row=row,
+            hidden_row=hidden_row,
+            new=new,
+            branch=branch,
+            at=at,
+            inside=inside,
+            PAIR=PAIR,
+            MIXED=MIXED,
+            BLOCK=BLOCK,
+        )
     return over, tl.where(failing > 0.0, -failing, size)
 
 
@@ -573,21 +591,21 @@ def _visit(  # type: ignore[no-untyped-def]
             # The barriers: its threads have other elements of the row.
             tl.debug_barrier()
             written, bounded_size = _edit_both(
-                hidden,
-                stream,
-                first,
-                rows,
-                site_rows,
-                pool,
-                scalars,
-                named,
-                depth,
-                configurations,
-                branch,
-                PAIR,
-                MIXED,
-                WIDTH,
-                BLOCK,
+                hidden=hidden,
+                stream=stream,
+                first=first,
+                rows=rows,
+                site_rows=site_rows,
+                pool=pool,
+                scalars=scalars,
+                named=named,
+                depth=depth,
+                configurations=configurations,
+                branch=branch,
+                PAIR=PAIR,
+                MIXED=MIXED,
+                WIDTH=WIDTH,
+                BLOCK=BLOCK,
             )
             tl.debug_barrier()
             scaled, failed = scaled + float("inf"), failed + float("inf")
@@ -597,19 +615,19 @@ def _visit(  # type: ignore[no-untyped-def]
             hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
         if (left & _REWRITING) != 0:
             value, rewrites, _shift = _edited(
-                _whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32),
-                1,
-                named,
-                rows,
-                site_rows,
-                pool,
-                scalars,
-                depth,
-                configurations,
-                lanes,
-                inside,
-                WIDTH,
-                BLOCK,
+                value=_whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32),
+                every=1,
+                named=named,
+                rows=rows,
+                site_rows=site_rows,
+                pool=pool,
+                scalars=scalars,
+                depth=depth,
+                configurations=configurations,
+                lanes=lanes,
+                inside=inside,
+                WIDTH=WIDTH,
+                BLOCK=BLOCK,
             )
             # Load the row again: keeping it until here would need registers for a whole row. The
             # barrier is needed because an earlier site of this launch may have written the row.
@@ -625,7 +643,17 @@ def _visit(  # type: ignore[no-untyped-def]
                     # Written only if it differs: another pair with the same sum would change the
                     # next norm.
                     hidden_row, row = _write(
-                        hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK
+                        hidden=hidden,
+                        stream=stream,
+                        row=row,
+                        hidden_row=hidden_row,
+                        new=new,
+                        branch=branch,
+                        at=at,
+                        inside=inside,
+                        PAIR=PAIR,
+                        MIXED=MIXED,
+                        BLOCK=BLOCK,
                     )
         # Also reached if there were rewrites, but none changed the row.
         if (rewrites == 0) & ((left & _SHIFTING) != 0):
@@ -652,7 +680,17 @@ def _visit(  # type: ignore[no-untyped-def]
             )
             if over:
                 hidden_row, row = _write(
-                    hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK
+                    hidden=hidden,
+                    stream=stream,
+                    row=row,
+                    hidden_row=hidden_row,
+                    new=new,
+                    branch=branch,
+                    at=at,
+                    inside=inside,
+                    PAIR=PAIR,
+                    MIXED=MIXED,
+                    BLOCK=BLOCK,
                 )
         size = tl.where(both, bounded_size, size)
         sign = tl.where(size < 0.0, -1.0, 1.0)
@@ -739,30 +777,30 @@ def _sites(  # type: ignore[no-untyped-def]
                     hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
                     loaded += 1
                 hidden_row, row = _visit(
-                    hidden,
-                    stream,
-                    hidden_row,
-                    row,
-                    site < branches,
-                    token * WIDTH,
-                    at,
-                    ring,
-                    of_site,
-                    rows,
-                    entries,
-                    pool,
-                    scalars,
-                    counts,
-                    sizes + token,
-                    before_slot,
-                    after_slot,
-                    named,
-                    applied,
-                    depth,
-                    lanes,
-                    inside,
-                    configurations,
-                    capacity,
+                    hidden=hidden,
+                    stream=stream,
+                    hidden_row=hidden_row,
+                    row=row,
+                    branch=site < branches,
+                    first=token * WIDTH,
+                    at=at,
+                    ring=ring,
+                    plan=of_site,
+                    rows=rows,
+                    site_rows=entries,
+                    pool=pool,
+                    scalars=scalars,
+                    counts=counts,
+                    sizes=sizes + token,
+                    before_slot=before_slot,
+                    after_slot=after_slot,
+                    named=named,
+                    applied=applied,
+                    depth=depth,
+                    lanes=lanes,
+                    inside=inside,
+                    configurations=configurations,
+                    capacity=capacity,
                     PAIR=PAIR,
                     MIXED=MIXED,
                     WIDTH=WIDTH,

@@ -513,13 +513,13 @@ def run(settings: Settings) -> None:
     client = connect_redis(settings.redis_url)
     settler, curve = Settler(client, settings), server_keys(settings)
     relay = Relay(
-        settler,
-        settings.relay_url,
-        client,
-        settings.relay_allow_remote,
-        curve,
-        settings.redis_replicas,
-        settings.redis_allow_lossy,
+        settler=settler,
+        url=settings.relay_url,
+        redis_client=client,
+        allow_remote=settings.relay_allow_remote,
+        curve=curve,
+        replicas=settings.redis_replicas,
+        lossy=settings.redis_allow_lossy,
     )
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -263,11 +263,11 @@ class Rank:
     def finish(self, request: Request, capture: int = 0) -> FinishedCapture:
         recording = request.tracked.recordings[capture]
         ended = EndedRequest(
-            Receipt("v", "w", "b", "j", 0, 1, 0, 1, 0, 0, 0, 0, "", "ok"),
-            request.tracked.spec,
-            [recording.ended(capture, [])],
-            list(range(1000, 1000 + request.total)),
-            request.total - 1,
+            receipt=Receipt("v", "w", "b", "j", 0, 1, 0, 1, 0, 0, 0, 0, "", "ok"),
+            spec=request.tracked.spec,
+            captures=[recording.ended(capture, [])],
+            token_ids=list(range(1000, 1000 + request.total)),
+            rows=request.total - 1,
         )
         memory, origin = self.arena.memory, Origin("w", 0, 0, 1)
         (build,) = ended.job(memory.bytes, memory.wait, origin, {}, {}).builds

@@ -140,16 +140,16 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> ModelShape:
         # assume Llama's layers, which most models have: the real layers are not loaded
         variant = Variant("", PRE_NORM)
     return ModelShape(
-        architecture,
-        variant,
-        int(text["num_hidden_layers"]),
-        int(text["hidden_size"]),
-        _AUTO.get(text["dtype"], text["dtype"]) if dtype == "auto" else dtype,
-        _parameters(text),
-        int(text.get("max_position_embeddings") or 0),
-        _weight_bytes(config, text),
-        _layer(text) if _experts(text) == 1 else (),
-        inside_of(text, experts=_experts(text)),
+        architecture=architecture,
+        variant=variant,
+        layers=int(text["num_hidden_layers"]),
+        hidden_size=int(text["hidden_size"]),
+        dtype=_AUTO.get(text["dtype"], text["dtype"]) if dtype == "auto" else dtype,
+        parameters=_parameters(text),
+        max_model_len=int(text.get("max_position_embeddings") or 0),
+        weight_bytes=_weight_bytes(config, text),
+        linears=_layer(text) if _experts(text) == 1 else (),
+        inside=inside_of(text, experts=_experts(text)),
     )
 
 
@@ -250,14 +250,14 @@ def plan(
         else None
     )
     shape = RankShape(
-        model.architecture,
-        model.variant,
-        layers,
-        model.hidden_size,
-        model.parameters * layers / model.layers,
-        settings.vllm.tensor_parallel_size,
-        ITEM_BYTES[model.dtype],
-        model.weight_bytes,
+        name=model.architecture,
+        variant=model.variant,
+        layers=layers,
+        hidden_size=model.hidden_size,
+        parameters=model.parameters * layers / model.layers,
+        tp=settings.vllm.tensor_parallel_size,
+        item_bytes=ITEM_BYTES[model.dtype],
+        weight_bytes=model.weight_bytes,
     )
     queue = plan_queue(
         ring,
@@ -266,12 +266,12 @@ def plan(
         size_mib=settings.tuning.capture_queue_mib,
     )
     return EnginePlan(
-        model,
-        [*hooks, *present],
-        layers,
-        ring,
-        shape.step_s(),
-        [
+        model=model,
+        hooks=[*hooks, *present],
+        layers=layers,
+        ring=ring,
+        step_s=shape.step_s(),
+        memory=[
             *buffers(model.row_bytes, settings, len(hooks) * layers, ring, gpu=gpu),
             *_inside(model, settings, model.inside.sites(inside, layers), ring, gpu=gpu),
             *_adapters(model, settings, layers, gpu=gpu),
@@ -311,9 +311,17 @@ def plan(
                 "run_cache_mib",
             ),
         ],
-        _work(shape, hooks, settings) if gpu and not settings.vllm.enforce_eager else [],
-        _streams(model, hooks, tokens_per_second),
-        _limits(model, settings, [*hooks, *present], layers, ring, queue, tokens_per_second),
+        work=_work(shape, hooks, settings) if gpu and not settings.vllm.enforce_eager else [],
+        streams=_streams(model, hooks, tokens_per_second),
+        limits=_limits(
+            model=model,
+            settings=settings,
+            hooks=[*hooks, *present],
+            layers=layers,
+            ring=ring,
+            queue=queue,
+            tokens_per_second=tokens_per_second,
+        ),
     )
 
 

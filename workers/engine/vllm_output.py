@@ -111,7 +111,14 @@ class OutputJoiner:
         )
         prompt, self._begun = None if self._begun else self._prompt, True
         progress = NewOutput(
-            self._request, part.text, list(part.token_ids), None, scores, text, logprobs, prompt
+            request=self._request,
+            text=part.text,
+            token_ids=list(part.token_ids),
+            finished=None,
+            scores=scores,
+            said=text,
+            logprobs=logprobs,
+            prompt=prompt,
         )
         if not output.finished:
             return progress

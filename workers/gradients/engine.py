@@ -335,7 +335,15 @@ class TransformersEngine:
             tokens, free = len(ask.token_ids), free_on(points)
             estimates.at_once(self._loaded, tokens, sites, free, kept=max(1, kept))
             worker = self._settings.worker_id
-            return captured.finished(points, ask, self.info, worker, tensors, self._load_sae, check)
+            return captured.finished(
+                points=points,
+                ask=ask,
+                info=self.info,
+                worker=worker,
+                tensors=tensors,
+                load_sae=self._load_sae,
+                check=check,
+            )
 
         captures = await self.run(work)
         rows = (of.rows(*site)[0] for of in captures for site in captured.sites_of([of.capture]))

@@ -214,7 +214,16 @@ def _features(
     how: StoredAttribution,
 ) -> Estimate:
     draw = 0 if how.verify is None else how.verify.random
-    outcome = feature_effects(points, sweep, pair, site, sae, how.keep, draw, how.seed)
+    outcome = feature_effects(
+        points=points,
+        sweep=sweep,
+        number=pair,
+        site=site,
+        sae=sae,
+        top=how.keep,
+        draw=draw,
+        seed=how.seed,
+    )
     scores = []
     for column, stored in enumerate(sweep.pairs[pair].columns):
         if stored.places:

@@ -285,14 +285,14 @@ class EngineHost:
             LedgerSteering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat()
         )
         self._attempts = Attempts(
-            self._ledger,
-            engine,
-            watch,
-            settings.worker_id,
-            BOOT,
-            died,
-            lambda: self._store_trouble,
-            self._runs,
+            ledger=self._ledger,
+            engine=engine,
+            watch=watch,
+            worker=settings.worker_id,
+            boot=BOOT,
+            engine_died=died,
+            unreachable=lambda: self._store_trouble,
+            runs=self._runs,
         )
         self._metrics = WorkerMetrics(
             engine.info.name, self._attempts, watch, lambda: engine.waiting

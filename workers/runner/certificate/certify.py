@@ -470,13 +470,13 @@ class Certifier:
                     else None
                 )
                 self._findings += judge_edit(
-                    self._shape,
-                    edit.hook,
-                    layer,
-                    edited,
-                    self._kept.of(edit.plain, [position]),
-                    added,
-                    entered,
+                    shape=self._shape,
+                    hook=edit.hook,
+                    layer=layer,
+                    edited=edited,
+                    plain=self._kept.of(edit.plain, [position]),
+                    added=added,
+                    entered=entered,
                 )
                 if edit.hook == "post_block" and entered is None:
                     edges[f"edited {layer}"] = self._raw(

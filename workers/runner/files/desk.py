@@ -50,7 +50,7 @@ LENGTH = struct.Struct("<I")
 EXIT_NO_RECEIPTS = 70
 
 
-class EndedCapture(Wire):
+class EndedCapture(Wire, kw_only=True):
     """One capture of an ended request, as this rank recorded it."""
 
     shape: CaptureShape
@@ -66,7 +66,7 @@ class EndedCapture(Wire):
     error: str = ""  # why rows could not be recorded
 
 
-class EndedRequest(Wire, tag="ended"):
+class EndedRequest(Wire, tag="ended", kw_only=True):
     """A request that is over on its rank."""
 
     receipt: Receipt  # complete except for the captures and the sizes
@@ -102,12 +102,12 @@ class EndedRequest(Wire, tag="ended"):
         builds = [
             partial(
                 self._built,
-                capture,
-                memory,
-                wait,
-                origin,
-                streams.get(capture.stream),
-                prepared.get(capture.shape.number),
+                ended=capture,
+                memory=memory,
+                wait=wait,
+                origin=origin,
+                stream=streams.get(capture.stream),
+                prepared=prepared.get(capture.shape.number),
             )
             for capture in self.captures
         ]
@@ -267,16 +267,16 @@ class Desk:
         self._memory, self.outbox = memory, outbox
         self._origin: Origin | None = None
         self.writer = make_writer(
-            config,
-            config.capture_quota_mib,
-            store,
-            config.boot,
-            outbox,
-            config.writer_threads,
-            begin,
-            readings,
-            backlog,
-            works,
+            sizes=config,
+            quota_mib=config.capture_quota_mib,
+            captures=store,
+            boot=config.boot,
+            outbox=outbox,
+            threads=config.writer_threads,
+            begin=begin,
+            readings=readings,
+            backlog=backlog,
+            works=works,
         )
         self._files = StreamFiles(store, partial(scratch, Path(config.spill_dir)), self._of_rank)
         self._streams: dict[int, RecordingFile] = {}

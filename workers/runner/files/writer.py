@@ -466,12 +466,12 @@ def make_writer(
         quota=quota_mib << 20,
     )
     return CaptureWriter(
-        store,
-        outbox,
-        threads,
-        sizes.memory_limit_kib << 10,
-        begin,
-        readings,
-        backlog,
-        works,
+        store=store,
+        outbox=outbox,
+        threads=threads,
+        memory_limit=sizes.memory_limit_kib << 10,
+        begin=begin,
+        readings=readings,
+        backlog=backlog,
+        works=works,
     )

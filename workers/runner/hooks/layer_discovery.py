@@ -308,11 +308,17 @@ class _Probe:
                 f"({', '.join(run.calls[place].path for place in places)})"
             )
         if middle is None and len(places) == 1:
-            self._one_branch(run, places[0], kind, law, taps, absent, laws)
+            self._one_branch(
+                run=run, place=places[0], kind=kind, law=law, taps=taps, absent=absent, laws=laws
+            )
         elif middle is None:
-            self._parallel(run, places, kind, law, taps, absent, laws)
+            self._parallel(
+                run=run, places=places, kind=kind, law=law, taps=taps, absent=absent, laws=laws
+            )
         else:
-            self._two_branches(run, middle, kind, law, taps, absent, laws)
+            self._two_branches(
+                run=run, middle=middle, kind=kind, law=law, taps=taps, absent=absent, laws=laws
+            )
         self._check_edits(taps, laws, kind)
         return LayerShape(taps, absent, laws)
 

@@ -142,15 +142,15 @@ class DataPlane:
         )
         self.loras = loras
         self._rows = RowsPart(
-            requests,
-            place,
-            self._banks,
-            self.rank_state,
-            self._streams,
-            self._overloads,
-            self._arena,
-            self._delivery,
-            lambda: self.block_size,
+            requests=requests,
+            place=place,
+            banks=self._banks,
+            state=self.rank_state,
+            streams=self._streams,
+            overloads=self._overloads,
+            arena=self._arena,
+            delivery=self._delivery,
+            block_size=lambda: self.block_size,
         )
         # One order for all phases: a tuple for each phase would allow any, and would have to be
         # read in as many places.

@@ -5,6 +5,7 @@ import logging
 import math
 from typing import Any
 
+from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.base import __version__
 from ....schemas.jobs.receipts import Receipt
 from ..base.actions import ActionLedger
@@ -34,13 +35,13 @@ class Reports:
         """`num_layers`: of the whole model."""
         self._config, self._place, self._delivery, self._actions = config, place, delivery, actions
         self._origin = Origin(
-            config.worker,
-            place.rank,
-            place.pp,
-            place.stages,
-            num_layers,
-            tuple(config.caveats),
-            config.identity,
+            worker=config.worker,
+            rank=place.rank,
+            pp=place.pp,
+            stages=place.stages,
+            num_layers=num_layers,
+            caveats=tuple(config.caveats),
+            identity=config.identity,
         )
         self.describe()
 
@@ -72,20 +73,20 @@ class Reports:
             if not recording.capture.scored
         }
         request = EndedRequest(
-            self._receipt(step, tracked),
-            tracked.spec,
-            [
+            receipt=self._receipt(step, tracked),
+            spec=tracked.spec,
+            captures=[
                 recording.ended(number, _high(tracked, recording))
                 for number, recording in recordings.items()
             ],
-            token_ids,
-            rows,
-            tracked.unsound,
-            [sizes.recorded for sizes in tracked.sizes.values()],
-            self._place.tp == 0,
-            tracked.results,
-            self._actions.state,
-            sum(recording.nbytes for recording in recordings.values()),
+            token_ids=token_ids,
+            rows=rows,
+            unsound=tracked.unsound,
+            sizes=[sizes.recorded for sizes in tracked.sizes.values()],
+            shown=self._place.tp == 0,
+            results=tracked.results,
+            state=self._actions.state,
+            nbytes=sum(recording.nbytes for recording in recordings.values()),
         )
         self._delivery.submit(request, recordings, list(tracked.sizes.values()))
         tracked.reported = True
@@ -104,7 +105,8 @@ class Reports:
             logger.exception("a failed request is reported without the decisions of its policies")
         tracked.failure, tracked.failure_kind = message, kind
         tracked.forget()
-        self._delivery.submit(EndedRequest(self._receipt(step, tracked), tracked.spec), {})
+        request = EndedRequest(receipt=self._receipt(step, tracked), spec=tracked.spec)
+        self._delivery.submit(request, {})
         tracked.reported = True
 
     def _receipt(self, step: int, tracked: Tracked) -> Receipt:
@@ -131,14 +133,18 @@ class Reports:
             epoch=self._actions.epoch,
             graded=tracked.graded() if tracked.graded is not None and not tracked.failure else [],
             trace=spec.trace,
-            # of a failure those of policies, from every rank: only the first such receipt counts
-            scores=[score for score in tracked.scores if score.policy is not None]
-            if tracked.failure
-            else tracked.scores
-            if place.tp == 0
-            else [],
+            scores=_reported_scores(tracked, place),
             identity=self._config.identity,
         )
+
+
+def _reported_scores(tracked: Tracked, place: RankPlace) -> list[ProbeScore]:
+    """Return the scores that the receipt has. Of a failure they are those of policies, from every
+    rank, because only the first such receipt counts.
+    """
+    if tracked.failure:
+        return [score for score in tracked.scores if score.policy is not None]
+    return tracked.scores if place.tp == 0 else []
 
 
 def _score(tracked: Tracked, watch: Watch, rows: int) -> None:

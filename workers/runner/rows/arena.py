@@ -197,14 +197,14 @@ class RecordedBlock(RowBlock):
         super().__init__(
             memory.arena.bytes,
             BlockPlace(
-                start,
-                start + size,
-                ports,
-                memory.all.shape[1],
-                memory.dtype,
-                positions[0] if count else 0,
-                count,
-                [] if dense else list(positions),
+                start=start,
+                mark=start + size,
+                ports=ports,
+                width=memory.all.shape[1],
+                dtype=memory.dtype,
+                first=positions[0] if count else 0,
+                count=count,
+                positions=[] if dense else list(positions),
             ),
         )
         #: The number of the first row in the bank's rows.

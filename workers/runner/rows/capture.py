@@ -259,15 +259,15 @@ class Recording:
         `high`: see `EndedCapture`.
         """
         return EndedCapture(
-            self.shape(number),
-            self.landing,
-            [block.place for block in self._blocks.values()],
-            places_of(self.earlier),
-            places_of(self.reused),
-            sorted(self.dropped),
-            high,
-            0 if self.stream is None else self.stream.begun,
-            self._error,
+            shape=self.shape(number),
+            landing=self.landing,
+            blocks=[block.place for block in self._blocks.values()],
+            earlier=places_of(self.earlier),
+            reused=places_of(self.reused),
+            dropped=sorted(self.dropped),
+            high=high,
+            stream=0 if self.stream is None else self.stream.begun,
+            error=self._error,
         )
 
     @property

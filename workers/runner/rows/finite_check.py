@@ -290,7 +290,15 @@ class FiniteCheck:
             if not parts:
                 return
             record, event = _flat(parts).clone(), None
-        self.last = _Finding(step, view, due, self._expected, record, parts, event)
+        self.last = _Finding(
+            step=step,
+            view=view,
+            due=due,
+            expected=self._expected,
+            record=record,
+            parts=parts,
+            event=event,
+        )
         self.pending.append(self.last)
 
     def _copied(

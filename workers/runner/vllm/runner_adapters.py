@@ -100,13 +100,13 @@ class _Adapter:
             preempted = len(scheduler_output.preempted_req_ids or ())
             self.midstream.load = load(scheduler_output)
             self.midstream.begin(
-                _new_requests(scheduler_output),
-                finishes(scheduler_output),
-                preempted,
-                keeping(scheduler_output),
-                _resumed(scheduler_output),
-                ends(scheduler_output),
-                waiting(scheduler_output),
+                new=_new_requests(scheduler_output),
+                finished=finishes(scheduler_output),
+                preempted=preempted,
+                keeping=keeping(scheduler_output),
+                resumed=_resumed(scheduler_output),
+                ends=ends(scheduler_output),
+                waiting=waiting(scheduler_output),
             )
             chosen = self.midstream.choose(_windows(scheduler_output))
         return in_family(chosen)

@@ -334,7 +334,13 @@ class HarvestAttempt:
                     begun = asyncio.Event()
                     group.create_task(
                         self._unit(
-                            harvest, number, plan.units[number], len(documents), shards, begun, kept
+                            harvest=harvest,
+                            number=number,
+                            unit=plan.units[number],
+                            documents=len(documents),
+                            shards=shards,
+                            begun=begun,
+                            kept=kept,
                         )
                     )
                     # read the next unit while the last shards of this one are computed
@@ -409,7 +415,13 @@ class HarvestAttempt:
         self._check(
             await patiently(
                 lambda: self._harvests.keep_unit(
-                    job, attempt, entry, unit.weight, requests, engine.world, engine.info.pp
+                    job=job,
+                    attempt=attempt,
+                    entry=entry,
+                    weight=unit.weight,
+                    requests=requests,
+                    ranks=engine.world,
+                    stages=engine.info.pp,
                 ),
                 f"unit {number} of {harvest.id}",
             )

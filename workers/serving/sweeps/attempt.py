@@ -322,12 +322,12 @@ class SweepAttempt:
         ):
             ordering = asyncio.to_thread(
                 order_by_difference,
-                store,
-                base,
-                source,
-                list(sites.values()),
-                columns[0].places,
-                most,
+                store=store,
+                base=base,
+                source=source,
+                sites=list(sites.values()),
+                places=columns[0].places,
+                most=most,
             )
             order = await self._sources.reading(ordering)
         self._requests.rank(pair, {numbers: order[site] for numbers, site in sites.items()})
