@@ -29,7 +29,8 @@ TIMEOUT_S = 5.0
 #: has the reason why the worker cannot start.
 STARTING = "midstream-worker-starting"
 #: Time limit of a start, which downloads and loads a model; and seconds between two checks.
-START_S, LOOK_S = 1800.0, 1.0
+START_S = 1800.0
+LOOK_S = 1.0
 
 
 def api(settings: Settings) -> str:

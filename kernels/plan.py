@@ -65,7 +65,8 @@ NO_SLOT = -1
 LARGEST_SIZE = float.fromhex("0x1.fffffcp127")
 #: What stands for the size if the row is not finite: already before the edits, or only after them.
 #: Both are larger than every size.
-UNSOUND, OVERFLOWED = float.fromhex("0x1.fffffep127"), math.inf
+UNSOUND = float.fromhex("0x1.fffffep127")
+OVERFLOWED = math.inf
 #: Edits are scaled to slightly less than their limit, so that rounding a float32 row does not carry
 #: it beyond.
 WITHIN = 1 - 2.0**-20
@@ -129,7 +130,9 @@ def lowrank(
     """Return the effect of `lowrank` from R and W, both `[rank, hidden_size]`, and b, `[rank]`."""
     rank, width = rotation.shape
     numbers = torch.zeros(2 * rank, 3, dtype=torch.float32)
-    numbers[0, 0], numbers[0, 1], numbers[::2, 2] = strength, rank, bias
+    numbers[0, 0] = strength
+    numbers[0, 1] = rank
+    numbers[::2, 2] = bias
     return Does(torch.stack([rotation, weight], 1).reshape(2 * rank, width), numbers)
 
 
@@ -141,7 +144,8 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
     ValueError for a number of vectors or scalars that the family does not take, and for a direction
     that cannot be normalised.
     """
-    family, size = EVERY[PLACE[name]], len(does.vectors)
+    family = EVERY[PLACE[name]]
+    size = len(does.vectors)
     terms, rest = divmod(size, family.entries())
     if rest or not 1 <= terms <= family.most_terms:
         raise ValueError(
@@ -156,7 +160,8 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
         )
     scalars = torch.zeros(size, SCALARS, dtype=torch.float32)
     scalars[: len(numbers), : numbers.shape[1]] = numbers
-    scalars[0, LIMIT], scalars[0, OWNER] = does.limit, does.operator
+    scalars[0, LIMIT] = does.limit
+    scalars[0, OWNER] = does.operator
     vectors = unit(does.vectors) if family.unit else does.vectors.float()
     # s + (−0) has the bits of s for every s; s + 0 does not if s is −0
     if family.effect == "shift":
@@ -206,7 +211,9 @@ class SitePlan:
         patterns of `capture_slots`.
         """
         plan = [0] * COLUMNS
-        plan[EDITS], plan[EDITS_AT], plan[SITE] = len(self.edits), len(lists), self.site
+        plan[EDITS] = len(self.edits)
+        plan[EDITS_AT] = len(lists)
+        plan[SITE] = self.site
         lists += self.edits
         plan[LIMITED] = any(
             does.limit for configuration in self.configurations for does in configuration.values()
@@ -219,10 +226,13 @@ class SitePlan:
             and len(alone := named.pop()) == 1
             and list(self.edits) == list(range(first, first + len(self.edits)))
         ):
-            plan[ALIKE], plan[ALIKE_FROM] = alone[0], first
+            plan[ALIKE] = alone[0]
+            plan[ALIKE_FROM] = first
         captures = ((BEFORE, self.before, self.before_row), (AFTER, self.after, self.after_row))
         for slots, (port, tokens, row) in zip(capture_slots, captures, strict=True):
-            plan[port.COUNT], plan[port.AT], plan[port.ROW] = len(tokens), len(lists), row
+            plan[port.COUNT] = len(tokens)
+            plan[port.AT] = len(lists)
+            plan[port.ROW] = row
             lists += tokens
             plan[port.PLACES] = len(lists)
             lists += range(row, row + len(tokens))
@@ -250,7 +260,8 @@ def build_group(
             )
         token_rows[token, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
     lists: list[int] = []
-    columns, capture_slots = [], torch.full((len(plans), 2, capacity), NO_SLOT, dtype=torch.int32)
+    columns = []
+    capture_slots = torch.full((len(plans), 2, capacity), NO_SLOT, dtype=torch.int32)
     installed = any(
         INSTALLED.name in configuration for plan in plans for configuration in plan.configurations
     )
@@ -263,7 +274,8 @@ def build_group(
     entry = 1
     for number, plan in enumerate(plans):
         columns.append(plan._columns(lists, capture_slots[number]))
-        columns[-1][BEFORE.PATTERN], columns[-1][AFTER.PATTERN] = 2 * number, 2 * number + 1
+        columns[-1][BEFORE.PATTERN] = 2 * number
+        columns[-1][AFTER.PATTERN] = 2 * number + 1
         for row, configuration in enumerate(plan.configurations, 1):
             for name, does in configuration.items():
                 site_rows[number, PLACE[name], row] = entry

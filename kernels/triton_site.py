@@ -112,7 +112,8 @@ _TARGET, _SHIFT, _THRESHOLD = (
 )
 _NORM = tl.constexpr(FAMILIES[_FEATURE.value].column("norm"))
 _CENTRED = tl.constexpr(NORMS.index("layer_norm"))
-_NEAR, _EPS = tl.constexpr(NEAR), tl.constexpr(LAYER_NORM_EPS)
+_NEAR = tl.constexpr(NEAR)
+_EPS = tl.constexpr(LAYER_NORM_EPS)
 _LIMIT, _OWNER, _LARGEST_SIZE, _WITHIN = map(tl.constexpr, (LIMIT, OWNER, LARGEST_SIZE, WITHIN))
 _UNSOUND, _OVERFLOWED = map(tl.constexpr, (UNSOUND, OVERFLOWED))
 
@@ -160,7 +161,8 @@ def _rewritten(  # type: ignore[no-untyped-def]
         direction = _vector(vectors, lanes, inside)
         row -= tl.load(scalars) * tl.sum(row * direction, 0) * direction
     elif FAMILY == _CLAMP:
-        low, high = tl.load(scalars + _LOW), tl.load(scalars + _HIGH)
+        low = tl.load(scalars + _LOW)
+        high = tl.load(scalars + _HIGH)
         direction = _vector(vectors, lanes, inside)
         component = tl.sum(row * direction, 0)
         # true if the component is NaN
@@ -293,7 +295,9 @@ def _limits(rows, site_rows, scalars, depth, configurations):  # type: ignore[no
     both owners edit the token and one has a limit: if not, all edits count as the request's.
     """
     scaled = tl.full([], float("inf"), tl.float32)
-    failed, high_scaled, high_failed = scaled, scaled, scaled
+    failed = scaled
+    high_scaled = scaled
+    high_failed = scaled
     owners = depth * 0  # 1: the request, 2: the operator, 3: both
     for k in range(depth):
         row_number = tl.load(rows + k)
@@ -308,12 +312,14 @@ def _limits(rows, site_rows, scalars, depth, configurations):  # type: ignore[no
                     high_failed = tl.minimum(high_failed, least)
                     owners |= 2
                 else:
-                    scaled, failed = tl.minimum(scaled, most), tl.minimum(failed, least)
+                    scaled = tl.minimum(scaled, most)
+                    failed = tl.minimum(failed, least)
                     owners |= 1
     strictest = tl.minimum(tl.minimum(scaled, failed), tl.minimum(high_scaled, high_failed))
     both = (owners == 3) & (strictest < float("inf"))
     if both == 0:
-        scaled, failed = tl.minimum(scaled, high_scaled), tl.minimum(failed, high_failed)
+        scaled = tl.minimum(scaled, high_scaled)
+        failed = tl.minimum(failed, high_failed)
     return scaled, failed, high_scaled, high_failed, both
 
 
@@ -337,7 +343,8 @@ def _limited(before, after, scaled, failed):  # type: ignore[no-untyped-def]
     `before`, `after`: zero outside the width.
     """
     row = before.to(tl.float32)
-    norm, change = _norm(row), _norm(after.to(tl.float32) - row)
+    norm = _norm(row)
+    change = _norm(after.to(tl.float32) - row)
     size = _relative(norm, change)
     kept = size
     over = size > scaled
@@ -417,7 +424,8 @@ def _edited(  # type: ignore[no-untyped-def]
                 entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
                     tl.int64
                 )
-                vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
+                vectors = pool + entry * WIDTH
+                numbers = scalars + entry * _SCALARS
                 live = entry > 0
                 if every == 0:
                     live = live & (tl.load(numbers + _OWNER) != 0.0)
@@ -470,12 +478,15 @@ def _edit_both(  # type: ignore[no-untyped-def]
     request's what the row has besides.
     """
     lanes = tl.arange(0, BLOCK)
-    at, inside = first + lanes, lanes < WIDTH
+    at = first + lanes
+    inside = lanes < WIDTH
     row = tl.load(stream + at, mask=inside, other=0.0)
     hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
     whole = _whole(hidden_row, row, branch, PAIR, MIXED)
     before = whole.to(tl.float32)
-    value, middle, shift = before, before, before * 0.0
+    value = before
+    middle = before
+    shift = before * 0.0
     rewrites = named * 0
     for every in range(2):  # the operator's entries alone, then all
         value, rewrites, shift = _edited(
@@ -579,7 +590,8 @@ def _visit(  # type: ignore[no-untyped-def]
         unsound = _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
         size = tl.full([], 0.0, tl.float32)
         bounded_size = size
-        scaled, both = size + float("inf"), named < 0
+        scaled = size + float("inf")
+        both = named < 0
         failed = scaled
         if tl.load(plan + _LIMITED) != 0:
             scaled, failed, _high_scaled, _high_failed, both = _limits(
@@ -608,7 +620,8 @@ def _visit(  # type: ignore[no-untyped-def]
                 BLOCK=BLOCK,
             )
             tl.debug_barrier()
-            scaled, failed = scaled + float("inf"), failed + float("inf")
+            scaled = scaled + float("inf")
+            failed = failed + float("inf")
             left = tl.where(written, 0, named)
             # loaded again, so that the call needs no registers for them
             row = tl.load(stream + at, mask=inside, other=0.0)
@@ -767,7 +780,8 @@ def _sites(  # type: ignore[no-untyped-def]
         # A loop on the device that loads rows when they are first needed spilled 64 bytes a thread;
         # unrolled, two sites spilled 232, and each number of sites would be compiled by itself.
         for site in range(sites):
-            of_site, entries = plan + site * _COLUMNS, site_rows + site * _FAMILIES * configurations
+            of_site = plan + site * _COLUMNS
+            entries = site_rows + site * _FAMILIES * configurations
             before_slot, after_slot = _slots(of_site, capture_slots, token, capacity)
             named, applied, depth = _named(of_site, rows, entries, configurations)
             if (before_slot >= 0) | (after_slot >= 0) | (named > 0):
@@ -912,7 +926,8 @@ def _launch(
                 f"a tensor {list(tensor.shape)} with strides {list(tensor.stride())} is not "
                 "contiguous"
             )
-    width, capacity = ring.shape[1], capture_slots.shape[1]
+    width = ring.shape[1]
+    capacity = capture_slots.shape[1]
     # padding rows beyond the buffers' capacity are never planned
     tokens = min(stream.numel() // width, capacity)
     if not tokens:

@@ -65,7 +65,8 @@ EXIT_DEADLINE_S = 6.0
 GRADIENT_JOBS = 2
 #: The environment variable that names the file which `compose/worker.sh` makes and
 #: `broker.health.worker` reads. Docker keeps 4 KiB of what a health check prints.
-NOTE_VARIABLE, NOTE_CHARS = "WORKER_STARTING_NOTE", 2000
+NOTE_VARIABLE = "WORKER_STARTING_NOTE"
+NOTE_CHARS = 2000
 
 
 class EngineStep(bootsteps.StartStopStep):

@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 #: Seconds until the space is measured again, and until then when the quota seems used up; at least
 #: `MEASURE_SHARE` times as long as the measurement took, which is long in a large tree.
-MEASURE_S, MEASURE_FULL_S = 30.0, 1.0
+MEASURE_S = 30.0
+MEASURE_FULL_S = 1.0
 MEASURE_SHARE = 20
 
 _logged: set[tuple[ArtifactStore, str]] = set()  # segments whose damage was logged

@@ -15,7 +15,8 @@ from contextlib import suppress
 from multiprocessing import shared_memory, synchronize
 from pathlib import Path
 
-FOLDER, TEMPORARY = Path("/dev/shm"), Path(tempfile.gettempdir())
+FOLDER = Path("/dev/shm")
+TEMPORARY = Path(tempfile.gettempdir())
 #: Characters of `TEMPORARY` with which a folder inside it still has room for vLLM's sockets: the
 #: path of a socket has 107 at most.
 LONGEST = 31

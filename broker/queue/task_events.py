@@ -18,12 +18,10 @@ import redis
 from ...schemas.base import Problem, from_json
 from ...schemas.jobs.jobs import TERMINAL, State
 
-SUCCEEDED, FAILED, RETRIED, REVOKED = (
-    "task-succeeded",
-    "task-failed",
-    "task-retried",
-    "task-revoked",
-)
+SUCCEEDED = "task-succeeded"
+FAILED = "task-failed"
+RETRIED = "task-retried"
+REVOKED = "task-revoked"
 
 
 class JobEnding(NamedTuple):

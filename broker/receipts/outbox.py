@@ -38,7 +38,8 @@ KEEP_ACKED_S = 5.0
 #: How long writes to a failing disk are retried before the worker stops; writes to a full disk are
 #: retried for as long as it is full.
 GIVE_UP_S = 30.0
-RETRY_S, MAX_RETRY_S = 0.05, 2.0
+RETRY_S = 0.05
+MAX_RETRY_S = 2.0
 
 
 class Outbox:
@@ -64,7 +65,8 @@ class Outbox:
         """
         relays = relay_addresses(relay_url)
         self._store = Store(Path(directory), worker, rank, lock_wait_s)
-        self.worker, self.rank = worker, rank
+        self.worker = worker
+        self.rank = rank
         self._on_fatal = on_fatal
         self._fatal_reported = False
         lock = threading.Lock()
@@ -250,11 +252,16 @@ class Outbox:
         """Wait for work and do it; return False when closing and nothing is left."""
         with self._changed:
             self._work.wait_for(self._has_work, self._prune_in())
-            group, self._queue = self._queue[:GROUP], self._queue[GROUP:]
-            forgotten, self._forgotten = self._forgotten, []
-            renumber, self._renumber = self._renumber, False
-            acked, prune = self._acked, self._to_prune()
-            self._rearm, closing = False, self._closing
+            group = self._queue[:GROUP]
+            self._queue = self._queue[GROUP:]
+            forgotten = self._forgotten
+            self._forgotten = []
+            renumber = self._renumber
+            self._renumber = False
+            acked = self._acked
+            prune = self._to_prune()
+            self._rearm = False
+            closing = self._closing
         for epoch in forgotten:
             self._persist(functools.partial(self._store.forget, epoch))
         if renumber:
@@ -295,7 +302,9 @@ class Outbox:
         dropped = self._store.opened_at
         last = self._persist(self._store.restart_epoch)
         with self._changed:
-            self._acked, self._shift, self._aging = 0, self._shift + dropped, None
+            self._acked = 0
+            self._shift = self._shift + dropped
+            self._aging = None
             self._changed.notify_all()
         self._sender.renumbered(last)
 
@@ -303,7 +312,8 @@ class Outbox:
         """Call `write`, again while the disk refuses; raise if the database is damaged, when
         closing, and after `GIVE_UP_S` unless the disk is full.
         """
-        started, pause = time.monotonic(), RETRY_S
+        started = time.monotonic()
+        pause = RETRY_S
         while True:
             try:
                 last = write() or 0

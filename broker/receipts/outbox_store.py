@@ -133,7 +133,8 @@ class JobLog:
         os.fsync(fd)
         os.replace(fresh, self.path)
         self.close()
-        self._fd, self._size = fd, len(content)
+        self._fd = fd
+        self._size = len(content)
         self._limit = max(JOB_LOG_BYTES, 2 * len(content))
 
     def append(self, rows: list[tuple[int, str]]) -> None:
@@ -168,7 +169,8 @@ class Store:
         private_folder(directory)
         base = directory / f"{file_stem(worker)}.rank{rank}"
         self.path = base.with_name(base.name + ".sqlite")
-        self.worker, self.rank = worker, rank
+        self.worker = worker
+        self.rank = rank
         self.transactions = 0  # number committed
         self._jobs = JobLog(base.with_name(base.name + ".jobs"))
         self._lock = Lock(base.with_name(base.name + ".lock"), lock_wait_s)
@@ -210,7 +212,8 @@ class Store:
                 self._db.execute("DELETE FROM receipts WHERE seq <= ?", (prune,))
         self.transactions += 1
         self.last += len(numbered)
-        self.acked, self._pruned = max(acked, self.acked), max(prune, self._pruned)
+        self.acked = max(acked, self.acked)
+        self._pruned = max(prune, self._pruned)
         if self._jobs.outgrown:
             self._jobs.rewrite(self.epoch, self.last, self._held())
         return self.last
@@ -234,8 +237,11 @@ class Store:
             self._db.execute("UPDATE receipts SET seq = ? - seq", (self.opened_at,))
             self._db.execute("UPDATE receipts SET seq = -seq")
             self._db.execute("UPDATE outbox SET epoch = ?, acked = 0", (epoch,))
-        self.epoch, self.acked, self._pruned = epoch, 0, 0
-        self.last, self.opened_at = self.last - self.opened_at, 0
+        self.epoch = epoch
+        self.acked = 0
+        self._pruned = 0
+        self.last = self.last - self.opened_at
+        self.opened_at = 0
         self._jobs.rewrite(self.epoch, self.last, self._held())
         return self.last
 

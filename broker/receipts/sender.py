@@ -37,12 +37,15 @@ WINDOW = 1024
 READ_ROWS = 256
 #: Seconds without progress after which the relay is asked again; doubled each time, up to the
 #: second number.
-PATIENCE_S, MAX_PATIENCE_S = 2.0, 16.0
+PATIENCE_S = 2.0
+MAX_PATIENCE_S = 16.0
 #: Seconds after a refusal until the next greeting: the relay may have been upgraded.
 REFUSED_PAUSE_S = 30.0
 #: Milliseconds between heartbeats, and after which a connection without them counts as dead.
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
-RECONNECT_MS, RECONNECT_MAX_MS = 50, 2_000
+HEARTBEAT_MS = 5_000
+HEARTBEAT_TIMEOUT_MS = 15_000
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 2_000
 #: Seconds without a connection after which the next relay is tried, where several are known.
 NEXT_RELAY_S = 2.0
 #: Seconds between a failed handshake and the next: after some failures libzmq gives up, after

@@ -92,7 +92,8 @@ class JsonFormatter(logging.Formatter):
 
     def __init__(self, process: str, **fields: Any):
         super().__init__()
-        self._process, self._fields = process, fields
+        self._process = process
+        self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {

@@ -469,7 +469,8 @@ class StoreReadings(Collector):
 STORE = StoreReadings()
 REGISTRY.register(STORE)
 
-GROWS, VARIES = True, False
+GROWS = True
+VARIES = False
 #: Metrics of one worker, exposed by its own process.
 OF_WORKER: tuple[ScrapedMetric[WorkerReport], ...] = (
     _worker("running_jobs", VARIES, "Jobs held by the worker", lambda stats: stats.jobs),
@@ -556,7 +557,8 @@ class ScrapedMetrics(Collector, Generic[T]):
     def __init__(
         self, table: tuple[ScrapedMetric[T], ...], sources: Callable[[], Iterable[T]]
     ) -> None:
-        self._table, self._sources = table, sources
+        self._table = table
+        self._sources = sources
 
     def describe(self) -> Iterator[Metric]:
         """Names without values, for the registry."""

@@ -41,7 +41,8 @@ SAME = [
 #: Prefixes of files in a checkpoint's folder that do not affect its numbers.
 _TEXTS = ("LICENSE", "NOTICE", "README", "USE_POLICY")
 #: Bytes that a thread reads and hashes at a time, and the largest number of threads.
-_PIECE, _THREADS = 1 << 24, 8
+_PIECE = 1 << 24
+_THREADS = 8
 #: A digest is not kept if its file was written less than this many seconds before it was read: it
 #: might be written again within one tick of the file system's clock.
 _FRESH_S = 2.0
@@ -175,11 +176,14 @@ class FileDigests:
     # tokenizer. Other shards of one checkpoint count as another model: that refuses too much, never
     # too little.
     def _contents(self, files: Mapping[str, Path]) -> list[tuple[str, str]]:
-        began, read, fresh = time.time(), 0, False
+        began = time.time()
+        read = 0
+        fresh = False
         contents = []
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "hash") as pool:
             for name, file in files.items():
-                place, stat = str(file.resolve()), _stat(file)
+                place = str(file.resolve())
+                stat = _stat(file)
                 known = self._known.get(place)
                 if known is None or known[0] != stat:
                     known = stat, _content(file, stat[0], pool)
@@ -191,7 +195,8 @@ class FileDigests:
                             field="model",
                         )
                     if max(stat[1:3]) / 1e9 < began - _FRESH_S:
-                        self._known[place], fresh = known, True
+                        self._known[place] = known
+                        fresh = True
                 contents.append((name, known[1]))
         if fresh:
             self._keep()

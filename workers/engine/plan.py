@@ -20,7 +20,9 @@ from ..runner.hooks.site_costs import CASES, RankShape, StepCost, step_cost
 from .plan_inside import Inside, inside_of
 
 #: Copies of constants in `kernels.plan`, which imports torch; a test compares them.
-PLAN_COLUMNS, COUNTS, ROWS_PER_TOKEN = 17, 3, 16
+PLAN_COLUMNS = 17
+COUNTS = 3
+ROWS_PER_TOKEN = 16
 #: Copy of the constant in `runner.edits.prepared_rows`, which a test compares as well.
 KEPT_BYTES = 64 << 20
 #: Field names in config.json → names that transformers' config classes give them.
@@ -167,16 +169,15 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 def _layer(config: Mapping[str, Any]) -> tuple[Linear, ...]:
     """Return the linear layers of a layer like Llama's; with experts, those of one expert."""
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    heads = int(config["num_attention_heads"])
     shared = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("head_dim") or hidden // heads)
     width = int(
         config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden
     )
-    query, key = (
-        Linear(hidden, heads * size, "outputs", heads),
-        Linear(hidden, shared * size, "outputs", shared),
-    )
+    query = Linear(hidden, heads * size, "outputs", heads)
+    key = Linear(hidden, shared * size, "outputs", shared)
     gate = Linear(hidden, width, "outputs", width)
     return (
         query,
@@ -215,7 +216,8 @@ def _weight_bytes(config: Mapping[str, Any], text: Mapping[str, Any]) -> float:
         if "mxfp4" in str(raw.get("quant_method"))
         else 0
     )
-    whole, kept = _parameters(text), _embeddings(text)
+    whole = _parameters(text)
+    kept = _embeddings(text)
     return (kept * 2 + (whole - kept) * int(bits) / 8) / whole if bits else 0.0
 
 
@@ -232,7 +234,8 @@ def plan(
 
     Raises UnsupportedArchitectureError for a hook that the model does not have.
     """
-    hooks, inside = _hooks(model, settings), asked_hooks(settings.hooks)[1]
+    hooks = _hooks(model, settings)
+    inside = asked_hooks(settings.hooks)[1]
     present = [hook for hook in model.inside.hooks if hook in inside]
     layers = -(-model.layers // settings.vllm.pipeline_parallel_size)
     ring = (
@@ -347,7 +350,8 @@ def buffers(
 
     `width`: bytes of a row.
     """
-    capacity, rows = settings.vllm.max_num_batched_tokens, settings.tuning.table_rows
+    capacity = settings.vllm.max_num_batched_tokens
+    rows = settings.tuning.table_rows
     entries = 1 + settings.tuning.table_entries
     where: Literal["GPU", "host"] = "GPU" if gpu else "host"
     sizes = {
@@ -511,7 +515,9 @@ def _limits(
     """Return the limits that users or operators reach first, as sentences that begin with the
     setting.
     """
-    limits, sites, tokens = [], len(hooks) * layers, settings.vllm.max_num_batched_tokens
+    limits = []
+    sites = len(hooks) * layers
+    tokens = settings.vllm.max_num_batched_tokens
     if ring is not None:
         whole = ring.rows // tokens
         if whole < layers:

@@ -87,7 +87,8 @@ UNCERTIFIED = (
 _HEALTH_INTERVAL_S = 0.25
 #: A rank's writing process must answer within this share of `capture_timeout_s`, after which its
 #: jobs would fail instead of running again; and after so many seconds it counts as silent.
-ANSWER_SHARE, SILENT_S = 3, 3.0
+ANSWER_SHARE = 3
+SILENT_S = 3.0
 
 
 class VllmEngine(RankControl):
@@ -384,7 +385,8 @@ class VllmEngine(RankControl):
         submitted = over = False
         ended: Awaitable[None] | None = None
         try:
-            params, lora = sampling_params(ask.sampling, spec), self._lora_request(ask.lora)
+            params = sampling_params(ask.sampling, spec)
+            lora = self._lora_request(ask.lora)
             reader = self._tool_reader(ask, params)
             await self._formats.check(params, ask.tenant, ask.job)
             captured = self._captured_bytes(ask)
@@ -628,7 +630,8 @@ def _why(error: Exception, built: str, settings: Settings) -> str:
         return explained
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
-        architecture, fields = (config.architectures or ["the model"])[0], suspects(config)
+        architecture = (config.architectures or ["the model"])[0]
+        fields = suspects(config)
     except Exception as unread:  # the config itself may be the cause
         return (
             f"{reason}; transformers does not read its config either: "

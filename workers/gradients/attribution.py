@@ -90,12 +90,14 @@ def estimate_pair(
     if options.steps:
         run = pair.run(grad=False)
         options.check()
-        scale, effects = pair.scale(), _integrated(pair, run, options)
+        scale = pair.scale()
+        effects = _integrated(pair, run, options)
     else:
         run = pair.run(_attention_sites(pair, options))
         options.check()
         pair.require_slope()
-        scale, gradients = pair.scale(), run.gradients(pair.value)
+        scale = pair.scale()
+        gradients = run.gradients(pair.value)
         effects = {site: pair.cells(site, run, pair.slope(gradients[site])) for site in pair.sites}
         if options.correct:
             effects |= {
@@ -139,7 +141,8 @@ def _integrated(
         for number, (site, share) in enumerate(batch):
             slope = slope + pair.slope(gradients[site][number * copies : (number + 1) * copies])
             if share == shares[-1]:
-                cells[site], slope = pair.cells(site, run, slope / options.steps), 0.0
+                cells[site] = pair.cells(site, run, slope / options.steps)
+                slope = 0.0
     return cells
 
 
@@ -172,7 +175,8 @@ def _corrected(
         cells[part.columns] = 0.0
     for heads in _sensitivities(pair.points, run, gradients["z", layer], layer):
         for part in parts:
-            patched, member = base.clone(), pair.columns.member[part.columns]
+            patched = base.clone()
+            member = pair.columns.member[part.columns]
             patched[:, part.dims] += differences[:, part.dims]
             exact = heads.corrected(kind, patched, pair.columns.base, member)
             require_finite({site: exact})
@@ -186,7 +190,8 @@ def _doubts(
     """Return Σ over heads and places of |exact − first order| of the queries and of the keys that
     the source prompt has at a cell's places, in the attention that next reads them.
     """
-    columns, places = pair.columns, len(pair.columns.base)
+    columns = pair.columns
+    places = len(pair.columns.base)
     alone = torch.eye(places, dtype=torch.float64)
     departs = {pair.points.num_layers: torch.zeros(places, dtype=torch.float64)}
     for layer in {*map(_reader, pair.sites)} - departs.keys():
@@ -226,7 +231,9 @@ class _Sensitivity:
         `patched`: the rows as the patch writes them, `[places, width]`; `at`: their positions;
         `member`: which places a column writes, float64 `[columns, places]`.
         """
-        rows, gain, member = self._split(patched), self.gain, member.to(self.q.device)
+        rows = self._split(patched)
+        gain = self.gain
+        member = member.to(self.q.device)
         plain = scores(self.q, self.k, self.attended)
         before = (plain.softmax(-1) * gain).sum(-1)  # [batch, heads, queries]
         if kind == "q":
@@ -237,7 +244,8 @@ class _Sensitivity:
         # denominator has no difference of nearly equal numbers, even where one key has all weight.
         changed = scores(self.q, rows, self.attended._replace(mask=self.attended.mask[..., at]))
         top = torch.maximum(plain.amax(-1, keepdim=True), changed.amax(-1, keepdim=True))
-        stay, come = (plain - top).exp(), (changed - top).exp()
+        stay = (plain - top).exp()
+        come = (changed - top).exp()
         positions = torch.zeros(len(at), plain.shape[-1]).to(member)
         positions[range(len(at)), at] = 1.0
         others = 1.0 - (member @ positions).clamp(max=1.0)  # [columns, keys]
@@ -264,7 +272,8 @@ def _sensitivities(
 
     `run` has the layer's `q`, `k` and `v`; `gradients`: of `z`, `[batch, tokens, width]`.
     """
-    heads, attended = points.heads("q"), run.attended[layer]
+    heads = points.heads("q")
+    attended = run.attended[layer]
     attended = attended._replace(mask=attended.mask.double())
     q, k, v, slope = (
         repeated(rows.double().unflatten(2, (-1, points.head_size)).transpose(1, 2), heads)
@@ -322,7 +331,8 @@ def edge_scores(
             f"{points.architecture} has no edges: a norm follows its branches, so that attention "
             "is not a sum over heads"
         )
-    layers, last = range(points.num_layers), points.num_layers - 1
+    layers = range(points.num_layers)
+    last = points.num_layers - 1
     parallel = "post_attn" not in points.taps  # MLPs read the stream before attention
     into_mlp: Hook = "pre_attn" if parallel else "post_attn"
     written: tuple[Hook, ...] = ("z", "mlp_out")
@@ -359,7 +369,8 @@ def edge_scores(
 
 def _nodes(points: Points) -> tuple[list[EdgeEnd], list[EdgeEnd]]:
     """Return all senders and all receivers, as `_sent` and `_received` order them."""
-    senders, receivers = [EdgeEnd(kind="embed", layer=-1)], list[EdgeEnd]()
+    senders = [EdgeEnd(kind="embed", layer=-1)]
+    receivers = list[EdgeEnd]()
 
     def heads(kind: EdgeReader, layer: int, hook: Hook) -> list[EdgeEnd]:
         return [EdgeEnd(kind=kind, layer=layer, head=head) for head in range(points.heads(hook))]

@@ -332,7 +332,8 @@ class TransformersEngine:
             assert self._loaded is not None
             sites = captured.sites_of(ask.captures)
             kept = max(len(each.gradient.positions) for each in ask.captures if each.gradient)
-            tokens, free = len(ask.token_ids), free_on(points)
+            tokens = len(ask.token_ids)
+            free = free_on(points)
             estimates.at_once(self._loaded, tokens, sites, free, kept=max(1, kept))
             worker = self._settings.worker_id
             return captured.finished(

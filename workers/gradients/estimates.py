@@ -67,7 +67,8 @@ def feature_effects(
     slopes = rows_at(run.gradients(pair.value)[site].float().sum(0), pair.columns.base)
     base, differences = pair.replaced(site, run)
     require_finite({site: differences * slopes})
-    sae, columns = sae.to(base.device), pair.columns
+    sae = sae.to(base.device)
+    columns = pair.columns
     prompt = run.rows(site)[0, : len(pair.stored.base)].float()
     mean = (
         torch.stack([sae.encode(rows).sum(0) for rows in prompt.split(_ROWS)]).sum(0) / len(prompt)
@@ -84,12 +85,14 @@ def feature_effects(
         base=pair.base.value,
         source=None if pair.source is None else pair.source.value,
     )
-    rng, lots = np.random.default_rng([seed, number]), np.empty(0)
+    rng = np.random.default_rng([seed, number])
+    lots = np.empty(0)
     for column, member in enumerate(columns.member):
         if column in columns.skipped:
             continue
         places = member.bool().to(base.device)
-        rows, slope = base[places], slopes[places]
+        rows = base[places]
+        slope = slopes[places]
         source = rows + differences[places] / sweep.alpha if sweep.ablation != "zeros" else None
         parts = sae.exchange(rows, source, mean)
         gain = sae.gains(slope * parts.scale)
@@ -113,7 +116,8 @@ def feature_effects(
                 result.drawn.append((column, -1, error.item()))
             lots = np.append(lots, rng.random(len(found)))
             kept = np.argsort(lots)[:draw]
-            result.drawn[:], lots = [result.drawn[place] for place in kept], lots[kept]
+            result.drawn[:] = [result.drawn[place] for place in kept]
+            lots = lots[kept]
     return result
 
 
@@ -159,7 +163,8 @@ def estimate(
 
     Raises MidstreamError and UnsupportedArchitectureError for a pair without estimates.
     """
-    sweep, stored = ask.sweep, ask.sweep.attributed
+    sweep = ask.sweep
+    stored = ask.sweep.attributed
     assert stored is not None, "the sweep of an attribution"
     if stored.sae is not None:
         sites: list[SiteKey] = [(stored.sae.hook, stored.sae.layer)]
@@ -168,7 +173,8 @@ def estimate(
         sites = [(hook, layer) for hook in edges_of for layer in range(points.num_layers)]
     else:
         sites = [(hook, layer) for hook in sweep.hooks for layer in sweep.layers]
-    pair, nodes = sweep.pairs[ask.pair], len(nodes_of(sweep.pairs[ask.pair]))
+    pair = sweep.pairs[ask.pair]
+    nodes = len(nodes_of(sweep.pairs[ask.pair]))
     # a node is a continuation of the prompt, or a shorter piece of one; all run in one pass
     batch = at_once(footprint, pair.longest, sites, free, least=min(nodes, 2), kept=nodes + 1)
     if stored.sae is not None:

@@ -41,7 +41,8 @@ STALL_S = 2.0
 
 class _Wait:
     def __init__(self, requests: Iterable[int], patience_s: float) -> None:
-        self.missing, self.patience_s = set(requests), patience_s
+        self.missing = set(requests)
+        self.patience_s = patience_s
         self.since = time.monotonic()
         self.arrived: dict[int, list[Receipt]] = {}
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -52,8 +53,11 @@ class ReceiptReader:
 
     def __init__(self, ledger: Ledger, job_id: str, world: int) -> None:
         """`world`: number of ranks, each of which reports on every request."""
-        self._ledger, self._sweeps, self._job_id = ledger, LedgerSweeps(ledger), job_id
-        self._world, self._what = world, f"receipts of {job_id}"
+        self._ledger = ledger
+        self._sweeps = LedgerSweeps(ledger)
+        self._job_id = job_id
+        self._world = world
+        self._what = f"receipts of {job_id}"
         self._waits: list[_Wait] = []
         self._reading: asyncio.Task[None] | None = None
 
@@ -209,7 +213,8 @@ class Attempt:
     def stop(self, ending: AttemptOutcome, detail: str = "") -> None:
         """Cancel the attempt; the first reason counts."""
         if not self.closed and self.ending is None:
-            self.ending, self.detail = ending, detail
+            self.ending = ending
+            self.detail = detail
             self.task.cancel()
 
     def check_unsteered(self) -> None:
@@ -265,7 +270,9 @@ class Bench(Generic[E]):
     """Holds what the jobs of a worker share. Only the engine's event loop uses it."""
 
     def __init__(self, ledger: Ledger, engine: E, worker: str) -> None:
-        self.ledger, self.engine, self.worker = ledger, engine, worker
+        self.ledger = ledger
+        self.engine = engine
+        self.worker = worker
         self.running: dict[str, Attempt] = {}  # by the job's id
         self.surveys = 0  # that run or are about to run
         #: Called with every heartbeat: they renew what jobs hold in the ledger.
@@ -316,7 +323,9 @@ class SourceRunLeases:
     """Leases on source runs. Used from the engine's event loop only."""
 
     def __init__(self, ledger: Ledger, engine: GeneratingEngine, worker: str) -> None:
-        self._sources, self._engine, self._worker = LedgerRuns(ledger), engine, worker
+        self._sources = LedgerRuns(ledger)
+        self._engine = engine
+        self._worker = worker
         self._lease_s = ledger.settings.lease_s
         self._store = open_store(ledger.settings.artifacts)
         # job → keys of the runs that it holds, or waits for

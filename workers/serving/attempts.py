@@ -71,7 +71,9 @@ class Attempts:
         self._ledger = ledger
         self._engine = engine
         self._bench = bench = Bench(ledger, engine, worker)
-        self._runs, self._running, self.renewals = runs(bench), bench.running, bench.renewals
+        self._runs = runs(bench)
+        self._running = bench.running
+        self.renewals = bench.renewals
         self._watch = watch
         watch.stop_runs = self._stop_reported
         self._worker = worker
@@ -299,7 +301,9 @@ class Attempts:
         while attempt.task.cancelling():
             attempt.task.uncancel()
         logger.info("job %s attempt %d stops: %s", attempt.job.id, attempt.number, ending)
-        ledger, job_id, number = self._ledger, attempt.job.id, attempt.number
+        ledger = self._ledger
+        job_id = attempt.job.id
+        number = attempt.number
         # An attempt with another ending is recorded by those who ended it.
         records: dict[AttemptOutcome, Callable[[], Awaitable[object]]] = {
             AttemptOutcome.RELEASED: lambda: ledger.release(job_id, number),

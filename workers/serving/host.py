@@ -76,7 +76,8 @@ class Heartbeat:
         self._attempts = attempts
         self._period_s = settings.lease_s / RENEWALS_PER_LEASE
         self._info = info
-        self._publish, self._published = publish, published
+        self._publish = publish
+        self._published = published
 
     async def run(self) -> str:
         """Beat until cancelled; never returns. Raises all errors except transient ones of Redis."""

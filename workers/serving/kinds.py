@@ -86,7 +86,8 @@ async def answer_prompts(
     bench: Bench[GeneratingEngine], sources: SourceRunLeases, attempt: Attempt
 ) -> list[Output]:
     """Run a job of prompts, with the tensors and source runs that it names."""
-    job, engine = attempt.job, bench.engine
+    job = attempt.job
+    engine = bench.engine
     await engine.check(format_request(job, job.sampling))
     steered = {name for entries in job.steering for entry in entries for name in entry.tensors}
     names = sorted(
@@ -120,7 +121,9 @@ class _Parts:
     """The parts of harvests that run on a worker, or are about to run."""
 
     def __init__(self, bench: Bench[GeneratingEngine]) -> None:
-        self._bench, self._harvests, self._held = bench, LedgerHarvests(bench.ledger), 0
+        self._bench = bench
+        self._harvests = LedgerHarvests(bench.ledger)
+        self._held = 0
 
     @asynccontextmanager
     async def room(self, job_id: str) -> AsyncIterator[bool]:
@@ -150,7 +153,8 @@ class _Parts:
 
 def runs_of(bench: Bench[GeneratingEngine]) -> dict[str, Run]:
     """Return kind of job → how a vLLM worker runs it."""
-    tuning, parts = bench.ledger.settings.tuning, _Parts(bench)
+    tuning = bench.ledger.settings.tuning
+    parts = _Parts(bench)
     sources = SourceRunLeases(bench.ledger, bench.engine, bench.worker)
     bench.renewals.append(sources.renew)
     cells = bench.slots(tuning.sweep_cells_in_flight, SweepWork)  # of all sweeps

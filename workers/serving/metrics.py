@@ -35,12 +35,10 @@ class WorkerMetrics:
         waiting: Callable[[], int],
     ) -> None:
         """`waiting` returns how many requests wait for rows of the steering table."""
-        self._model, self._attempts, self._watch, self._waiting = (
-            model,
-            attempts,
-            watch,
-            waiting,
-        )
+        self._model = model
+        self._attempts = attempts
+        self._watch = watch
+        self._waiting = waiting
         # when rates were last computed, and prompt and generated tokens at that time
         self._since = (time.monotonic(), 0, 0)
         self._rates = (0.0, 0.0)
@@ -50,7 +48,9 @@ class WorkerMetrics:
         )
 
     def stats(self) -> WorkerStats:
-        ranks, totals, watch = self._watch.ranks, self._attempts.totals, self._watch
+        ranks = self._watch.ranks
+        totals = self._attempts.totals
+        watch = self._watch
         at, prompt, generated = self._since
         passed = time.monotonic() - at
         if passed >= SHORTEST_WINDOW_S:

@@ -22,7 +22,8 @@ class Told(Ignore):
 
     def __init__(self, state: State | None, why: str = ""):
         super().__init__(why)
-        self.state, self.why = state, why
+        self.state = state
+        self.why = why
 
 
 class PutBack(Ignore):
@@ -50,7 +51,8 @@ class TaskRequest(Request):
             return self._announce_revoked(state.value, **fields)  # acknowledges the message
         if isinstance(error, PutBack):
             self.reject(requeue=True)  # keeps `on_failure` from acknowledging the message
-            kind, fields = RETRIED, {"exception": error.why, "traceback": ""}
+            kind = RETRIED
+            fields = {"exception": error.why, "traceback": ""}
         done = super().on_failure(exc_info, send_failed_event, return_ok)
         if kind:
             self.send_event(kind, **fields)

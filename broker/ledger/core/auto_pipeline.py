@@ -37,7 +37,8 @@ class Parts:
     """
 
     def __init__(self, size: int, make: Callable[[], Iterable[bytes]]) -> None:
-        self._size, self._make = size, make
+        self._size = size
+        self._make = make
 
     def __len__(self) -> int:
         return self._size
@@ -64,7 +65,8 @@ class PipelinedRedis(redis.asyncio.Redis):
             execute: Any = super().execute_command  # without types
             return await execute(*args, **options)
         if "_waiting" not in self.__dict__:
-            self._waiting, self._in_flight = [], set()
+            self._waiting = []
+            self._in_flight = set()
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append((args, answer))
         if len(self._waiting) == 1 and len(self._in_flight) < IN_FLIGHT:
@@ -73,7 +75,8 @@ class PipelinedRedis(redis.asyncio.Redis):
 
     def _send_groups(self) -> None:
         while self._waiting and len(self._in_flight) < IN_FLIGHT:
-            group, self._waiting = self._waiting[:GROUP_LIMIT], self._waiting[GROUP_LIMIT:]
+            group = self._waiting[:GROUP_LIMIT]
+            self._waiting = self._waiting[GROUP_LIMIT:]
             task = asyncio.create_task(self._send_group(group))
             self._in_flight.add(task)
             task.add_done_callback(self._finished)

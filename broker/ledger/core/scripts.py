@@ -225,7 +225,8 @@ def stored_tags(job: Job) -> list[str]:
 #: A job of more bytes than this, by estimate, is packed in parts of about this size.
 PART = 1 << 16
 #: What a prompt, and an entry of its steering or captures, take to pack: as long as so many bytes.
-PROMPT, ENTRY = 1 << 8, 1 << 4
+PROMPT = 1 << 8
+ENTRY = 1 << 4
 #: Fields of a job with an item for each prompt, in the order in which they are packed.
 _BY_PROMPT = ("prompts", "steering", "captures")
 #: A list of one empty list, which stands in for a field. No text can contain it after the field's
@@ -254,7 +255,8 @@ def _record(job: Job) -> Iterator[bytes]:
             weight += PROMPT + len(part[-1])
             if weight >= PART:
                 yield b"".join(part)
-                part, weight = [], 0
+                part = []
+                weight = 0
         yield b"".join(part)
     if rest:
         yield rest

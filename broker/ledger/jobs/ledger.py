@@ -138,7 +138,8 @@ class Renewal(NamedTuple):
 
 def new_job_id() -> str:
     """`job_`, 9 digits of time (so that ids sort by age) and 26 of secret randomness (130 bits)."""
-    stamp, prefix = int(time.time() * 1000), ""
+    stamp = int(time.time() * 1000)
+    prefix = ""
     for _ in range(9):
         stamp, digit = divmod(stamp, 32)
         prefix = ALPHABET[digit] + prefix

@@ -213,7 +213,8 @@ class LedgerRuns(LedgerPart):
         before = pages.parse_cursor(cursor)
         ordered = sorted(await self._named(model), key=_place, reverse=True)
         older = [run for run in ordered if cursor is None or _place(run) < before]
-        shown, more = older[:limit], len(older) > limit
+        shown = older[:limit]
+        more = len(older) > limit
         return RunPage(
             runs=await self._views(shown, model),
             next=pages.format_cursor(*_place(shown[-1])) if more else None,

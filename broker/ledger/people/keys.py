@@ -35,7 +35,8 @@ from ....schemas.settings.settings import PREFIX, Settings, SettingsError
 from ..jobs.ledger import ALPHABET, Ledger, reachable
 
 KEYS = "ms:keys"
-ID_LENGTH, SECRET_BYTES = 12, 32
+ID_LENGTH = 12
+SECRET_BYTES = 32
 #: Minimum length of a self-chosen secret (`admin_key`), and maximum length of any secret, in
 #: characters.
 SECRET_LENGTH = (32, 256)
@@ -168,7 +169,8 @@ class LedgerKeys:
     @reachable
     async def valid(self, key_ids: Iterable[str]) -> set[str]:
         """Return the ids whose keys exist and have not expired; one round trip."""
-        ids, at = [*key_ids], now()
+        ids = [*key_ids]
+        at = now()
         result = await self._redis.hmget(KEYS, ids) if ids else []
         return {
             key_id
@@ -234,7 +236,8 @@ def _decoded(raw: bytes) -> StoredKey:
         return from_msgpack(raw, StoredKey)
 
 
-SESSION, SESSIONS = "ms:key-session:", "ms:key-sessions:"
+SESSION = "ms:key-session:"
+SESSIONS = "ms:key-sessions:"
 ID_BYTES = 32
 _ID = re.compile(r"[0-9a-f]{64}")
 
@@ -271,7 +274,8 @@ class Sessions:
             expires=expires,
         )
         session_id = secrets.token_hex(ID_BYTES)
-        name, names = name_of(session_id), f"{SESSIONS}{key.id}"
+        name = name_of(session_id)
+        names = f"{SESSIONS}{key.id}"
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.zremrangebyscore(names, "-inf", at).zadd(names, {name: expires}).zcard(
                 names

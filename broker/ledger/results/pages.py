@@ -13,7 +13,8 @@ PageEnd = tuple[float, str]
 Chunk = list[tuple[str, float]]
 
 #: Entries read per query while filling a filtered page, and in total for one page.
-CHUNK, SCAN = 100, 5000
+CHUNK = 100
+SCAN = 5000
 _CURSOR = re.compile(r"^(\d+(?:\.\d+)?):([A-Za-z0-9_]+)$")
 
 

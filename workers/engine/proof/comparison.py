@@ -47,7 +47,8 @@ SPANS = (
     "mamba_chunk_size",
 )
 #: Tokens beyond a span that are compared, and the most tokens of a prompt.
-BEYOND, LONGEST = 8, 1100
+BEYOND = 8
+LONGEST = 1100
 #: Parts of the names of fields that are no suspects: two libraries cannot read them differently
 #: without a wrong shape, or neither computes with them.
 _NO_SUSPECTS = re.compile(
@@ -134,7 +135,8 @@ class Comparison:
     def __init__(self, source: Checkpoint, dtype: str) -> None:
         self.refused = source.refused
         self.reference: TransformersReference | None = None
-        self._source, self._dtype = source, dtype
+        self._source = source
+        self._dtype = dtype
         self._planned = asyncio.Event()
         self._read = asyncio.create_task(self._prepare())
 
@@ -330,11 +332,13 @@ def figures(
     """Returns the figures for a certificate; and law → why it was not compared, for hooks whose
     tensor transformers' layers do not have.
     """
-    laws, lacking = [], {}
+    laws = []
+    lacking = {}
     for hook in [*hooks, "logits"]:
         if not (of_hook := [item for item in differences if item.hook == hook]):
             continue
-        law, worst = f"{hook} = transformers'", max(of_hook, key=lambda item: item.share)
+        law = f"{hook} = transformers'"
+        worst = max(of_hook, key=lambda item: item.share)
         if hook not in STREAM_TENSORS and hook != "logits" and not worst.ok:
             lacking[law] = f"transformers' layer {worst.layer} has no tensor with these rows"
             continue
@@ -355,7 +359,8 @@ def figures(
 def suspects(config: Any) -> list[str]:
     """Returns the fields of a config that do not have their class's defaults, as `name=value`."""
     text = config.get_text_config()
-    fields, defaults = text.to_dict(), type(text)().to_dict()
+    fields = text.to_dict()
+    defaults = type(text)().to_dict()
     return [
         f"{name}={value!r}"
         for name, value in fields.items()

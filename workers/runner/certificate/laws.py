@@ -250,7 +250,8 @@ def named(terms: Mapping[Hook, float]) -> str:
 
 def judge_layer(shape: JudgedShape, rows: RowsAt, layer: int) -> list[LawFinding]:
     """Judge the sums of one layer, and whether each branch is visible in them."""
-    findings, tolerance = [], shape.tolerance("sum")
+    findings = []
+    tolerance = shape.tolerance("sum")
     for total, terms in sums(shape, layer):
         parts = {hook: factor * rows(hook, layer) for hook, factor in terms.items()}
         whole = rows(total, layer)
@@ -306,8 +307,10 @@ def judge_parts(
 
     Used where an MLP of several parts has no `mlp_out`, which would be their sum.
     """
-    part, tolerance = factor_of(got, leaving - entered) * got, shape.tolerance("module")
-    law, hooks = "post_block = post_attn + MLP(mlp_in)", ("mlp_in", "post_attn", "post_block")
+    part = factor_of(got, leaving - entered) * got
+    tolerance = shape.tolerance("module")
+    law = "post_block = post_attn + MLP(mlp_in)"
+    hooks = ("mlp_in", "post_attn", "post_block")
     share = visible(part, leaving, [entered], tolerance)
     return [
         LawFinding(
@@ -347,7 +350,8 @@ def judge_edit(
     before edits. `entered`: `pre_attn` of the next layer in the edited request; None if another
     rank has it, or it does not exist. `ModuleLaws.mlp` judges the reach of an edit at `mlp_in`.
     """
-    have, law = [item for item in HOOKS if item in shape.hooks], f"edit at {hook}: "
+    have = [item for item in HOOKS if item in shape.hooks]
+    law = f"edit at {hook}: "
     findings = []
     for item in have[: have.index(hook) + 1]:
         figure = rowwise(edited(item, layer), plain(item, layer), shape.tolerance("batch"))

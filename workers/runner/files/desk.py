@@ -177,11 +177,15 @@ class EndedRequest(Wire, tag="ended", kw_only=True):
             raise RuntimeError(ended.error)
         if ended.stream and stream is None:
             raise RuntimeError("rows that left before the request ended could not be written")
-        spec, token_ids, stop, shape = self.spec, self.token_ids, self.rows, ended.shape
+        spec = self.spec
+        token_ids = self.token_ids
+        stop = self.rows
+        shape = ended.shape
         capture = spec.captures[shape.number]
         expected = set[int]()
         if stop >= spec.prompt_tokens:
-            chosen, window = capture.select(0, stop, spec.prompt_tokens), capture.window
+            chosen = capture.select(0, stop, spec.prompt_tokens)
+            window = capture.window
             expected = (
                 window.keep(chosen, token_ids, ended.high) if window is not None else set(chosen)
             )
@@ -264,7 +268,8 @@ class Desk:
     ) -> None:
         """`backlog`, `begin`, `readings`, `works`: see `Writer`."""
         store = open_store(config.capture_root)
-        self._memory, self.outbox = memory, outbox
+        self._memory = memory
+        self.outbox = outbox
         self._origin: Origin | None = None
         self.writer = make_writer(
             sizes=config,

@@ -161,7 +161,8 @@ class Filesystem:
         store = self._config.store
         if not isinstance(store, Rewriting):
             return [group]
-        parts, size = list[list[int]](), 0
+        parts = list[list[int]]()
+        size = 0
         for number in group:
             more = (
                 captures[number].size
@@ -353,7 +354,8 @@ class OpenShards:
         """Add a sequence; return and remove its shard if it is now complete."""
         place = _place_of(capture)
         sequence = _sequence(capture, place)
-        key, part = (place.uri, place.key), f"pp{capture.pp}{capture.part}"
+        key = (place.uri, place.key)
+        part = f"pp{capture.pp}{capture.part}"
         with self._lock:
             parts = self._shards.pop(key, {})
             shard = parts.setdefault(part, {})

@@ -37,7 +37,8 @@ GROUP_BYTES = 64 << 20
 #: only make it partial.
 ESSENTIAL = frozenset({"filesystem", "memory", HARVEST, READER})
 #: The most positions that a message names, and the most characters that it has.
-_POSITIONS, _MESSAGE = 16, 1000
+_POSITIONS = 16
+_MESSAGE = 1000
 #: Digits of the boot's id in segment names, enough that two starts of a worker share no segment.
 BOOT_DIGITS = 12
 
@@ -177,7 +178,8 @@ class CaptureWriter:
         }
         self._first = works[0]
         self._pending = 0
-        self.backlog, self._sends = backlog or Backlog(), backlog is None
+        self.backlog = backlog or Backlog()
+        self._sends = backlog is None
         # counts since the start
         self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}
         self._diverted: Diversion | None = None
@@ -264,7 +266,8 @@ class CaptureWriter:
         while group := self._gather(work):
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
-            count, size = len(group), sum(job.size for job in group)
+            count = len(group)
+            size = sum(job.size for job in group)
             # free the rows' memory before the job is counted as written
             group.clear()
             with self._lock:
@@ -276,7 +279,9 @@ class CaptureWriter:
         """Wait for a job, and return the group of those that wait then; none at the end. Writes
         parts on the way.
         """
-        group, size, jobs = list[WriteJob](), 0, self._queues[work]
+        group = list[WriteJob]()
+        size = 0
+        jobs = self._queues[work]
         while len(group) < GROUP_REQUESTS[work] and size < GROUP_BYTES:
             try:
                 job = jobs.get(block=not group)

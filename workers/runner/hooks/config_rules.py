@@ -194,7 +194,8 @@ SEPARATE_HEADS = frozenset(
 LEAST_STEP = frozenset({"NemotronHForCausalLM"})
 #: A `time_step_min` up to this has no effect, and one up to the other, transformers' default, has
 #: hardly any.
-LEAST_STEP_MATTERS, LEAST_STEP_SERVED = 1e-6, 1e-3
+LEAST_STEP_MATTERS = 1e-6
+LEAST_STEP_SERVED = 1e-3
 #: Architectures whose window has one token more in vLLM.
 WIDER_WINDOW = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM"})
 

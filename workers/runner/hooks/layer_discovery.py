@@ -109,7 +109,10 @@ class _Probe:
         device: torch.device,
         known: Sequence[float],
     ) -> None:
-        self.layer, self.hidden_size, self.dtype, self.device = layer, hidden_size, dtype, device
+        self.layer = layer
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.device = device
         self.known = known
         self.exact = _EXACT.get(dtype, _ROUNDED)
         self.residual = "residual" in list(inspect.signature(layer.forward).parameters)
@@ -142,7 +145,8 @@ class _Probe:
     def _run(self, returns: Mapping[str, int], edit: _Edit | None) -> _Run:
         generator = torch.Generator().manual_seed(0)
         calls: list[_Call] = []
-        hidden, residual = self._rows(generator), self._rows(generator) if self.residual else None
+        hidden = self._rows(generator)
+        residual = self._rows(generator) if self.residual else None
         # Random rows are independent of one another, so the multipliers of a sum are unique.
         stubs = {path: self._rows(generator) for path in returns}
         with ExitStack() as stack:
@@ -342,7 +346,8 @@ class _Probe:
         """Return ("pair" or "single", the stream that enters, the stream that leaves as multiples
         of the entering one and of the branches).
         """
-        (hidden, residual), (output, second) = run.inputs, run.outputs
+        (hidden, residual) = run.inputs
+        (output, second) = run.outputs
         for kind in ("pair", "single"):
             if kind == "pair" and (residual is None or second is None):
                 continue
@@ -402,10 +407,8 @@ class _Probe:
                 f"({', '.join(run.calls[place].path for place in first)})"
             )
         elif tap.kind == "pair":
-            taps["attn_out"], laws["post_attn"] = (
-                Tap(tap.path, "input"),
-                {"pre_attn": multiples["stream"], "attn_out": 1.0},
-            )
+            taps["attn_out"] = Tap(tap.path, "input")
+            laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": 1.0}
         else:
             taps["attn_out"] = Tap(run.calls[first[0]].path, "output")
             laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": multiples[first[0]]}
@@ -416,10 +419,8 @@ class _Probe:
                 f"({', '.join(run.calls[place].path for place in second)})"
             )
         elif second and kind == "pair":
-            taps["mlp_out"], laws["post_block"] = (
-                Tap("", "output"),
-                {"post_attn": kept, "mlp_out": 1.0},
-            )
+            taps["mlp_out"] = Tap("", "output")
+            laws["post_block"] = {"post_attn": kept, "mlp_out": 1.0}
         elif second:
             taps["mlp_out"] = Tap(run.calls[second[0]].path, "output")
             laws["post_block"] = {"post_attn": kept, "mlp_out": law[second[0]]}
@@ -449,10 +450,8 @@ class _Probe:
             raise NoStreamError(
                 "two branches are added in one sum to a stream that is a pair of tensors"
             )
-        taps["attn_out"], taps["mlp_out"] = (
-            Tap(run.calls[attention].path, "output"),
-            Tap(run.calls[mlp].path, "output"),
-        )
+        taps["attn_out"] = Tap(run.calls[attention].path, "output")
+        taps["mlp_out"] = Tap(run.calls[mlp].path, "output")
         computes = next((call for call in reversed(run.calls[: mlp + 1]) if not call.leaf), None)
         if computes is not None and not computes.mixes:
             taps["mlp_in"] = Tap(computes.path, "input")
@@ -495,7 +494,8 @@ class _Probe:
         }
         if "post_attn" in laws and "post_attn" in last:
             through["attn_out"] = laws["post_attn"]["attn_out"] * last["post_attn"]
-        plain, added = self.run(), self._rows(torch.Generator().manual_seed(1))
+        plain = self.run()
+        added = self._rows(torch.Generator().manual_seed(1))
         for hook, expected in through.items():
             tap = taps.get(hook)
             if tap is None or expected is None or not tap.path:

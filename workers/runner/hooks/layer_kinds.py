@@ -165,7 +165,8 @@ def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
     """Return the rule that reproduces the router's choices and weights on random logits; None if
     there is none.
     """
-    experts, top = int(router.global_num_experts), int(router.top_k)
+    experts = int(router.global_num_experts)
+    top = int(router.top_k)
     logits = 2 * torch.randn(_ROWS, experts, generator=torch.Generator().manual_seed(experts))
     routed_rows = router._compute_routing(
         torch.zeros(_ROWS, 1, device=device), logits.to(device), None

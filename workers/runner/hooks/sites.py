@@ -244,7 +244,8 @@ def decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
 
     Some language models are this module themselves; the output head is in the model around them.
     """
-    below, (path, _, layers) = language_model(model), adapter.layers.rpartition(".")
+    below = language_model(model)
+    (path, _, layers) = adapter.layers.rpartition(".")
     return below if hasattr(below, layers) else _submodule(below, path, adapter)
 
 
@@ -293,7 +294,8 @@ def visit_of(
     belong to; empty: the residual stream's.
     """
     by_site = {name: getattr(buffers, name)[first : first + len(sites)] for name in _BY_SITE}
-    leader, branches = sites[0], _branches(sites)
+    leader = sites[0]
+    branches = _branches(sites)
     # Buffers on the module become inputs of the traced graph, as weights do. They are never saved.
     shared = f"midstream_{bank}_" if bank else "midstream_"
     names = tuple(
@@ -336,7 +338,8 @@ def _wrap(
     # some forwards return None, and write to the argument `output`
     written_at = names.index("output") if "output" in names else len(names)
     # Closed over, not read from objects, because tracing adds a guard for each read attribute.
-    inputs, outputs = tuple(before), tuple(after)
+    inputs = tuple(before)
+    outputs = tuple(after)
 
     def with_sites(*args: Any, **kwargs: Any) -> Any:
         for pair, visit in inputs:

@@ -91,13 +91,16 @@ class DataPlane:
         above the first layer. `loras`: None if no adapters are served. `readers`: by the type of
         `StoredCapture.reading`. `connect`: where what is recorded goes.
         """
-        self._config, self._place = config, place
+        self._config = config
+        self._place = place
         arm(config.fault, Path(config.outbox_dir).parent)
-        self._hidden_size, self._dtype = buffers.pool.shape[1], buffers.pool.dtype
+        self._hidden_size = buffers.pool.shape[1]
+        self._dtype = buffers.pool.dtype
         self.actions = ActionLedger()
         every = [*sites, *(site for part in inside for site in part.sites)]
         self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size)
-        device, queue_bytes = buffers.ring.device, config.capture_queue_mib << 20
+        device = buffers.ring.device
+        queue_bytes = config.capture_queue_mib << 20
         # Page-locked memory is touched when a rank starts, and most of the ranks that share layers
         # record few rows.
         locked = (queue_bytes if inside or not place.tp else 0) + (config.row_store_mib << 20)
@@ -119,7 +122,8 @@ class DataPlane:
         self._reports = Reports(config, place, self._delivery, self.actions, num_layers=num_layers)
         self.describe = self._reports.describe
         self._requests = requests = Requests(place.rank, self._reports)
-        self._tracked, self.end = requests.tracked, requests.end
+        self._tracked = requests.tracked
+        self.end = requests.end
         self._streams = Streams(config.capture_window_mib << 20, self._delivery)
         # tokens in a KV block, the unit in which rows are kept; set once the KV cache is known; 1:
         # no rows are kept
@@ -337,7 +341,8 @@ class DataPlane:
         for key, num_tokens in ends:
             requests.end(key, num_tokens)
         if new and not self._tracked:
-            self._schedule, self._least = 0, IDLE
+            self._schedule = 0
+            self._least = IDLE
         for packed in waiting:
             self._table.prepared.expect(partial(rows_of, packed))
         for request in new:
@@ -437,14 +442,16 @@ class DataPlane:
 
         `hidden`: output of the last layer, `[tokens, hidden_size]`; None on other stages.
         """
-        step, self._view = RanStep(self._view, hidden), None
+        step = RanStep(self._view, hidden)
+        self._view = None
         for drain in self._drains:
             drain(step)
         for settle in self._settles:
             settle(step)
 
     def _admit(self, request: NewRequest) -> None:
-        requests, spec = self._requests, request.spec
+        requests = self._requests
+        spec = request.spec
         if request.unreadable:  # most likely from another version
             requests.fail(
                 Tracked(spec),

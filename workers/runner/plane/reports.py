@@ -33,7 +33,10 @@ class Reports:
         num_layers: int,
     ) -> None:
         """`num_layers`: of the whole model."""
-        self._config, self._place, self._delivery, self._actions = config, place, delivery, actions
+        self._config = config
+        self._place = place
+        self._delivery = delivery
+        self._actions = actions
         self._origin = Origin(
             worker=config.worker,
             rank=place.rank,
@@ -103,14 +106,16 @@ class Reports:
                 _score(tracked, tracked.watch, rows)
         except Exception:
             logger.exception("a failed request is reported without the decisions of its policies")
-        tracked.failure, tracked.failure_kind = message, kind
+        tracked.failure = message
+        tracked.failure_kind = kind
         tracked.forget()
         request = EndedRequest(receipt=self._receipt(step, tracked), spec=tracked.spec)
         self._delivery.submit(request, {})
         tracked.reported = True
 
     def _receipt(self, step: int, tracked: Tracked) -> Receipt:
-        spec, place = tracked.spec, self._place
+        spec = tracked.spec
+        place = self._place
         return Receipt(
             version=__version__,
             worker=self._config.worker,

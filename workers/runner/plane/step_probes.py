@@ -16,7 +16,8 @@ class ProbesPart(StepPart):
     """Step part for probes."""
 
     def __init__(self, requests: Requests, scorer: Scorer) -> None:
-        self._requests, self._scorer = requests, scorer
+        self._requests = requests
+        self._scorer = scorer
         self._serves = False  # stored rows were served since the last scores
 
     def begin(self, ended: Mapping[str, int]) -> None:
@@ -44,7 +45,8 @@ class ProbesPart(StepPart):
 
     def drain(self, step: RanStep) -> None:
         """Score the step's rows that probes read, and stored rows served for cached tokens."""
-        recorded, watched = step.recorded, self._requests.kinds.watched
+        recorded = step.recorded
+        watched = self._requests.kinds.watched
         if recorded is None or not (watched or self._scorer.pending):
             return
         try:

@@ -49,10 +49,16 @@ class RowsPart(StepPart):
         block_size: Callable[[], int],
     ) -> None:
         """`block_size`: returns the tokens in a KV block, the unit in which rows are kept."""
-        self._requests, self._place, self._banks = requests, place, banks
+        self._requests = requests
+        self._place = place
+        self._banks = banks
         self._grades = place.grades
-        self._state, self._streams, self._block_size = state, streams, block_size
-        self._overloads, self._arena, self._delivery = overloads, arena, delivery
+        self._state = state
+        self._streams = streams
+        self._block_size = block_size
+        self._overloads = overloads
+        self._arena = arena
+        self._delivery = delivery
         self.store = RowStore(arena)
         self._keeping: Keeping | None = None  # the scheduler's orders for this step
         self._edited: dict[str, _Edited] = {}  # by bank

@@ -14,7 +14,8 @@ NEWS = "midstream_probe_news"
 #: Keys in the `kv_transfer_params` that vLLM passes from scheduler to worker with a request's
 #: tokens: their scores, and the probe that ended the request. (vLLM's `stop_reason` cannot name the
 #: probe: it may be a user's stop string, which is any text.)
-SCORES, STOPPED_BY = "midstream_scores", "midstream_stopped_by"
+SCORES = "midstream_scores"
+STOPPED_BY = "midstream_stopped_by"
 
 
 class Scored(NamedTuple):
@@ -103,10 +104,8 @@ class ProbeNews:
             if self._scored or self._ended
             else ()
         ):
-            scored, limit = (
-                self._scored.pop(output.request_id, []),
-                self._limits.get(output.request_id, 0),
-            )
+            scored = self._scored.pop(output.request_id, [])
+            limit = self._limits.get(output.request_id, 0)
             # a position that was computed again keeps its last scores
             kept = {item.position: item for item in scored if item.position < limit}
             more: dict[str, Any] = (

@@ -38,7 +38,8 @@ class ScoreTable(PositionTable):
     def __init__(self, kind: ProbeGroup) -> None:
         self.kind = kind
         _TABLES[kind] = self
-        columns, probes = (kind.width,), (len(kind.columns),)
+        columns = (kind.width,)
+        probes = (len(kind.columns),)
         # NaN: not computed. `on`: whether each probe is on at this position.
         row = np.dtype(
             [
@@ -75,7 +76,8 @@ class ScoreTable(PositionTable):
         with self.lock:
             for row in np.flatnonzero(positions >= self.of["room"][slots]).tolist():
                 self.reserve(int(slots[row]), int(positions[row]) + 1)
-            rows, of = self.of["first"][slots] + positions, self.of
+            rows = self.of["first"][slots] + positions
+            of = self.of
             if self.kind.once:
                 earlier = self.rows["scores"][rows[:, None], columns]
                 scores = np.where(np.isnan(earlier), scores, earlier)
@@ -86,8 +88,11 @@ class ScoreTable(PositionTable):
             # those that follow decided positions, and are the only ones of their watches
             ahead = (of["filled"][slots] == positions) & (of["reached"][slots] == positions + 1)
             if now and (ahead := ahead & (positions > 0)).any():
-                rows, slots, positions = rows[ahead], slots[ahead], positions[ahead]
-                new, before = self.rows["scores"][rows][None], self.rows["aggregates"][rows - 1]
+                rows = rows[ahead]
+                slots = slots[ahead]
+                positions = positions[ahead]
+                new = self.rows["scores"][rows][None]
+                before = self.rows["aggregates"][rows - 1]
                 (after,), (on,) = self.kind.aggregated(new, before, positions[:, None])
                 known = np.isfinite(after).all(axis=1)
                 if (deciders := self.kind.deciders) is not None:
@@ -99,8 +104,12 @@ class ScoreTable(PositionTable):
                     of["averages"][slots[known]] = averages[known]
                     on = np.where(deciders.policies, states, on)
                 if not known.all():
-                    rows, slots, after, on = rows[known], slots[known], after[known], on[known]
-                self.rows["aggregates"][rows], self.rows["on"][rows] = after, on
+                    rows = rows[known]
+                    slots = slots[known]
+                    after = after[known]
+                    on = on[known]
+                self.rows["aggregates"][rows] = after
+                self.rows["on"][rows] = on
                 of["filled"][slots] += 1
 
     def news(
@@ -117,7 +126,8 @@ class ScoreTable(PositionTable):
         changed = dict.fromkeys(map(watches.__getitem__, late.tolist()))
         for watch in changed:
             watch.decide()
-        rows, found = self.of["first"][slots] + positions, dict[str, News]()
+        rows = self.of["first"][slots] + positions
+        found = dict[str, News]()
         for item in np.flatnonzero((streams_from >= 0) & (streams_from <= positions)).tolist():
             request = watches[item].request_id
             scored = (self.rows[name][rows[item]].tolist() for name in ("scores", "aggregates"))
@@ -149,7 +159,9 @@ class Watch:
         """`request_id`: the engine's id. `streams_from`: the first position whose scores are
         streamed; -1: none are. `kind`: the kind of these probes, if it exists already.
         """
-        self.request_id, self.probes, self.streams_from = request_id, list(probes), streams_from
+        self.request_id = request_id
+        self.probes = list(probes)
+        self.streams_from = streams_from
         self.prompt_tokens = prompt_tokens
         self.kind = kind or ProbeGroup(probes)
         self.table = _TABLES.get(self.kind) or ScoreTable(self.kind)
@@ -182,7 +194,8 @@ class Watch:
 
     def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
         """Store `scores` `[positions, columns]`, from position `first` on, see `ScoreTable.put`."""
-        positions, columns = first + np.arange(len(scores)), np.arange(self.kind.width)[columns]
+        positions = first + np.arange(len(scores))
+        columns = np.arange(self.kind.width)[columns]
         self.table.put(columns, np.full(len(scores), self.slot), positions, scores)
 
     def decide(self, stop: int = sys.maxsize) -> int:
@@ -191,7 +204,8 @@ class Watch:
         """
         kind = self.kind
         with self.table.lock:
-            of, rows = self.table.of[self.slot], self.rows
+            of = self.table.of[self.slot]
+            rows = self.rows
             first = int(of["filled"])
             new = rows[first : min(stop, int(of["reached"]))]
             finite = np.isfinite(new["scores"]).all(axis=1)
@@ -258,8 +272,10 @@ class Watch:
         """
         self.check(positions)
         self.decide(positions)
-        rows, triggers = self.rows[:positions], self._triggers(positions)
-        scores, crossing = rows["scores"], rows["aggregates"] >= self.kind.thresholds
+        rows = self.rows[:positions]
+        triggers = self._triggers(positions)
+        scores = rows["scores"]
+        crossing = rows["aggregates"] >= self.kind.thresholds
         # Each rank decides by itself. One that decided otherwise may have equal scores by the end.
         checksum = zlib.crc32(rows["on"].tobytes(), zlib.crc32(scores.tobytes()))
         decided: dict[int, dict[str, Any]] = {}
@@ -318,7 +334,8 @@ def open_among(watch: Watch, probe: str, positions: Sequence[int]) -> list[int]:
 
     Undecided gates are closed.
     """
-    decided, first = watch.decided, watch.prompt_tokens
+    decided = watch.decided
+    first = watch.prompt_tokens
     on = watch.rows["on"][:decided, watch.number(probe)].tolist()
     return [place for place in positions if first <= place <= decided and on[place - 1]]
 
@@ -345,8 +362,10 @@ class SharedGates:
         """`members`: with the number of each request in the step; `probes`: that gate their
         steering; `of_tokens`: the numbers of all tokens. `decides`: the requests have not failed.
         """
-        self._watches, self.decides = members, decides
-        self.kind, self._table = members[0][1].kind, members[0][1].table
+        self._watches = members
+        self.decides = decides
+        self.kind = members[0][1].kind
+        self._table = members[0][1].table
         self._numbers = [members[0][1].number(probe) for probe in probes]
         self._members = np.array([number for number, _ in members])
         self._slots = np.array([watch.slot for _, watch in members])
@@ -363,7 +382,9 @@ class SharedGates:
         """
         failed = list[tuple[int, str]]()
         with self._table.lock:
-            of, stops, places = self._table.of, stops[self._members], positions[self._tokens]
+            of = self._table.of
+            stops = stops[self._members]
+            places = positions[self._tokens]
             needed = np.where(stops > of["tokens"][self._slots], stops - 1, 0)
             late = np.flatnonzero((of["filled"][self._slots] < needed) & self.decides)
             for item in late.tolist():
@@ -374,7 +395,8 @@ class SharedGates:
                     except ProbeError as error:
                         why = f"{error}, which decides the edits of the next position"
                         failed.append((number, why))
-            of_token, at = of[self._of], np.minimum(places, of["filled"][self._of]) - 1
+            of_token = of[self._of]
+            at = np.minimum(places, of["filled"][self._of]) - 1
             on = self._table.rows["on"][(of_token["first"] + at)[:, None], self._numbers]
             known = (of_token["tokens"] <= places) & (places <= of_token["filled"])
             closed[self._tokens, 1 : 1 + len(self._numbers)] = ~(on & known[:, None])

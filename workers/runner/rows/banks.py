@@ -87,7 +87,10 @@ class Bank:
         overloads: Overloads,
         copies: "torch.cuda.Stream | None",
     ) -> None:
-        self.name, self.sites, self.columns, self.table = part.name, part.sites, part.columns, table
+        self.name = part.name
+        self.sites = part.sites
+        self.columns = part.columns
+        self.table = table
         pool = part.buffers.pool
         memory = BankRows(
             arena,
@@ -142,7 +145,8 @@ class Banks:
         overloads: Overloads,
     ) -> None:
         """`table`: gets the tables of the banks."""
-        parts, device = [residual, *inside], residual.buffers.ring.device
+        parts = [residual, *inside]
+        device = residual.buffers.ring.device
         self._device = device
         copies = None if device.type == "cpu" else torch.cuda.Stream(device)
         self.table = table
@@ -225,7 +229,8 @@ class Banks:
 
     def commit(self) -> None:
         try:
-            self.busy, self.loaded = False, True  # unless clear() says otherwise
+            self.busy = False  # unless clear() says otherwise
+            self.loaded = True
             for bank in self._banks:
                 bank.planner.commit()
                 self.busy |= bank.planner.due is not None
@@ -236,7 +241,8 @@ class Banks:
             raise
 
     def drain(self) -> list[ScoredRows]:
-        recorded, errors = list[ScoredRows](), list[Exception]()
+        recorded = list[ScoredRows]()
+        errors = list[Exception]()
         self.busy = False
         for bank in self._banks:
             try:
@@ -252,7 +258,8 @@ class Banks:
     def precede(self) -> None:
         """Have the next forward wait until the last one's observations are over."""
         for bank in self._banks:
-            over, bank.finite.over = bank.finite.over, None
+            over = bank.finite.over
+            bank.finite.over = None
             if over is not None and not over.query():
                 torch.cuda.current_stream(self._device).wait_event(over)
 

@@ -61,7 +61,8 @@ def _resumed(scheduler_output: Any) -> dict[str, int]:
 
 def _windows(scheduler_output: Any) -> Iterable[tuple[str, int, int]]:
     """Return (request, first position, count) of a step as the scheduler sends it to all ranks."""
-    counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+    counts = scheduler_output.num_scheduled_tokens
+    cached = scheduler_output.scheduled_cached_reqs
     new = [
         (data.req_id, data.num_computed_tokens, counts[data.req_id])
         for data in scheduler_output.scheduled_new_reqs
@@ -160,7 +161,8 @@ class V1Adapter(_Adapter):
         if self.midstream is not None:
             batch = self.input_batch  # type: ignore[attr-defined]
             many = len(num_scheduled_tokens)
-            req_ids, drafts = batch.req_ids[:many], scheduler_output.scheduled_spec_decode_tokens
+            req_ids = batch.req_ids[:many]
+            drafts = scheduler_output.scheduled_spec_decode_tokens
             self.midstream.plan(
                 StepView(
                     req_ids,

@@ -27,11 +27,13 @@ from .tokens import HarvestTokenizer, SourceValue
 #: Approximate bytes of text per token.
 TOKEN_BYTES = 4
 #: Least and most bytes that a unit's documents should have.
-LEAST_WEIGHT, MOST_WEIGHT = 4 << 10, 16 << 20
+LEAST_WEIGHT = 4 << 10
+MOST_WEIGHT = 16 << 20
 #: A JSONL file is planned in pieces of this many bytes.
 PIECE = 8 << 20
 #: Units of a part; parts get more where there would be more than `MOST_PARTS` of them.
-PART_UNITS, MOST_PARTS = 8, 1000
+PART_UNITS = 8
+MOST_PARTS = 1000
 
 
 @dataclass
@@ -54,7 +56,8 @@ class SourceFiles:
         is about to be read.
         """
         self._show = show
-        self._harvest, self._source = harvest, harvest.source
+        self._harvest = harvest
+        self._source = harvest.source
         self.tokens = HarvestTokenizer(harvest, bundle, vocabulary)
         self._roots = roots_of(settings, [harvest.root])
         self._store: ArtifactStore | None = open_store(harvest.root) if harvest.root else None
@@ -135,7 +138,10 @@ class SourceFiles:
                         end - begun,
                         zlib_ng.crc32(piece[summed - at : end - at], crc32),
                     )
-                    begun, planned, summed, crc32 = end, lines, end, 0
+                    begun = end
+                    planned = lines
+                    summed = end
+                    crc32 = 0
             crc32 = zlib_ng.crc32(piece[summed - at :], crc32)
             line_start = int(ends[-1]) if len(ends) else line_start
             at += len(piece)
@@ -149,10 +155,13 @@ class SourceFiles:
         start = row = weight = crc32 = 0
         for row, value in enumerate(values, 1):
             data = to_msgpack(value)
-            weight, crc32 = weight + len(data), zlib_ng.crc32(data, crc32)
+            weight = weight + len(data)
+            crc32 = zlib_ng.crc32(data, crc32)
             if weight >= self._target:
                 yield _unit(start, row, row - start, weight, crc32)
-                start, weight, crc32 = row, 0, 0
+                start = row
+                weight = 0
+                crc32 = 0
         if start < row:
             yield _unit(start, row, row - start, weight, crc32)
 

@@ -72,9 +72,14 @@ class SweepAttempt:
         attempt: Attempt,
         cells_in_flight: CellSlots,
     ) -> None:
-        ledger, engine, settings = bench.ledger, bench.engine, bench.ledger.settings
-        self._ledger, self._engine, self._sources = ledger, engine, sources
-        self._attempt, self._fetch = attempt, bench.fetch
+        ledger = bench.ledger
+        engine = bench.engine
+        settings = bench.ledger.settings
+        self._ledger = ledger
+        self._engine = engine
+        self._sources = sources
+        self._attempt = attempt
+        self._fetch = bench.fetch
         self._sweep = attempt.job.work_as(SweepWork).sweep
         self._records = UnitRecords(ledger, engine, attempt)
         self._known = self._records.known
@@ -141,7 +146,8 @@ class SweepAttempt:
 
     def _require_values(self) -> None:
         """Raise what failed if no cell has a value and nothing was estimated."""
-        records, first = self._known.values(), self._units.first_cell
+        records = self._known.values()
+        first = self._units.first_cell
         cells = [record for record in records if record.unit >= first]
         if self._failed and all(cell.value is None and cell.estimated is None for cell in cells):
             reason = next(record.reason for record in records if record.reason)
@@ -180,7 +186,8 @@ class SweepAttempt:
 
     async def _pair(self, pair: int) -> None:
         """Compute all units of a pair that have no record."""
-        state, missing = self._pairs[pair], self._missing(pair)
+        state = self._pairs[pair]
+        missing = self._missing(pair)
         if self._sweep.attributed is not None and not any(u.kind == "cell" for u in missing):
             if not self._attempt.job.probes:
                 return
@@ -221,7 +228,8 @@ class SweepAttempt:
 
     async def _of_features(self, features: FeatureRows, pair: int, missing: Sequence[Unit]) -> None:
         """Compute a pair's features: their rows are computed from its runs, and sent in batches."""
-        locate, runs = self._locate(pair), self._requests.control_runs(pair)
+        locate = self._locate(pair)
+        runs = self._requests.control_runs(pair)
         of_base = await locate(runs[0])
         of_source = await locate(runs[1]) if self._sweep.ablation is None else None
         async with self._holding(pair, self._requests.runs(pair)):
@@ -305,7 +313,8 @@ class SweepAttempt:
         most = max(column.ranks[1] if column.ranks else 0 for column in columns)
         if not most or not columns[0].places:
             return
-        locate, runs = self._locate(pair), self._requests.control_runs(pair)
+        locate = self._locate(pair)
+        runs = self._requests.control_runs(pair)
         base, source = [await locate(key) for key in runs]
         sites = {
             (number, place): (hook, layer)
@@ -454,7 +463,9 @@ class SweepAttempt:
 
     async def _request(self, ask: EngineRequest) -> str:
         """Run a request in the engine; return why the engine did not do it, or ""."""
-        finished, reason, totals = False, "", self._attempt.progress.totals
+        finished = False
+        reason = ""
+        totals = self._attempt.progress.totals
         totals.prompt_tokens += len(ask.token_ids)
         try:
             async with aclosing(self._engine.generate(ask)) as stream:
@@ -498,7 +509,8 @@ class SweepAttempt:
 
     def _locate(self, pair: int) -> "Callable[[str], Coroutine[Any, Any, RunFiles]]":
         async def locate(key: str) -> RunFiles:
-            request, sender = parse_key(key)[1], self._units.sender(pair)
+            request = parse_key(key)[1]
+            sender = self._units.sender(pair)
             receipts = [
                 receipt
                 for unit in (
