@@ -219,14 +219,14 @@ class SitePlan:
             does.limit for configuration in self.configurations for does in configuration.values()
         )
         plan[DEPTH] = max(map(len, self.edits.values()), default=0)
-        named = set(map(tuple, self.edits.values()))
+        named = [*set(map(tuple, self.edits.values()))]
         first = next(iter(self.edits), 0)
         if (
             len(named) == 1
-            and len(alone := named.pop()) == 1
+            and len(named[0]) == 1
             and list(self.edits) == list(range(first, first + len(self.edits)))
         ):
-            plan[ALIKE] = alone[0]
+            plan[ALIKE] = named[0][0]
             plan[ALIKE_FROM] = first
         captures = ((BEFORE, self.before, self.before_row), (AFTER, self.after, self.after_row))
         for slots, (port, tokens, row) in zip(capture_slots, captures, strict=True):

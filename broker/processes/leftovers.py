@@ -40,7 +40,9 @@ def own_temporary_folder(data: Path) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{TEMPORARY}/torchinductor_{os.getuid()}")
     if len(str(TEMPORARY)) <= LONGEST:
         prefix = f"{_prefix(data)}{os.getpid()}-"
-        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=prefix)
+        folder = tempfile.mkdtemp(prefix=prefix)
+        os.environ["TMPDIR"] = folder
+        tempfile.tempdir = folder
 
 
 def remove_left(data: Path) -> None:

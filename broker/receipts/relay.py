@@ -234,7 +234,8 @@ class Relay:
                 frame = frames.unpack(raw)
                 self._check_key(identity, key)
                 batch.add(identity, frame)
-                self.received += frame.kind is FrameKind.RECEIPT
+                if frame.kind is FrameKind.RECEIPT:
+                    self.received += 1
             except ProtocolMismatch as error:
                 self._refuse(identity, raw, "protocol", f"upgrade the older one; {error}")
             except ImpostorError as error:
@@ -480,8 +481,9 @@ def bind_address(url: str, allow_remote: bool) -> str:
             "(midstream create curve), bind 127.0.0.1, or set "
             "MIDSTREAM_RELAY_ALLOW_REMOTE=true on a trusted network"
         )
-    shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
-    return f"tcp://{shown}:{port}"
+    if host == "localhost":
+        host = "127.0.0.1"
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def connect_redis(url: str) -> "redis.Redis":

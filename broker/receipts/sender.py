@@ -11,6 +11,7 @@ frame LOST, and sends later receipts only after the relay has acknowledged that 
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import struct
@@ -127,7 +128,9 @@ class ReceiptSender(threading.Thread):
         self._lost = LostRange(0, 0)  # last reported
         self._nonce = secrets.randbits(32)
         self._patience = PATIENCE_S
-        self._deadline = self._retry_at = self._next_at = float("inf")
+        self._deadline = math.inf
+        self._retry_at = math.inf
+        self._next_at = math.inf
         self._complained: dict[int | str, float] = {}
         self._blocked = False
         self._stopping = False

@@ -421,7 +421,8 @@ class StoreReadings(Collector):
         return iter(self._families())
 
     def collect(self) -> Iterator[Metric]:
-        requests, retries, size, seconds = families = self._families()
+        families = self._families()
+        requests, retries, size, seconds = families
         by_operation = by_key(
             item for source in self.sources for counts in source() for item in counts.items()
         )

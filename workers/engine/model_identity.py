@@ -306,7 +306,7 @@ def _weight_names(folder: Path) -> Iterable[str]:
         if index.is_file():
             return list(json.loads(index.read_bytes())["weight_map"])
         names: list[str] = []
-        for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
+        for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="np") as weights:
                 names += weights.keys()
     return names

@@ -209,13 +209,12 @@ def _weight_bytes(config: Mapping[str, Any], text: Mapping[str, Any]) -> float:
         or raw.get("w_bit")
         or next((group.get("num_bits") for group in groups), None)
     )
-    bits = bits or (
-        8
-        if raw.get("quant_method") == "fp8"
-        else 4
-        if "mxfp4" in str(raw.get("quant_method"))
-        else 0
-    )
+    if not bits:
+        method = str(raw.get("quant_method"))
+        if method == "fp8":
+            bits = 8
+        elif "mxfp4" in method:
+            bits = 4
     whole = _parameters(text)
     kept = _embeddings(text)
     return (kept * 2 + (whole - kept) * int(bits) / 8) / whole if bits else 0.0

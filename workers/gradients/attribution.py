@@ -360,8 +360,11 @@ def edge_scores(
             slopes = _received(points, moved, gradients, pair.columns.base[where], into_mlp)
             products = [outputs @ slope.flatten(1).T for slope in slopes]
             total += torch.cat(products, 1).double().cpu().numpy()
-    same = [("head", "mlp")] if not parallel else []  # edges inside a layer
-    exists = [[s.layer < r.layer + ((s.kind, r.kind) in same) for r in receivers] for s in senders]
+    inside = [("head", "mlp")] if not parallel else []  # edges inside a layer
+    exists = [
+        [s.layer <= r.layer if (s.kind, r.kind) in inside else s.layer < r.layer for r in receivers]
+        for s in senders
+    ]
     scores = np.where(exists, total * scale, np.nan)
     require_finite({("", -1): torch.from_numpy(np.where(exists, total, 0.0))})
     return EdgeScores(pair.base, pair.source, senders, receivers, scores)

@@ -60,13 +60,11 @@ async def _answer(
                 attempt.check()
                 report.add_generated(len(progress.token_ids))
                 output = progress.finished
-                for event in (
-                    score_events(progress, attempt.job, attempt.number)
-                    if attempt.job.stream
-                    else ()
-                ):
+                if not attempt.job.stream:
+                    continue
+                for event in score_events(progress, attempt.job, attempt.number):
                     await attempt.emit(ledger, event)
-                if attempt.job.stream and (progress.text or progress.token_ids or output):
+                if progress.text or progress.token_ids or output:
                     await attempt.emit(ledger, _token_event(progress, attempt.number))
     if output is None:
         raise MidstreamError(
@@ -134,13 +132,14 @@ class _Parts:
         if not surveys and self._held >= PARTS_PER_WORKER:
             yield False
             return
-        self._bench.surveys += surveys
-        self._held += not surveys
+        held, surveying = (0, 1) if surveys else (1, 0)
+        self._bench.surveys += surveying
+        self._held += held
         try:
             yield True
         finally:
-            self._bench.surveys -= surveys
-            self._held -= not surveys
+            self._bench.surveys -= surveying
+            self._held -= held
 
     async def ended(self, job: Job) -> None:
         """Submit what follows a part; if that fails, the reaper does it."""

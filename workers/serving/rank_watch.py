@@ -10,6 +10,7 @@ again; if the resync fails, the engine is given up.
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -92,7 +93,9 @@ class RankWatch:
         self._ask = ""  # id of the last request for a report
         self._published = ("", "", "")  # state, detail, and the engine's trouble
         self._out_of_step = ""  # why a resync is due
-        self._compared = self._retried = self._complained = float("-inf")
+        self._compared = -math.inf
+        self._retried = -math.inf
+        self._complained = -math.inf
         engine.on_quarantine = self.quarantine
 
     # -- For attempts

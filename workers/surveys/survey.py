@@ -100,7 +100,8 @@ def heads(harvests: Sequence[Harvest], data_dir: str) -> list[TransformersRefere
     the vocabularies differ.
     """
     same = harvests[0].manifest.checkpoint == harvests[1].manifest.checkpoint
-    loaded = [_head(harvest, data_dir) for harvest in (harvests[:1] if same else harvests)]
+    differing = harvests if not same else harvests[:1]
+    loaded = [_head(harvest, data_dir) for harvest in differing]
     sizes = [head.config.get_text_config().vocab_size for head in loaded]
     if sizes[0] != sizes[-1]:
         raise MidstreamError(

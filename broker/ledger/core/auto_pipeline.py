@@ -159,7 +159,8 @@ async def _send(connection: Any, pieces: list[Piece]) -> None:
     begun = False
     try:
         for piece in pieces:
-            for part in piece if isinstance(piece, Parts) else [piece]:
+            parts = piece if isinstance(piece, Parts) else [piece]
+            for part in parts:
                 for start in range(0, len(part), SLICE):
                     if begun and not connection.is_connected:
                         raise redis.exceptions.ConnectionError(

@@ -145,10 +145,8 @@ def source(name: str) -> str:
 
 def _tables() -> str:
     allowed = {state: dict.fromkeys(following, True) for state, following in TRANSITIONS.items()}
-    problems = {
-        kind: [(problem := MidstreamError(kind, "").problem()).title, problem.status]
-        for kind in STATUS_OF_KIND
-    }
+    of_kind = {kind: MidstreamError(kind, "").problem() for kind in STATUS_OF_KIND}
+    problems = {kind: [problem.title, problem.status] for kind, problem in of_kind.items()}
     return "\n".join(
         [
             f"local VERSION = {_lua(__version__)}",

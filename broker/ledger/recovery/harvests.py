@@ -429,9 +429,9 @@ class LedgerHarvests(HarvestStreams):
             return
         parts = int(record.get("parts", 0))
         done = int(record.get("parts_done", 0))
-        state: HarvestState = (
-            "planning" if not record.get("planned") else "running" if done < parts else "sealing"
-        )
+        state: HarvestState = "planning"
+        if record.get("planned"):
+            state = "running" if done < parts else "sealing"
         reason = await self._submit(harvest, record, state, out, again)
         await self._show(harvest_id, record, state, reason)
 
@@ -486,17 +486,11 @@ class LedgerHarvests(HarvestStreams):
             fitting = all_fitting(policies, model)
         except MidstreamError as error:
             return error.detail  # a probe that watches all traffic does not fit
-        again |= {
-            part.part: Out(job="", part=part)
-            for part in self._next(
-                harvest,
-                record,
-                state,
-                await self._room(harvest.model) - len(out),
-                {item.part.part for item in out} | again.keys(),
-                int(await self._redis.scard(f"ms:harvest-begun:{harvest.id}")),
-            )
-        }
+        room = await self._room(harvest.model) - len(out)
+        taken = {item.part.part for item in out} | again.keys()
+        begun = int(await self._redis.scard(f"ms:harvest-begun:{harvest.id}"))
+        for part in self._next(harvest, record, state, room, taken, begun):
+            again[part.part] = Out(job="", part=part)
         end = await self.window_end(harvest)
         ready = [item for item in again.values() if await self.has_work(item.part, end)]
         if again and not ready and not out:
@@ -687,7 +681,10 @@ def _view(record: Mapping[str, Any], jobs: list[str]) -> HarvestView:
     )
     weight = int(record.get("weight", 0))
     done = int(record.get("weight_done", 0))
-    share = 1.0 if state == "succeeded" else done / weight if weight else 0.0
+    consumers = harvest.stream.consumers if harvest.stream else []
+    share = done / weight if weight else 0.0
+    if state == "succeeded":
+        share = 1.0
     return HarvestView(
         id=harvest.id,
         model=harvest.model,
@@ -705,9 +702,6 @@ def _view(record: Mapping[str, Any], jobs: list[str]) -> HarvestView:
         tenant=harvest.tenant,
         metadata=harvest.metadata,
         identity=harvest.identity,
-        acknowledged={
-            consumer: int(record.get(f"ack:{consumer}", 0))
-            for consumer in (harvest.stream.consumers if harvest.stream else ())
-        },
+        acknowledged={consumer: int(record.get(f"ack:{consumer}", 0)) for consumer in consumers},
         **numbers,
     )

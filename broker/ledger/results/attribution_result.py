@@ -87,9 +87,11 @@ def _withheld(sweep: StoredSweep, pair: int, records: KnownUnits) -> str:
     """Return why a pair's estimates are not shown, because a sweep gives no values either: a prompt
     failed, or policies have not read it yet. Empty: they are shown.
     """
+    if sweep.attributed is None or not sweep.attributed.watched:
+        return ""
     units = Units(sweep)
     controls = [units.base(pair), *([units.source(pair)] if sweep.ablation is None else [])]
-    for unit in controls if sweep.attributed is not None and sweep.attributed.watched else ():
+    for unit in controls:
         record = records.get(unit.number)
         if record is None or record.value is None:
             why = "policies have not read it yet" if record is None else f"failed: {record.reason}"

@@ -421,7 +421,8 @@ class _Run:
         vector = from_numpy(direction(self._info.hidden_size))
         name = content_hash(vector)
         for hook in self._hooks:
-            size = sizes[hook if hook == "mlp_in" else "pre_attn" if "pre_attn" in sizes else hook]
+            stream = "pre_attn" if "pre_attn" in sizes else hook
+            size = sizes[hook if hook == "mlp_in" else stream]
             for group, captures in zip(groups, diagonals, strict=True):
                 layers = [
                     layer

@@ -306,10 +306,11 @@ def longer(config: Any, length: int, limit: int) -> tuple[int, list[str]]:
     `limit`: the longest prompt that the engine takes.
     """
     limit = min(limit, LONGEST)
+    values = {name: getattr(config, name, None) for name in SPANS}
     spans = {
         name: int(value)
-        for name in SPANS
-        if isinstance(value := getattr(config, name, None), int) and value >= length
+        for name, value in values.items()
+        if isinstance(value, int) and value >= length
     }
     passed = [span for span in spans.values() if span + BEYOND <= limit]
     return max(passed, default=-BEYOND) + BEYOND, [

@@ -179,9 +179,9 @@ class TransformersReference:
                     output_loading_info=True,
                 ),
             )
-        if missing := sorted(
-            {*report["missing_keys"], *(str(item) for item in report["mismatched_keys"])}
-        ):
+        mismatched = map(str, report["mismatched_keys"])
+        missing = sorted({*report["missing_keys"], *mismatched})
+        if missing:
             raise NotComparableError(
                 f"transformers' class has weights that the checkpoint does not: {missing[0]}"
             )

@@ -118,7 +118,8 @@ class RowIndex:
         """
         for begin in range(first, stop, self._block):
             end = min(begin + self._block, stop)
-            if len(positions := capture.select(begin, end, request.prompt_tokens)):
+            positions = capture.select(begin, end, request.prompt_tokens)
+            if len(positions):
                 yield begin, frozenset(position - begin for position in positions)
 
     def serve(

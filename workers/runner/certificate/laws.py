@@ -513,11 +513,12 @@ def verdict_inside(
     absent: dict[str, str] = {}
     for hook in hooks:
         of_hook = [law for law in laws if hook in law.hooks]
-        if broken := [law for law in of_hook if not law.ok]:
+        broken = [law for law in of_hook if not law.ok]
+        proven = {layer for law in of_hook for layer in law.layers}
+        lacking = sorted(set(range(num_layers)) - proven)
+        if broken:
             absent[hook] = _why(broken, hook)
-        elif lacking := sorted(
-            set(range(num_layers)) - {layer for law in of_hook for layer in law.layers}
-        ):
+        elif lacking:
             absent[hook] = (
                 "the certification run did not prove it: no law speaks about its rows in layer "
                 f"{lacking[0]}"
@@ -541,11 +542,9 @@ def _smallest(hooks: Sequence[Hook], broken: Sequence[set[str]]) -> set[str]:
 def _why(broken: Sequence[LawFindings], hook: str) -> str:
     law = max((law for law in broken if hook in law.hooks), key=lambda law: law.figure)
     layers = [layer for layer in law.failing if layer >= 0]
-    where = (
-        f" in layer {layers[0]}" + (f" and {len(layers) - 1} more" if len(layers) > 1 else "")
-        if layers
-        else ""
-    )
+    where = f" in layer {layers[0]}" if layers else ""
+    if len(layers) > 1:
+        where += f" and {len(layers) - 1} more"
     error = (
         "not finite, or nothing to see"
         if math.isinf(law.figure)

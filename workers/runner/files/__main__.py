@@ -81,7 +81,10 @@ def _commands(
     """Iterate over the rank's messages, each with a lease of the memory; the rank is told when
     nothing refers to that any more.
     """
-    while len(command := source.read(COMMAND.size)) == COMMAND.size:
+    while True:
+        command = source.read(COMMAND.size)
+        if len(command) != COMMAND.size:
+            return
         number, start, length = COMMAND.unpack(command)
         lease = memory.lease()
         weakref.finalize(lease, answer, Freed(number)).atexit = False

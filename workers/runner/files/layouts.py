@@ -147,7 +147,8 @@ class Filesystem:
         )
         for tag, group in groups.items():
             write = self._publish if tag is None else self._append
-            for numbers in [group] if tag is None else self._parts(group, captures):
+            parts = self._parts(group, captures) if tag is not None else [group]
+            for numbers in parts:
                 for number, outcome in zip(
                     numbers, self._each(write, [captures[n] for n in numbers]), strict=True
                 ):

@@ -268,10 +268,10 @@ def caveats(
         value = getattr(config, rule.field, None)
         if value not in rule.served and (not rule.on_cpu or _on_cpu()):
             served = " or ".join("null" if item is None else repr(item) for item in rule.served)
-            valid = f"; served: {served}" if served else " on a CPU" if rule.on_cpu else ""
+            on_cpu = " on a CPU" if rule.on_cpu and not served else ""
+            valid = f"; served: {served}" if served else ""
             raise DifferentNumbersError(
-                f"{rule.field}={value!r} is not served{'' if served else valid}: "
-                f"{rule.why}{valid if served else ''}"
+                f"{rule.field}={value!r} is not served{on_cpu}: {rule.why}{valid}"
             )
     window = getattr(config, "sliding_window", None)
     if architecture in WIDER_WINDOW and window is not None and max_model_len > window:

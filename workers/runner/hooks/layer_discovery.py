@@ -158,11 +158,8 @@ class _Probe:
                 )
             inputs = (hidden.clone(), None if residual is None else residual.clone())
             output = self.layer.forward(**self._arguments(hidden, residual))
-        tensors = [
-            item
-            for item in (output if isinstance(output, tuple) else (output,))
-            if self._is_rows(item)
-        ]
+        returned = output if isinstance(output, tuple) else [output]
+        tensors = [item for item in returned if self._is_rows(item)]
         if not tensors:
             raise NoStreamError("the layer returns no rows")
         outputs = [item.reshape(-1, self.hidden_size).clone() for item in tensors]
@@ -234,7 +231,9 @@ class _Probe:
                 result = None
             else:
                 result = returned(stub.clone().reshape(given[0].shape if given else stub.shape))
-            tensor = out if result is None else result[0] if isinstance(result, tuple) else result
+            tensor = out
+            if result is not None:
+                tensor = result[0] if isinstance(result, tuple) else result
             if tensor is not None and self._is_rows(tensor):
                 if edit is not None and (edit[0].path, edit[0].side) == (path, "output"):
                     tensor.add_(edit[1])
@@ -373,10 +372,12 @@ class _Probe:
                 "stream": stream,
                 **{place: value for place, value in branches.items() if place < number},
             }
-            pair = [call.inputs[0] + call.inputs[1]] if len(call.inputs) == 2 else []
-            for kind, target in [("pair", value) for value in pair] + [
-                ("single", value) for value in call.inputs[:1]
-            ]:
+            targets = dict[Any, torch.Tensor]()  # by kind of tap
+            if len(call.inputs) == 2:
+                targets["pair"] = call.inputs[0] + call.inputs[1]
+            if call.inputs:
+                targets["single"] = call.inputs[0]
+            for kind, target in targets.items():
                 law = self.fit(target, before)
                 if (
                     law is not None
@@ -384,7 +385,7 @@ class _Probe:
                     and len(law) > 1
                     and law.keys() <= leaving.keys()
                 ):
-                    return number, Tap(call.path, "input", kind), law  # type: ignore[arg-type]
+                    return number, Tap(call.path, "input", kind), law
         return None
 
     def _two_branches(

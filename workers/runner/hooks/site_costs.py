@@ -136,7 +136,8 @@ def _row_transfers(
     and writes one row for each edit and capture.
     """
     pair = any(variant.taps[hook].kind == "pair" for hook in group)
-    return (2 if pair else 1) + sum((hook in edited) + (hook in captured) for hook in group)
+    written = [hook for hook in group for users in (edited, captured) if hook in users]
+    return (2 if pair else 1) + len(written)
 
 
 def _between(variant: Variant, hooks: Collection[Hook], branch: Hook) -> bool:

@@ -344,11 +344,9 @@ def _wrap(
     def with_sites(*args: Any, **kwargs: Any) -> Any:
         for pair, visit in inputs:
             hidden = args[hidden_at] if hidden_at < len(args) else kwargs[hidden_name]
-            residual = (
-                (args[residual_at] if residual_at < len(args) else kwargs["residual"])
-                if pair
-                else None
-            )
+            residual = None
+            if pair:
+                residual = args[residual_at] if residual_at < len(args) else kwargs["residual"]
             visit(hidden, residual)
         output = forward(*args, **kwargs)
         for pair, visit in outputs:

@@ -324,8 +324,9 @@ class DataPlane:
             if finished
             else dict[str, int]()
         )
-        for begin in self._begins if ended else ():
-            begin(ended)
+        if ended:
+            for begin in self._begins:
+                begin(ended)
         if ended or new or resumed:
             requests.change()
         for request_id in sorted(ended):
@@ -360,8 +361,9 @@ class DataPlane:
                 late[-1].done()
             else:  # no step may follow
                 late[-1].wait()
-        for prepare in self._prepares if keeping is not None or self._delivery.held else ():
-            prepare(keeping)
+        if keeping is not None or self._delivery.held:
+            for prepare in self._prepares:
+                prepare(keeping)
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> int:
         """Return the family of graphs (see `kernels.ops`) for the forward of these (request, first
@@ -371,10 +373,9 @@ class DataPlane:
         even if one of them records nothing or its plan fails. A forward that runs as Python, or an
         engine without the setting `graph_families`, has one family.
         """
-        self._family = WHOLE
-        if self._families:
-            self._family = IDLE
-            for request_id, first, count in windows if self._tracked else ():
+        self._family = IDLE if self._families else WHOLE
+        if self._families and self._tracked:
+            for request_id, first, count in windows:
                 if (tracked := self._tracked.get(request_id)) is not None:
                     # Conservative, and cheap at each step: gaps in the window, steps of `every_n`
                     # and sites of other stages count as work.
@@ -383,7 +384,8 @@ class DataPlane:
                         self._family = min(self._family, tracked.family)
                 if self._family == self._least:
                     break
-        self._idle_steps += self._family == IDLE
+        if self._family == IDLE:
+            self._idle_steps += 1
         return self._family
 
     def plan(self, view: StepView) -> None:

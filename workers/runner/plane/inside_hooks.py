@@ -261,11 +261,8 @@ class _Layer:
     def _experts(self) -> set[int]:
         """Return the number of experts of each mixture-of-experts module in the layer."""
         configs = (getattr(part, "moe_config", None) for part in self._parts.values())
-        return {
-            number
-            for config in configs
-            if config is not None and isinstance(number := config.num_logical_experts, int)
-        }
+        numbers = {config.num_logical_experts for config in configs if config is not None}
+        return {number for number in numbers if isinstance(number, int)}
 
     def _check_split(self, module: nn.Module) -> None:
         """Raises MissingHookError unless each rank calls the module with its part of the input."""
@@ -359,10 +356,9 @@ def install_inside(
             continue
         columns = by_hook[installed[0]][0].columns
         places = [
-            (hook, number, inner)
+            (hook, number, by_hook[hook][place])
             for place, (number, _) in enumerate(layers)
             for hook in installed
-            for inner in [by_hook[hook][place]]
         ]
         sites = [RankSite(hook, number, "single") for hook, number, _ in places]
         buffers = buffers_of(len(sites), sizes(len(sites)), columns.size, dtype, device)

@@ -91,10 +91,12 @@ class Scorer:
         self._last = news if recorded else None
         for rows in recorded:
             self.pending[next(self._numbers)] = rows, news
-            landed |= rows.landing is LANDED
+            landed = landed or rows.landing is LANDED
             self._bytes += 0 if rows.readers.urgent else rows.nbytes
-        self._steps += bool(self.pending)
-        if full := self._steps >= _STEPS or self._bytes >= _BYTES:
+        if self.pending:
+            self._steps += 1
+        full = self._steps >= _STEPS or self._bytes >= _BYTES
+        if full:
             self._steps = self._bytes = 0
         if landed or full:
             self.settle({}, full=full)

@@ -41,7 +41,7 @@ class ProbesPart(StepPart):
             tracked.gates = gates_of(tracked.spec, tracked.watch)
 
     def prepare(self, keeping: Keeping | None) -> None:
-        self._serves |= keeping is not None and bool(keeping.serve)
+        self._serves = self._serves or (keeping is not None and bool(keeping.serve))
 
     def drain(self, step: RanStep) -> None:
         """Score the step's rows that probes read, and stored rows served for cached tokens."""

@@ -77,15 +77,15 @@ class RowsPart(StepPart):
             for capture in spec.captures:
                 for hook, layers in capture.sites.items():
                     self._state.check_sites(hook, layers)
+            first = self._place.tp == 0
+            recordings = [
+                self._banks.recording(capture, spec.prompt_tokens, first)
+                for capture in spec.captures
+            ]
             tracked.recordings = {
                 number: recording
-                for number, capture in enumerate(spec.captures)
-                if (
-                    recording := self._banks.recording(
-                        capture, spec.prompt_tokens, self._place.tp == 0
-                    )
-                )
-                is not None
+                for number, recording in enumerate(recordings)
+                if recording is not None
             }
         except ValueError as error:
             self._requests.fail(tracked, str(error), "capture_failed")
@@ -105,10 +105,12 @@ class RowsPart(StepPart):
         are behind.
         """
         self._keeping = keeping
-        for block in keeping.serve if keeping else ():
-            self._with_recording(block, self.store.serve)
-        # nothing waits for the writers if they have read all messages
-        for work, stored in self._requests.kinds.stored.items() if self._delivery.held else ():
+        if keeping is not None:
+            for block in keeping.serve:
+                self._with_recording(block, self.store.serve)
+        if not self._delivery.held:  # nothing waits for the writers: they have read all messages
+            return
+        for work, stored in self._requests.kinds.stored.items():
             try:
                 self._overloads[work].check()
             except Exception as error:
@@ -234,9 +236,8 @@ class RowsPart(StepPart):
         been served stored rows of that step.
         """
         requests = self._requests
-        concerned = [
-            tracked for tracked in [requests.tracked.get(miscount.id)] if tracked is not None
-        ]
+        counted = requests.tracked.get(miscount.id)
+        concerned = [] if counted is None else [counted]
         # Rows may have been kept for later requests before their step was judged.
         if miscount.kind == "capture_failed":
             self.store.clear()

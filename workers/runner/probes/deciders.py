@@ -75,7 +75,7 @@ class Deciders:
         until = first + len(states) - 1
         for number in np.flatnonzero(self.policies).tolist():
             condition = self.conditions[number]
-            shift = int(of["tokens"]) * (condition.schedule.tokens == "generated")
+            shift = int(of["tokens"]) if condition.schedule.tokens == "generated" else 0
             scheduled = range(
                 condition.schedule.start + shift,
                 sys.maxsize if condition.schedule.stop is None else condition.schedule.stop + shift,
@@ -148,7 +148,8 @@ class Deciders:
             largest = np.maximum.reduceat(values, self.begins, axis=1)
             aggregates = np.where(self.largest, largest, aggregates)
         averages = of["averages"]
-        if (average := self.decay > 0).any():
+        average = self.decay > 0
+        if average.any():
             new = self.decay * averages + (1.0 - self.decay) * latest
             averages = np.where(scheduled & average, new, averages)
             aggregates = np.where(average, averages, aggregates)
@@ -162,6 +163,8 @@ def _numbers(condition: Condition) -> tuple[float, ...]:
     """Return what a condition is in `Rules`. Floats hold all these integers exactly."""
     schedule = condition.schedule
     below = condition.release_below
+    if below is None:
+        below = condition.at_least
     return (
         schedule.tokens == "generated",
         schedule.start,
@@ -169,7 +172,7 @@ def _numbers(condition: Condition) -> tuple[float, ...]:
         schedule.every,
         condition.window or 1,
         condition.at_least,
-        -inf if condition.latch != "none" else condition.at_least if below is None else below,
+        below if condition.latch == "none" else -inf,
         condition.decay or 0.0,
         condition.aggregation == "max",
     )

@@ -99,11 +99,9 @@ class ProbeNews:
         """Attach scores of kept tokens, and probes that ended requests, to the outputs of this
         step: client → `EngineCoreOutputs`.
         """
-        for output in (
-            (output for item in outputs.values() for output in item.outputs)
-            if self._scored or self._ended
-            else ()
-        ):
+        if not self._scored and not self._ended:
+            return
+        for output in (output for item in outputs.values() for output in item.outputs):
             scored = self._scored.pop(output.request_id, [])
             limit = self._limits.get(output.request_id, 0)
             # a position that was computed again keeps its last scores

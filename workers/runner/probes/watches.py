@@ -87,7 +87,9 @@ class ScoreTable(PositionTable):
             np.maximum.at(of["reached"], slots, positions + 1)
             # those that follow decided positions, and are the only ones of their watches
             ahead = (of["filled"][slots] == positions) & (of["reached"][slots] == positions + 1)
-            if now and (ahead := ahead & (positions > 0)).any():
+            if now:
+                ahead &= positions > 0
+            if now and ahead.any():
                 rows = rows[ahead]
                 slots = slots[ahead]
                 positions = positions[ahead]

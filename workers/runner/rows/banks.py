@@ -233,7 +233,8 @@ class Banks:
             self.loaded = True
             for bank in self._banks:
                 bank.planner.commit()
-                self.busy |= bank.planner.due is not None
+                if bank.planner.due is not None:
+                    self.busy = True
         except Exception:  # the others would do what they did in the last step
             for bank in self._banks:
                 bank.planner.abandon()
@@ -284,8 +285,8 @@ class Banks:
     ) -> list[tuple[Bank, NonFiniteRow | Miscount | StepSizes]]:
         found = list[tuple[Bank, NonFiniteRow | Miscount | StepSizes]]()
         for bank in self._banks:
-            for finding in bank.finite.settle(needed) if bank.finite.pending else ():
-                found.append((bank, finding))
+            if bank.finite.pending:
+                found += [(bank, finding) for finding in bank.finite.settle(needed)]
         return found
 
     def found(self) -> Callable[[], list[tuple[str, int]]] | None:

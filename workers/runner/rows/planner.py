@@ -166,7 +166,8 @@ class Planner:
         self._captures = SlotTable()
         self._recordings: dict[int, list[Recording]] = {}  # slot → in the order of their values
         # what the tables had for the last step's tokens, and the edits of each of these
-        self._named = self._chosen = np.zeros((0, 1), dtype=np.int64)
+        self._named = np.zeros((0, 1), dtype=np.int64)
+        self._chosen = np.zeros((0, 1), dtype=np.int64)
         self._edits_of = np.zeros(0, dtype=np.int64)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
         # this step has the last step's edits; all of its plan, at later positions

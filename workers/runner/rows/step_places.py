@@ -176,7 +176,8 @@ class Places:
         self._ends = np.array([recording.end for recording in recordings])
         self._dropped = [number for number, item in enumerate(recordings) if item.dropped]
         self.positions = np.zeros(len(runs), dtype=np.int64)  # of the runs' first tokens
-        self._positions = self._needed = np.zeros(0, dtype=np.int64)  # [positions]
+        self._positions = np.zeros(0, dtype=np.int64)  # [positions]
+        self._needed = np.zeros(0, dtype=np.int64)  # [positions]
         self.rows = np.zeros(0, dtype=np.int64)  # [entries]: number of the row in the bank's rows
         self.marks = np.zeros(0, dtype=np.int64)  # [positions]: place of the mark in the arena
 
@@ -270,7 +271,8 @@ class Places:
         for readers, places, entries, blocks in self._read:
             positions = self._positions[places]
             numbers = self.rows[entries]
-            if not (needed := self._needed[places]).all():
+            needed = self._needed[places]
+            if not needed.all():
                 positions = positions[needed]
                 numbers = numbers[:, needed]
                 if not len(positions):

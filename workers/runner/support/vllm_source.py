@@ -143,7 +143,9 @@ class VllmFolder:
         if not node.level:
             return node.module or ""
         parts = module.split(".")
-        above = node.level - self.folder.joinpath(*parts[1:], "__init__.py").is_file()
+        above = node.level
+        if self.folder.joinpath(*parts[1:], "__init__.py").is_file():
+            above -= 1  # of a package, the first level is the module itself
         return ".".join([*parts[: len(parts) - above], *([node.module] if node.module else [])])
 
 
@@ -160,15 +162,15 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
     return statements
 
 
+def _targets(node: ast.stmt) -> list[ast.expr]:
+    """Return what a statement assigns to; nothing if it is no assignment."""
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AnnAssign) else []
+
+
 def _assigned(node: ast.stmt) -> set[str]:
-    targets = (
-        node.targets
-        if isinstance(node, ast.Assign)
-        else [node.target]
-        if isinstance(node, ast.AnnAssign)
-        else []
-    )
-    return {target.id for target in targets if isinstance(target, ast.Name)}
+    return {target.id for target in _targets(node) if isinstance(target, ast.Name)}
 
 
 def _attributes(node: ast.ClassDef) -> dict[str, ast.stmt]:
@@ -182,11 +184,9 @@ def _attributes(node: ast.ClassDef) -> dict[str, ast.stmt]:
 
 
 def _set_on_self(node: ast.Assign | ast.AnnAssign) -> set[str]:
-    flat = [
-        item
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        for item in (target.elts if isinstance(target, ast.Tuple) else [target])
-    ]
+    flat = list[ast.expr]()
+    for target in _targets(node):
+        flat += target.elts if isinstance(target, ast.Tuple) else [target]
     return {
         item.attr
         for item in flat

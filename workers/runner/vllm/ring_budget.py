@@ -44,11 +44,11 @@ class CapturedRows:
         sizes: Callable[[StoredCapture], Sequence[int]] = lambda capture: [0] * len(WORKS),
     ) -> None:
         """`sizes(capture)`: bytes of a row that the writers of each kind of work take."""
-        self._captures = [
-            (capture, [*sites, *(count * size for size in sizes(capture) for count in sites)])
-            for capture in captures
-            for sites in [stage_sites(capture, stages)]
-        ]
+        self._captures = list[tuple[StoredCapture, list[int]]]()
+        for capture in captures:
+            sites = stage_sites(capture, stages)
+            nbytes = [count * size for size in sizes(capture) for count in sites]
+            self._captures.append((capture, [*sites, *nbytes]))
         self._prompt_tokens = prompt_tokens
         self._columns = (1 + len(WORKS)) * len(stages)
 

@@ -234,8 +234,8 @@ class _Midstream:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._midstream_blocks.make_room(stuck=False)
-        running = self.running
-        filling = self._midstream_filling  # type: ignore[attr-defined]
+        running = self.running  # type: ignore[attr-defined]
+        filling = self._midstream_filling
         waits = self._midstream_ring.look()
         self._bind("_reserve_prefill_lookahead", ours=bool(filling or waits))
         with self._midstream_cells.composing(
@@ -404,17 +404,11 @@ class _Midstream:
             captures = self._midstream_capturing.get(request.request_id)
             base = self._midstream_bases.get(request.request_id, RepeatedPrompt("", 0, 0))
             limits = [] if max_cache_hit_length is None else [max_cache_hit_length]
-            if (
-                # A capture would lack the rows of skipped positions.
-                captures is None
-                and (
-                    result := self._midstream_blocks.find(
-                        base.run, request, min([base.touched, *limits])
-                    )
-                )
-                is not None
-            ):
-                return *result, 0
+            if captures is None:  # a capture would lack the rows of skipped positions
+                limit = min([base.touched, *limits])
+                result = self._midstream_blocks.find(base.run, request, limit)
+                if result is not None:
+                    return *result, 0
             if base.layer:
                 limits.append(base.touched)
             if captures is not None:

@@ -582,13 +582,12 @@ class HarvestAttempt:
             prompt=chosen if harvest.generate is not None else None,
             metadata={"id": harvest.id, "model": harvest.model, "format": FORMAT},
         )
+        positions = generating
+        if harvest.generate is None:
+            positions = "all" if sequence.whole else chosen
         capture = StoredCapture(
             sites=harvest.sites,
-            positions=generating
-            if harvest.generate is not None
-            else "all"
-            if sequence.whole
-            else chosen,
+            positions=positions,
             tag=HARVEST,
             at=harvest.at,
             dtype=dtype,

@@ -189,10 +189,13 @@ class SourceProcess:
         the kernel or a library also means, or an internal failure.
         """
         if code < 0 or code == EXIT_MEMORY:
+            field = "source"
+            if task is not None:
+                field = "against" if task.survey.against else "sae"
             return MidstreamError(
                 "invalid_request",
                 f"{place} takes more than {self._limit} MiB of memory",
-                field="source" if task is None else "against" if task.survey.against else "sae",
+                field=field,
             )
         return MidstreamError(
             "internal",

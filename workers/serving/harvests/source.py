@@ -89,11 +89,11 @@ class SourceFiles:
             self._show(repr(key))
             with self._guarded(key), self._open(key) as handle:
                 files.append(SourceFile(key=key, size=handle.size, stamp=handle.stamp))
-                for unit in (
-                    self._plan_lines(handle)
-                    if kind == "jsonl"
-                    else self._grouped(self._table(kind, handle))
-                ):
+                if kind == "jsonl":
+                    units = self._plan_lines(handle)
+                else:
+                    units = self._grouped(self._table(kind, handle))
+                for unit in units:
                     yield msgspec.structs.replace(unit, file=number, document=first)
                     self._show(f"{key!r} from document {first} on")
                     first += unit.documents
@@ -122,7 +122,8 @@ class SourceFiles:
         while piece := memoryview(handle.read(at, PIECE)):
             ends = np.flatnonzero(np.frombuffer(piece, np.uint8) == 0x0A) + at + 1
             lengths = np.diff(np.concatenate([[line_start], ends, [at + len(piece)]]))
-            if (long := lengths > MAX_DOCUMENT_BYTES).any():
+            long = lengths > MAX_DOCUMENT_BYTES
+            if long.any():
                 raise ValueError(
                     f"line {lines + int(np.argmax(long)) + 1} is longer than "
                     f"{MAX_DOCUMENT_BYTES >> 20} MiB"
@@ -145,8 +146,10 @@ class SourceFiles:
             crc32 = zlib_ng.crc32(piece[summed - at :], crc32)
             line_start = int(ends[-1]) if len(ends) else line_start
             at += len(piece)
-        if begun < at:  # the last line may lack a newline
-            yield _unit(begun, at, lines + (line_start < at) - planned, at - begun, crc32)
+        if begun < at:
+            if line_start < at:  # the last line has no newline
+                lines += 1
+            yield _unit(begun, at, lines - planned, at - begun, crc32)
 
     # A table's checksum is of its values as MessagePack: its bytes depend on how pyarrow batches
     # them. So planning reads a table once, and cuts by what its values really hold.
@@ -182,11 +185,8 @@ class SourceFiles:
                 (row, lines[row], f"source.lines[{row}]") for row in range(unit.start, unit.stop)
             )
         else:
-            values = self._named(
-                unit,
-                file,
-                (self._lines if self._source.format == "jsonl" else self._rows)(file, unit),
-            )
+            read = self._lines if self._source.format == "jsonl" else self._rows
+            values = self._named(unit, file, read(file, unit))
         yield from self.tokens.documents(values, unit.tokens)
         for _ in values:  # the checksum also covers documents beyond the limit of tokens
             pass

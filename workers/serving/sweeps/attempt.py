@@ -171,12 +171,17 @@ class SweepAttempt:
 
     # Submitting
 
-    async def _all_pairs(self) -> None:
-        for pair in range(len(self._sweep.pairs)):
-            for unit in self._units.cells(pair) if self._sweep.attributed is None else ():
-                column = self._sweep.pairs[pair].columns[unit.column]
+    def _decide_skipped(self) -> None:
+        """Decide the cells of columns that are not computed."""
+        for number, pair in enumerate(self._sweep.pairs):
+            for unit in self._units.cells(number):
+                column = pair.columns[unit.column]
                 if not column.places and unit.number not in self._known:
                     self._decide(unit, column.reason or "the column is skipped")
+
+    async def _all_pairs(self) -> None:
+        if self._sweep.attributed is None:
+            self._decide_skipped()
         begun = asyncio.Semaphore(PAIRS_AT_ONCE)
         async with asyncio.TaskGroup() as group:
             for pair in range(len(self._sweep.pairs)):
@@ -284,8 +289,9 @@ class SweepAttempt:
         cells = [unit for unit in missing if unit.kind == "cell"]
         for start in range(0, max(len(cells), 1), FIRST_PASSES):
             async with self._holding(pair, runs), asyncio.TaskGroup() as group:
-                for unit in controls if not start else ():
-                    await self._begin(group, unit)
+                if start == 0:
+                    for unit in controls:
+                        await self._begin(group, unit)
                 firsts = [
                     await self._begin(group, unit, [self._requests.first(unit)], first=True)
                     for unit in cells[start : start + FIRST_PASSES]
