@@ -40,19 +40,6 @@ SITE = 15
 # not 0: one of the edits may have a limit, for the GPU kernels
 LIMITED = 16
 
-
-class CapturePort(NamedTuple):
-    """The columns of one of a site's two captures."""
-
-    COUNT: int  # captured rows; 0: none
-    AT: int  # index in `lists` at which their tokens begin, in the order of the slots
-    ROW: int  # ring row of slot 0, for the GPU kernels
-    PLACES: int  # index in `lists` at which the ring rows of the slots begin, for the reference
-    PATTERN: int  # row of `capture_slots`
-
-
-BEFORE = CapturePort(4, 5, 6, 7, 8)
-AFTER = CapturePort(9, 10, 11, 12, 13)
 # Counted like this, and not by tokens, edits are linear: the product of a vector and a boolean
 # matrix is the expected count of each site of a step.
 #: Columns of `counts`. An edit is one configuration row at one token: a token with two of them
@@ -70,6 +57,20 @@ OVERFLOWED = math.inf
 #: Edits are scaled to slightly less than their limit, so that rounding a float32 row does not carry
 #: it beyond.
 WITHIN = 1 - 2.0**-20
+
+
+class CapturePort(NamedTuple):
+    """The columns of one of a site's two captures."""
+
+    COUNT: int  # captured rows; 0: none
+    AT: int  # index in `lists` at which their tokens begin, in the order of the slots
+    ROW: int  # ring row of slot 0, for the GPU kernels
+    PLACES: int  # index in `lists` at which the ring rows of the slots begin, for the reference
+    PATTERN: int  # row of `capture_slots`
+
+
+BEFORE = CapturePort(4, 5, 6, 7, 8)
+AFTER = CapturePort(9, 10, 11, 12, 13)
 
 
 class OpInputs(NamedTuple):

@@ -52,8 +52,9 @@ from ..runner.vllm.ring_budget import CapturedRows
 from ..runner.vllm.stages import stage_layers
 from . import nodes
 from .admission import CaptureBudget, StepRows
+from .checkpoint_check import check_folder, check_layers
 from .identity import BOOT
-from .model_identity import check_folder, check_layers, content_of, digests_in, identity_of
+from .model_identity import content_of, digests_in, identity_of
 from .options.drafts import check_drafter, check_drafts
 from .options.engine_arguments import (
     dtype_of,

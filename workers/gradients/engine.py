@@ -34,8 +34,9 @@ from ...schemas.requests.attributions import Estimate
 from ...schemas.requests.steering import GlobalSteering, RankSteering
 from ...schemas.settings.settings import Settings, SettingsError
 from ...storage.store import open_store
+from ..engine.checkpoint_check import check_folder
 from ..engine.identity import BOOT
-from ..engine.model_identity import check_folder, identity_of
+from ..engine.model_identity import identity_of
 from ..engine.options.engine_arguments import dtype_of, prepare_environment
 from ..engine.prompts.tokenizer import bundle_of
 from ..engine.proof.comparison import source_of

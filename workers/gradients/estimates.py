@@ -21,7 +21,8 @@ from ...schemas.prompts.selectors import Hook
 from ...schemas.requests.attributions import Estimate, FeatureScore, StoredAttribution
 from ..engine.protocol import EstimateRequest
 from ..runner.readings.sae import Autoencoder
-from .attribution import EstimateOptions, edge_scores, estimate_pair
+from .attribution import EstimateOptions, estimate_pair
+from .edges import edge_scores
 from .loading import GIB, Footprint, refused
 from .pairs import PairRuns, require_finite, rows_at
 from .points import Points, SiteKey

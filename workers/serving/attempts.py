@@ -18,19 +18,11 @@ from ...schemas.base import MidstreamError, Problem, now
 from ...schemas.jobs.jobs import State
 from ...schemas.settings.faults import crash_point
 from ..engine.protocol import Engine, check_lengths
-from .attempt import (
-    Attempt,
-    AttemptOutcome,
-    Bench,
-    JobFailed,
-    ReceiptReader,
-    Run,
-    ending_for_retry,
-    leaves_of,
-)
+from .attempt import Attempt, AttemptOutcome, Bench, JobFailed, Run, ending_for_retry, leaves_of
 from .kinds import runs_of
 from .progress import AttemptProgress, Totals
 from .rank_watch import RankWatch
+from .receipt_reader import ReceiptReader
 from .redis_retry import UNAVAILABLE, patiently
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,10 @@ from ...schemas.requests.source_runs import ZEROS, is_row, runs_named
 from ..engine.doses import measure
 from ..engine.protocol import Engine, GeneratingEngine, NewOutput, StoredArtifact
 from ..engine.requests import format_request, prompt_request, tensors_of
-from .attempt import Attempt, Bench, Run, SourceRunLeases
+from .attempt import Attempt, Bench, Run
 from .harvests.attempt import HarvestAttempt
 from .redis_retry import patiently
+from .source_run_leases import SourceRunLeases
 from .sweeps.attempt import SweepAttempt
 
 logger = logging.getLogger(__name__)

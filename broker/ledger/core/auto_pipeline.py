@@ -30,6 +30,8 @@ LARGE = 1 << 16
 #: Bytes of a large argument that are sent at a time; in between, the process does other things.
 SLICE = 1 << 17
 
+RedisCommand = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
+
 
 class Parts:
     """A large argument that is produced in parts while it is sent, and is never in memory as a
@@ -48,7 +50,6 @@ class Parts:
 
 
 Piece = bytes | Parts
-RedisCommand = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
 
 
 class PipelinedRedis(redis.asyncio.Redis):

@@ -115,6 +115,17 @@ STAMP: dict[State, str] = {
 #: is a cell.
 KeptUnit = tuple[int, bytes, bytes, bool]
 
+#: A job of more bytes than this, by estimate, is packed in parts of about this size.
+PART = 1 << 16
+#: What a prompt, and an entry of its steering or captures, take to pack: as long as so many bytes.
+PROMPT = 1 << 8
+ENTRY = 1 << 4
+#: Fields of a job with an item for each prompt, in the order in which they are packed.
+_BY_PROMPT = ("prompts", "steering", "captures")
+#: A list of one empty list, which stands in for a field. No text can contain it after the field's
+#: name: that is not UTF-8.
+_STAND_IN = b"\x91\x90"
+
 
 class ScriptClient(Protocol):
     """A redis-py client, synchronous or asynchronous."""
@@ -218,18 +229,6 @@ def stored_tags(job: Job) -> list[str]:
     ]
     result += [spec.tag for spec in job.global_captures if "filesystem" in spec.consumers]
     return list(dict.fromkeys(result))
-
-
-#: A job of more bytes than this, by estimate, is packed in parts of about this size.
-PART = 1 << 16
-#: What a prompt, and an entry of its steering or captures, take to pack: as long as so many bytes.
-PROMPT = 1 << 8
-ENTRY = 1 << 4
-#: Fields of a job with an item for each prompt, in the order in which they are packed.
-_BY_PROMPT = ("prompts", "steering", "captures")
-#: A list of one empty list, which stands in for a field. No text can contain it after the field's
-#: name: that is not UTF-8.
-_STAND_IN = b"\x91\x90"
 
 
 def _weight(job: Job) -> int:

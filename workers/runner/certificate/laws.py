@@ -18,51 +18,6 @@ import torch
 from ....schemas.base import by_key
 from ....schemas.prompts.selectors import HOOKS, Hook
 
-
-class EditRun(msgspec.Struct):
-    """A request that adds a vector at `hook` of each `layers[i]`, at position `positions[i]`, times
-    `scales[i]`.
-    """
-
-    request: int
-    plain: int  # a request in the same batch with the same tokens and no edits
-    hook: Hook
-    layers: list[int]
-    positions: list[int]
-    scales: list[float]
-
-
-class Copy(msgspec.Struct):
-    """A request whose rows must equal the base's at these positions."""
-
-    law: str
-    request: int
-    positions: list[int]
-
-
-class CertificatePlan(msgspec.Struct):
-    """Requests, by number, whose rows all ranks judge."""
-
-    base: int
-    tokens: list[int]  # the base's prompt and generated tokens
-    positions: list[int]  # the base's captured positions, ascending
-    first: int  # the first position with a next token: the last of the prompt
-    copies: list[Copy]
-    edits: list[EditRun]
-    final: EditRun | None = None  # an edit of the last layer's `post_block` at `first`
-
-
-def direction(hidden_size: int) -> np.ndarray:
-    """Return the vector of all edits, float32 `[hidden_size]`: standard normal elements."""
-    return np.random.default_rng(16).normal(size=hidden_size).astype(np.float32)
-
-
-def places(edit: EditRun) -> Iterator[tuple[int, tuple[int, int, float]]]:
-    """Yield (layer, (request, position, scale)) of each edit."""
-    for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True):
-        yield layer, (edit.request, position, scale)
-
-
 #: Kind of law → (tolerance in units of the model dtype's `eps` unless the reason states another
 #: unit, reason).
 TOLERANCES: Mapping[str, tuple[float, str]] = {
@@ -132,8 +87,54 @@ NEIGHBOURS: Mapping[Hook, Sequence[Hook]] = {
 }
 #: Hooks without which a model has no usable residual stream.
 STREAM: Sequence[Hook] = ("pre_attn", "post_block")
-
 RowsAt = Callable[[Hook, int], torch.Tensor]  # (hook, layer) → `[rows, hidden]`
+#: Kinds of laws that prove that rows belong to the hook that names them. The arrival of an edit, or
+#: equal rows in another batch, are no such proof.
+PROVING = frozenset({"sum", "same", "module", "logits"})
+
+
+class EditRun(msgspec.Struct):
+    """A request that adds a vector at `hook` of each `layers[i]`, at position `positions[i]`, times
+    `scales[i]`.
+    """
+
+    request: int
+    plain: int  # a request in the same batch with the same tokens and no edits
+    hook: Hook
+    layers: list[int]
+    positions: list[int]
+    scales: list[float]
+
+
+class Copy(msgspec.Struct):
+    """A request whose rows must equal the base's at these positions."""
+
+    law: str
+    request: int
+    positions: list[int]
+
+
+class CertificatePlan(msgspec.Struct):
+    """Requests, by number, whose rows all ranks judge."""
+
+    base: int
+    tokens: list[int]  # the base's prompt and generated tokens
+    positions: list[int]  # the base's captured positions, ascending
+    first: int  # the first position with a next token: the last of the prompt
+    copies: list[Copy]
+    edits: list[EditRun]
+    final: EditRun | None = None  # an edit of the last layer's `post_block` at `first`
+
+
+def direction(hidden_size: int) -> np.ndarray:
+    """Return the vector of all edits, float32 `[hidden_size]`: standard normal elements."""
+    return np.random.default_rng(16).normal(size=hidden_size).astype(np.float32)
+
+
+def places(edit: EditRun) -> Iterator[tuple[int, tuple[int, int, float]]]:
+    """Yield (layer, (request, position, scale)) of each edit."""
+    for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True):
+        yield layer, (edit.request, position, scale)
 
 
 class LawFinding(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -412,10 +413,6 @@ def judge_entered(
 
 
 # --- The verdict
-
-#: Kinds of laws that prove that rows belong to the hook that names them. The arrival of an edit, or
-#: equal rows in another batch, are no such proof.
-PROVING = frozenset({"sum", "same", "module", "logits"})
 
 
 class LawFindings(msgspec.Struct, frozen=True):

@@ -21,7 +21,8 @@ from ....storage.store import ArtifactStore
 from ..base.backlog import Backlog
 from .consumers import BUILT_IN, Logging, MemoryConsumer, installed
 from .finished_rows import Consumer, FinishedCapture, Outcome
-from .layouts import Filesystem, OpenShards, StoreConfig, each
+from .harvest_shards import OpenShards
+from .layouts import Filesystem, StoreConfig, each
 
 if TYPE_CHECKING:
     from ....schemas.settings.tuning import Tuning

@@ -35,6 +35,12 @@ from .architectures import (
 )
 from .layer_discovery import LayerShape, NoStreamError, probe
 
+_BY_SITE = ("plan", "site_rows")
+#: (hidden, residual or None) → None: runs the op of one launch.
+LaunchVisit = Callable[[torch.Tensor, torch.Tensor | None], None]
+#: Module of vLLM's Transformers backend.
+BACKEND_MODULE = "vllm.model_executor.models.transformers"
+
 
 @dataclass
 class RankSite:
@@ -88,10 +94,6 @@ class Buffers:
 #: The buffers in the order of the ops' arguments, and those of which a launch gets only the rows of
 #: its sites.
 _ORDER = tuple(field.name for field in fields(Buffers))
-_BY_SITE = ("plan", "site_rows")
-
-#: (hidden, residual or None) → None: runs the op of one launch.
-LaunchVisit = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 
 def install(
@@ -383,10 +385,6 @@ def places(forward: Callable[..., Any]) -> tuple[int, int]:
     names = list(inspect.signature(forward).parameters)
     hidden = names.index("hidden_states") if "hidden_states" in names else 0
     return hidden, names.index("residual") if "residual" in names else hidden + 1
-
-
-#: Module of vLLM's Transformers backend.
-BACKEND_MODULE = "vllm.model_executor.models.transformers"
 
 
 def complete(

@@ -21,7 +21,7 @@ from ..base.landings import LANDED
 from ..edits.steering_tables import VectorStore
 from ..probes.kinds import ProbeGroup
 from ..probes.probe_news import News
-from ..probes.watches import Watch
+from ..probes.watches import ScoreTables, Watch
 from ..probes.weight_stacks import ProbedRows, Stacks, WeightStack
 from ..rows.capture import Recording, ScoredRows
 
@@ -43,6 +43,7 @@ class Scorer:
         """
         self._streams = streams
         self._stacks = Stacks(vectors, hidden_size)
+        self._tables = ScoreTables()
         #: Rows without scores, by number, in the order of the steps.
         self.pending: dict[int, _Pending] = {}
         self._numbers = itertools.count()
@@ -72,7 +73,7 @@ class Scorer:
             request_id,
             [spec.probes[number] for number in plan.numbers],
             spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1,
-            plan.kind,
+            self._tables.of(plan.kind),
             spec.prompt_tokens,
         )
         watch.settle = partial(self.settle, raises=False)

@@ -12,7 +12,8 @@ from ..base.actions import ActionLedger
 from ..base.config import PlaneConfig, RankPlace
 from ..files.desk import EndedRequest
 from ..files.finished_rows import Origin
-from ..probes.watches import ProbeError, Watch, shown
+from ..probes.gates import shown
+from ..probes.watches import ProbeError, Watch
 from ..rows.capture import Recording
 from ..rows.delivery import RowDelivery
 from ..rows.planner import Tracked

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ..base.engine_step import NewRequest
 from ..base.row_index import Keeping
-from ..probes.watches import gates_of
+from ..probes.gates import gates_of
 from ..rows.capture import reused_rows
 from ..rows.planner import Tracked
 from .probe_scores import Scorer

@@ -14,12 +14,13 @@ from ..base.engine_step import NewRequest, StepView
 from ..base.row_index import Keeping, KeptBlock
 from ..edits.model_state import RankState
 from ..rows.arena import Arena
-from ..rows.banks import Bank, Banks, RowStore
+from ..rows.banks import Bank, Banks
 from ..rows.capture import Recording
 from ..rows.delivery import RowDelivery
 from ..rows.finite_check import Miscount, NonFiniteRow, StepSizes, reason
 from ..rows.overload import Overloads
 from ..rows.planner import Tracked
+from ..rows.row_store import RowStore
 from ..rows.streams import Streams
 from .requests import Requests
 from .step_parts import RanStep, StepBatch, StepPart

@@ -21,6 +21,10 @@ from ..hooks.sites import RankSite
 from .arena import Arena, BankRows
 from .finite_check import StepSizes
 
+_OF = ("first", "stop", "ahead", "reached", "beyond", "site")
+#: Of a slot in `SizeTable._of`: no edit of the last step exceeded its limit.
+_NONE = sys.maxsize
+
 
 class RequestSizes:
     """The sizes of one request in one bank."""
@@ -44,11 +48,6 @@ class RequestSizes:
         if self.slot >= 0:
             self._table.close(self, stop)
             self.slot = -1
-
-
-_OF = ("first", "stop", "ahead", "reached", "beyond", "site")
-#: Of a slot in `SizeTable._of`: no edit of the last step exceeded its limit.
-_NONE = sys.maxsize
 
 
 # Each size is kept (a thousandth of the KV cache), so that the median is exact. A histogram took

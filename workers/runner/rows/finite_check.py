@@ -35,6 +35,10 @@ _WHAT = {
     CAPTURED_AFTER: "rows captured after edits",
 }
 
+#: Of a step without edits: `Due.edited` and `Due.sites`.
+_NO_EDITS = frozenset[str](), np.zeros(0, dtype=np.int64)
+_DTYPES = {"counts": np.int32, "sizes": np.float32, "sums": np.float32}
+
 
 @dataclass(frozen=True, slots=True)
 class Miscount:
@@ -122,10 +126,6 @@ class Due:
         ]
 
 
-#: Of a step without edits: `Due.edited` and `Due.sites`.
-_NO_EDITS = frozenset[str](), np.zeros(0, dtype=np.int64)
-
-
 class StepSizes(NamedTuple):
     """The relative sizes of one step's edits in one bank."""
 
@@ -154,9 +154,6 @@ class _Seen(NamedTuple):
     # float32 [`Due.sites`, rows], as `kernels.plan.Planned.sizes`; NaN: not edited
     sizes: np.ndarray | None = None
     sums: np.ndarray | None = None  # float32 [rows]
-
-
-_DTYPES = {"counts": np.int32, "sizes": np.float32, "sums": np.float32}
 
 
 class _Finding:

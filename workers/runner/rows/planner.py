@@ -22,7 +22,8 @@ from ....schemas.requests.specs import RankSpec, SteeringRow, WriterWork, column
 from ..edits.steering_tables import RowTable
 from ..edits.triggers import Search, TriggeredGate
 from ..hooks.sites import Buffers, RankSite
-from ..probes.watches import Watch, open_among
+from ..probes.gates import open_among
+from ..probes.watches import Watch
 from .arena import BankRows
 from .buffers import Staging
 from .capture import Recording, ScoredRows
@@ -31,6 +32,10 @@ from .finite_check import Due
 from .overload import Overloads
 from .slot_table import Slots, SlotTable, StepTokens, entry_of
 from .step_places import FEW, Places, PositionRun, StepLayout, layout_of, runs_at_most
+
+_PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
+_COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
+_ROW_COLUMNS = [columns.BEFORE.ROW, columns.AFTER.ROW]
 
 
 @dataclass
@@ -126,11 +131,6 @@ class Tracked:
         first = rows if search is None else 0
         positions = self.open_of(row, select(row.positions, first, self.reached, prompt))
         return len(positions) if search is None else search.miscounted(positions, rows)
-
-
-_PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
-_COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
-_ROW_COLUMNS = [columns.BEFORE.ROW, columns.AFTER.ROW]
 
 
 def _captured(recording: Recording, prompt_tokens: int, first: int, stop: int) -> Sequence[int]:

@@ -43,7 +43,7 @@ from ....schemas.jobs.harvests import (  # fmt: skip
 from ....schemas.jobs.jobs import Job, Sampling
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ....schemas.jobs.works import HarvestWork
-from ....schemas.prompts.selectors import PositionWindow
+from ....schemas.prompts.selectors import PositionSelector, PositionWindow
 from ....schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
 from ....schemas.requests.specs import StoredCapture
 from ....schemas.settings.faults import crash_point
@@ -582,7 +582,7 @@ class HarvestAttempt:
             prompt=chosen if harvest.generate is not None else None,
             metadata={"id": harvest.id, "model": harvest.model, "format": FORMAT},
         )
-        positions = generating
+        positions: PositionSelector = generating
         if harvest.generate is None:
             positions = "all" if sequence.whole else chosen
         capture = StoredCapture(

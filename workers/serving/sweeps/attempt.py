@@ -32,8 +32,9 @@ from ....storage.store import open_store
 from ...engine.admission import CellSlots
 from ...engine.protocol import EngineRequest, GeneratingEngine
 from ...engine.requests import tensors_of
-from ..attempt import Attempt, Bench, SourceRunLeases, StoreUnavailable, ending_for_retry
+from ..attempt import Attempt, Bench, StoreUnavailable, ending_for_retry
 from ..redis_retry import end_tasks
+from ..source_run_leases import SourceRunLeases
 from .features import FeatureRows
 from .neurons import order_by_difference
 from .requests import SweepRequests
