@@ -10,10 +10,8 @@ one is remembered with its last number and its jobs, so that its losses can be r
 relay. Only one thread writes; another one may read.
 """
 
-import hashlib
 import logging
 import os
-import re
 import socket
 import sqlite3
 import time
@@ -24,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...schemas.base import MidstreamError
+from ...schemas.base.file_names import file_stem
 from ..processes.private_files import locked_file, private_folder
 from .frames import new_epoch
 
@@ -408,16 +407,6 @@ class _Transaction:
         finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-
-
-def file_stem(worker: str) -> str:
-    """Return a valid file name for any worker's name; different workers get different ones."""
-    safe = re.sub(r"[^A-Za-z0-9._-]", "_", worker)
-    return (
-        safe
-        if safe == worker and len(safe) <= 100
-        else f"{safe[:100]}-{hashlib.sha256(worker.encode()).hexdigest()[:12]}"
-    )
 
 
 def unique_jobs(numbered: list[tuple[int, str]], first: int, last: int) -> list[str]:

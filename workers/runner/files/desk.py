@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....broker.receipts.outbox import Outbox
 from ....schemas.base import Wire
 from ....schemas.base.store_calls import StoreCalls
 from ....schemas.jobs.receipts import Receipt
@@ -33,6 +32,7 @@ from ..base.config import PlaneConfig
 from ..base.shared_memory import SharedMemory
 from .edit_sizes import RecordedSizes
 from .finished_rows import Consumer, FinishedCapture, Origin
+from .receipt_outbox import ReceiptOutbox
 from .recorded import BlockPlace, CaptureShape, ExtentPlace, MemoryRows, Recorded, RowBlock
 from .streams import RecordingFile, StreamFiles, StreamOpened
 from .writer import InterventionError, WriteJob, make_writer
@@ -259,7 +259,7 @@ class Desk:
         self,
         memory: SharedMemory,
         config: PlaneConfig,
-        outbox: Outbox,
+        outbox: ReceiptOutbox,
         backlog: Backlog,
         *,
         begin: Callable[[], None] = lambda: None,

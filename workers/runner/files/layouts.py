@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ....broker.artifacts.retention import CaptureUsage
 from ....schemas.base import by_key
 from ....schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS
 from ....schemas.jobs.receipts import CapturedFile
+from ....storage.capture_usage import CaptureUsage
 from ....storage.store import (
     SEGMENT_ALIGNMENT,
     TRANSIENT,

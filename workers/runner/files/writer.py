@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from ....broker.artifacts.retention import CaptureUsage
-from ....broker.receipts.outbox import Outbox
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, Consumed, Receipt
 from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.specs import WriterWork
+from ....storage.capture_usage import CaptureUsage
 from ....storage.store import ArtifactStore
 from ..base.backlog import Backlog
 from .consumers import BUILT_IN, Logging, MemoryConsumer, installed
 from .finished_rows import Consumer, FinishedCapture, Outcome
 from .harvest_shards import OpenShards
 from .layouts import Filesystem, StoreConfig, each
+from .receipt_outbox import ReceiptOutbox
 
 if TYPE_CHECKING:
     from ....schemas.settings.tuning import Tuning
@@ -152,7 +152,7 @@ class CaptureWriter:
     def __init__(
         self,
         store: StoreConfig,
-        outbox: Outbox,
+        outbox: ReceiptOutbox,
         threads: int,
         memory_limit: int,
         begin: Callable[[], None] = lambda: None,
@@ -455,7 +455,7 @@ def make_writer(
     quota_mib: int,
     captures: ArtifactStore,
     boot: str,
-    outbox: Outbox,
+    outbox: ReceiptOutbox,
     threads: int,
     begin: Callable[[], None] = lambda: None,
     readings: Consumer | None = None,

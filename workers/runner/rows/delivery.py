@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from ....broker.receipts.outbox import Outbox
 from ....schemas.base import from_msgpack, to_msgpack
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec
@@ -356,7 +355,7 @@ def connected(
     """
     backlog = Backlog.begin(config, rank)
     far = Link(arena, config, rank, backlog, _give_up, gives_way=gives_way)
-    receipts = cast(Outbox, ForwardedReceipts(config.worker, rank, far))
+    receipts = ForwardedReceipts(config.worker, rank, far)
     desk = Desk(
         arena.memory,
         config,

@@ -13,7 +13,6 @@ from contextlib import aclosing
 import msgspec
 
 from ....broker.artifacts.global_capture import QUOTA_SPARE, count_skipped
-from ....broker.artifacts.retention import CaptureUsage
 from ....broker.ledger.recovery.harvests import LedgerHarvests, PartFate
 from ....broker.telemetry import metrics
 from ....schemas.base import (
@@ -47,6 +46,7 @@ from ....schemas.prompts.selectors import PositionSelector, PositionWindow
 from ....schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
 from ....schemas.requests.specs import StoredCapture
 from ....schemas.settings.faults import crash_point
+from ....storage.capture_usage import CaptureUsage
 from ....storage.harvests import checked, checksum, put
 from ....storage.store import ArtifactStore, open_store
 from ...engine.admission import CellSlots
