@@ -185,7 +185,7 @@ class Load:
             plane.choose(windows)
             plane.plan(view_of(*windows, inputs=self._inputs))
         self.queued += first.issued - before
-        due, buffers = plane._banks.first.planner.due, self._buffers
+        due, buffers = plane.banks.first.planner.due, self._buffers
         if due is not None:
             edited = np.flatnonzero(due.counts[:, 0])
             counts, sizes = buffers.counts.content, buffers.sizes.content
@@ -198,7 +198,7 @@ class Load:
         before = first.issued
         with self._counting():
             plane.drain(self._hidden)
-            if (found := plane.found()) is not None:
+            if (found := plane.banks.found()) is not None:
                 found()
         self.queued += first.issued - before
 
@@ -213,7 +213,7 @@ class Load:
                 self._step([], 1)
             self.counted, after = False, _others()
             assert not any(tracked.failure for tracked in self.plane._requests.tracked.values())
-            assert self._kind == "idle" or self.plane._banks.first.planner.repeats
+            assert self._kind == "idle" or self.plane.banks.first.planner.repeats
         return round(self.calls / STEPS), round(self.queued / STEPS), after - before
 
 

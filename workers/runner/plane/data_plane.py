@@ -1,8 +1,9 @@
 """Per-rank data plane: tracks requests, and calls the parts of a step in order.
 
 The runner adapters call `begin` (new and ended requests) and `plan` (the rows of each request), let
-the forward run, then call `drain`. An error in the data plane must not take the engine down: it
-fails the requests concerned, through their receipts.
+the forward run, then call `drain`; after it, `banks.found` and `probes.news` of the step. An error
+in the data plane must not take the engine down: it fails the requests concerned, through their
+receipts.
 """
 
 import sys
@@ -94,11 +95,11 @@ class DataPlane:
         self._config = config
         self._place = place
         arm(config.fault, Path(config.outbox_dir).parent)
-        self._hidden_size = buffers.pool.shape[1]
-        self._dtype = buffers.pool.dtype
+        hidden_size = buffers.pool.shape[1]
+        dtype = buffers.pool.dtype
         self.actions = ActionLedger()
         every = [*sites, *(site for part in inside for site in part.sites)]
-        self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size)
+        self.runs = RunStore(open_store(config.capture_root), every, hidden_size)
         device = buffers.ring.device
         queue_bytes = config.capture_queue_mib << 20
         # Page-locked memory is touched when a rank starts, and most of the ranks that share layers
@@ -120,27 +121,23 @@ class DataPlane:
             readings=self.readings,
         )
         self._reports = Reports(config, place, self._delivery, self.actions, num_layers=num_layers)
-        self.describe = self._reports.describe
         self._requests = requests = Requests(place.rank, self._reports)
         self._tracked = requests.tracked
-        self.end = requests.end
-        self._streams = Streams(config.capture_window_mib << 20, self._delivery)
+        streams = Streams(config.capture_window_mib << 20, self._delivery)
         # tokens in a KV block, the unit in which rows are kept; set once the KV cache is known; 1:
         # no rows are kept
         self.block_size = sys.maxsize if config.row_store_mib else 1
         self._overloads = overloads(config.capture_overload, queue_bytes, self._delivery.backlog)
         residual = BankPart(RESIDUAL, sites, buffers)
         self._table = Tables(self.actions)
-        self._banks = Banks(residual, inside, self._table, self.runs, self._arena, self._overloads)
-        self.found = self._banks.found  # to be called after each step
+        self.banks = Banks(residual, inside, self._table, self.runs, self._arena, self._overloads)
         self._table.prepared.start()
         self.rank_state = RankState(every, num_layers, self._table)
         self._grading = Grading()
-        self._probes = Scorer(self._table.vectors, self._hidden_size, streams=place.stages == 1)
-        self.probe_news = self._probes.news  # to be called after each step, like `found`
+        self.probes = Scorer(self._table.vectors, hidden_size, streams=place.stages == 1)
         self._view: StepView | None = None  # the planned step, until it has run
         self.entering = (
-            Reentry(requests, gate, self.runs, self._hidden_size, self._dtype, device)
+            Reentry(requests, gate, self.runs, hidden_size, dtype, device)
             if gate is not None
             else None
         )
@@ -148,9 +145,9 @@ class DataPlane:
         self._rows = RowsPart(
             requests=requests,
             place=place,
-            banks=self._banks,
+            banks=self.banks,
             state=self.rank_state,
-            streams=self._streams,
+            streams=streams,
             overloads=self._overloads,
             arena=self._arena,
             delivery=self._delivery,
@@ -162,15 +159,13 @@ class DataPlane:
             # First, because nothing of a step with a wrong adapter may be used.
             Adapters(requests, loras, self.actions) if loras is not None else None,
             # Edits begin the step's plan; Rows complete and commit it.
-            EditsPart(
-                requests, self._banks, self.rank_state, self.runs, self.actions, self._probes
-            ),
+            EditsPart(requests, self.banks, self.rank_state, self.runs, self.actions, self.probes),
             self._rows,
             # After these, so that they skip requests that failed so far.
             self.entering,
             self._grading if place.grades else None,
             # Last, because probes score rows that Rows recorded.
-            ProbesPart(requests, self._probes),
+            ProbesPart(requests, self.probes),
         ]
         #: The order within each phase of a step, see `StepPart`; a part without one is not called.
         self._parts = tuple(part for part in parts if part is not None)
@@ -194,6 +189,10 @@ class DataPlane:
         self._token_rows = 0  # token rows computed so far, including rejected drafts
 
     # --- Calls of the worker
+
+    def describe(self, **changed: Any) -> None:
+        """Change fields of `Origin` for every later manifest."""
+        self._reports.describe(**changed)
 
     def forget_failures(self, steps: list[int]) -> None:
         """Forget the failures before a reset of the prefix cache, whose blocks it no longer serves.
@@ -335,7 +334,7 @@ class DataPlane:
                 for part in self._parts:
                     part.release(tracked)
                 tracked.count(requests.slots)
-                self._banks.erase(tracked.slot)
+                self.banks.erase(tracked.slot)
                 requests.slots.give(tracked.slot)
                 tracked.slot = 0
                 requests.finish(tracked, finished[request_id])
@@ -364,6 +363,10 @@ class DataPlane:
         if keeping is not None or self._delivery.held:
             for prepare in self._prepares:
                 prepare(keeping)
+
+    def end(self, request_id: str, num_tokens: int) -> None:
+        """See `Requests.end`."""
+        self._requests.end(request_id, num_tokens)
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> int:
         """Return the family of graphs (see `kernels.ops`) for the forward of these (request, first
@@ -395,7 +398,7 @@ class DataPlane:
         if not self._tracked:
             self.plan_nothing()
             return
-        self._banks.precede()
+        self.banks.precede()
         requests = self._requests
         places = np.stack((view.counts, view.positions))
         # Two runs can agree bit for bit only if vLLM composed their batches identically: tests
@@ -419,15 +422,15 @@ class DataPlane:
         batch = StepBatch(view, self._tracked, without)
         for _, tracked in batch.members:
             if tracked.stale:
-                self._banks.write(tracked)
+                self.banks.write(tracked)
         return batch
 
     def plan_nothing(self) -> None:
         """Have the next forward pass, of no tracked request, do nothing."""
-        self._banks.precede()
-        if self._banks.loaded:
+        self.banks.precede()
+        if self.banks.loaded:
             with self._requests.guard((), BY_REQUEST):
-                self._banks.clear()
+                self.banks.clear()
 
     def grade(self, logits: torch.Tensor) -> None:
         """Grade the requests that are due with the logits of the planned step."""

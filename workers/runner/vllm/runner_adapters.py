@@ -123,9 +123,9 @@ class _Adapter:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if self.midstream is None:
             return output
-        if (found := self.midstream.found()) is not None:
+        if (found := self.midstream.banks.found()) is not None:
             output = attach(output, found)
-        if (news := self.midstream.probe_news()) is not None:
+        if (news := self.midstream.probes.news()) is not None:
             output = attach(output, news, NEWS)
         return output
 
