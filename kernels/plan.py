@@ -50,9 +50,10 @@ EDITED, CAPTURED_BEFORE, CAPTURED_AFTER = range(COUNTS)
 NO_SLOT = -1
 #: The relative size that stands for one that is larger or not finite: the largest float32 but one.
 LARGEST_SIZE = float.fromhex("0x1.fffffcp127")
-#: What stands for the size if the row is not finite: already before the edits, or only after them.
-#: Both are larger than every size.
+#: What stands for the size if the row is not finite already before the edits; larger than every
+#: size.
 UNSOUND = float.fromhex("0x1.fffffep127")
+#: The same if it is not finite only after them.
 OVERFLOWED = math.inf
 #: Edits are scaled to slightly less than their limit, so that rounding a float32 row does not carry
 #: it beyond.

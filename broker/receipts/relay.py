@@ -50,8 +50,9 @@ BATCH = 2048
 #: New objects after which Python collects garbage: more than a full batch makes. Receipts have no
 #: cycles, and with Python's default (700) the collections took a third of the relay's time.
 GC_OBJECTS = 100_000
-#: Seconds between attempts to reach Redis: the first pause, and the longest.
+#: Seconds between the first two attempts to reach Redis.
 RETRY_S = 0.1
+#: The longest pause between two.
 MAX_RETRY_S = 2.0
 #: Seconds after SIGTERM for which frames that have arrived are still committed.
 DRAIN_S = 3.0

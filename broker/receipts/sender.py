@@ -36,14 +36,15 @@ log = logging.getLogger(__name__)
 WINDOW = 1024
 #: Rows read from the database per query.
 READ_ROWS = 256
-#: Seconds without progress after which the relay is asked again; doubled each time, up to the
-#: second number.
+#: Seconds without progress after which the relay is asked again; doubled each time.
 PATIENCE_S = 2.0
+#: The most of these seconds.
 MAX_PATIENCE_S = 16.0
 #: Seconds after a refusal until the next greeting: the relay may have been upgraded.
 REFUSED_PAUSE_S = 30.0
-#: Milliseconds between heartbeats, and after which a connection without them counts as dead.
+#: Milliseconds between heartbeats.
 HEARTBEAT_MS = 5_000
+#: Milliseconds after which a connection without them counts as dead.
 HEARTBEAT_TIMEOUT_MS = 15_000
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 2_000

@@ -36,8 +36,9 @@ SAME = [
 ]
 #: Prefixes of files in a checkpoint's folder that do not affect its numbers.
 _TEXTS = ("LICENSE", "NOTICE", "README", "USE_POLICY")
-#: Bytes that a thread reads and hashes at a time, and the largest number of threads.
+#: Bytes that a thread reads and hashes at a time.
 _PIECE = 1 << 24
+#: The largest number of threads.
 _THREADS = 8
 #: A digest is not kept if its file was written less than this many seconds before it was read: it
 #: might be written again within one tick of the file system's clock.

@@ -87,8 +87,9 @@ UNCERTIFIED = (
 #: How often `failed` checks whether the engine is alive.
 _HEALTH_INTERVAL_S = 0.25
 #: A rank's writing process must answer within this share of `capture_timeout_s`, after which its
-#: jobs would fail instead of running again; and after so many seconds it counts as silent.
+#: jobs would fail instead of running again.
 ANSWER_SHARE = 3
+#: After so many seconds it counts as silent.
 SILENT_S = 3.0
 
 

@@ -37,11 +37,13 @@ from .points import Points
 
 logger = logging.getLogger(__name__)
 
-#: Tokens of the prompt at most, and about how many of its positions are compared.
+#: Tokens of the prompt at most.
 TOKENS = 64
+#: About how many of its positions are compared.
 COMPARED = 8
-#: Seconds that a vLLM worker has to begin the capture job, and to end it.
+#: Seconds that a vLLM worker has to begin the capture job.
 PATIENCE_S = 30.0
+#: Seconds that it has to end it.
 RUN_S = 120.0
 _LOOK_S = 0.25
 _SEED = 1

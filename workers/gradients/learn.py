@@ -25,9 +25,9 @@ from .points import ForwardPass, Points, SiteKey
 STRENGTH = 1.0
 #: Tokens of one forward pass, including padding; a longer example has its own.
 PASS_TOKENS = 4096
-#: Looks at the validation loss, evenly spaced over the steps; training stops after `PATIENCE` looks
-#: without a new minimum.
+#: Looks at the validation loss, evenly spaced over the steps.
 LOOKS = 20
+#: Training stops after so many looks without a new minimum.
 PATIENCE = 4
 
 #: Field of a steering entry → float32 tensor: `vector` of op `add`, or those of op `lowrank`.

@@ -51,8 +51,9 @@ _ATTENTION = ("self_attn", "attn", "attention")
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")
 _DOWN = ("mlp.down_proj", "mlp.c_proj", "fc2", "mlp.dense_4h_to_h")
 _INPUT_NORM = ("input_layernorm", "ln_1", "self_attn_layer_norm")
-#: Projections of queries, keys and values one after the other in a row; by head, alternately.
+#: Projections of queries, keys and values one after the other in a row.
 _FUSED = ("c_attn", "qkv_proj")
+#: The same by head, alternately.
 _INTERLEAVED = ("query_key_value",)
 
 

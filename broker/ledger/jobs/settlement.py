@@ -22,9 +22,9 @@ from ..core import scripts
 log = logging.getLogger(__name__)
 
 #: Receipts in one script call: enough to make the round trip cheap, few enough to hold Redis for a
-#: few milliseconds only. The same holds for bytes: a receipt is large only if it contains rows for
-#: the response.
+#: few milliseconds only.
 BATCH = 256
+#: The same in bytes: a receipt is large only if it contains rows for the response.
 BATCH_BYTES = 8 << 20
 #: The least time between log lines on a worker's ranks that disagree.
 DISAGREEMENT_LOG_S = 60.0

@@ -63,7 +63,7 @@ REFUSED = {
     "cancelling": "is being cancelled",
     "sealing": "has all its rows, and its manifest is being written",
 }
-#: Numbers of the parts that write the plan and the manifest, and of surveys.
+# Numbers of the parts that write the plan and the manifest, and of surveys.
 PLANS = -1
 SEALS = -2
 SURVEYS = -3

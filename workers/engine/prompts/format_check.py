@@ -34,8 +34,9 @@ logger = logging.getLogger(__name__)
 #: member of a schema becomes one or a few rules; so does a repeated group of a regular expression,
 #: where the work grows with the square of the rules or faster.
 RULES = {"json": 2000, "structural_tag": 2000, "regex": 128, "choice": 128, "grammar": 128}
-#: How many tokens are tried with a constraint: drawn at random, and repeats of the longest one.
+#: How many tokens, drawn at random, are tried with a constraint.
 WALKED = 64
+#: How many repeats of the longest one are tried.
 REPEATED = 512
 #: The process's RLIMIT_DATA in bytes; its imports take half a GiB.
 MEMORY = 4 << 30

@@ -46,8 +46,9 @@ SPANS = (
     "chunk_size",
     "mamba_chunk_size",
 )
-#: Tokens beyond a span that are compared, and the most tokens of a prompt.
+#: Tokens beyond a span that are compared.
 BEYOND = 8
+#: The most tokens of a prompt.
 LONGEST = 1100
 #: Parts of the names of fields that are no suspects: two libraries cannot read them differently
 #: without a wrong shape, or neither computes with them.

@@ -29,7 +29,7 @@ Terms = TypeVar("Terms", ReaderTerms, OpTerms)
 
 #: Entry point group → kind of extension.
 GROUPS = {"midstream.readers": "reader", "midstream.ops": "op"}
-#: Largest package whose digest is computed.
+#: Files and bytes of the largest package whose digest is computed.
 MAX_FILES = 10_000
 MAX_BYTES = 256 << 20
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-#: Positions for which an owner has room at first; it grows by doubling. Slots are added in such
-#: numbers.
+#: Positions for which an owner has room at first; it grows by doubling.
 _ROOM = 256
+#: Slots are added in such numbers.
 _SLOTS = 64
 
 

@@ -37,8 +37,9 @@ GROUP_BYTES = 64 << 20
 #: Consumers whose failure fails the capture, because its rows are lost. Failures of other consumers
 #: only make it partial.
 ESSENTIAL = frozenset({"filesystem", "memory", HARVEST, READER})
-#: The most positions that a message names, and the most characters that it has.
+#: The most positions that a message names.
 _POSITIONS = 16
+#: The most characters that it has.
 _MESSAGE = 1000
 #: Digits of the boot's id in segment names, enough that two starts of a worker share no segment.
 BOOT_DIGITS = 12

@@ -192,9 +192,9 @@ SEPARATE_HEADS = frozenset(
 )
 #: Architectures whose Mamba layers clamp time steps to at least `time_step_min` in transformers.
 LEAST_STEP = frozenset({"NemotronHForCausalLM"})
-#: A `time_step_min` up to this has no effect, and one up to the other, transformers' default, has
-#: hardly any.
+#: A `time_step_min` up to this has no effect.
 LEAST_STEP_MATTERS = 1e-6
+#: One up to this, transformers' default, has hardly any.
 LEAST_STEP_SERVED = 1e-3
 #: Architectures whose window has one token more in vLLM.
 WIDER_WINDOW = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM"})

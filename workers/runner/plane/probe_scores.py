@@ -27,9 +27,9 @@ from ..rows.capture import Recording, ScoredRows
 
 #: Elements of rows that are converted to float32 at a time, so that they stay in the CPU's cache.
 _CHUNK = 2**19
-#: Rows without urgency are scored together once they come from this many steps, or have this many
-#: bytes.
+#: Rows without urgency are scored together once they come from this many steps …
 _STEPS = 16
+#: … or have this many bytes.
 _BYTES = 2**25
 _Pending = tuple[ScoredRows, list[News]]  # rows, and the news of their step
 

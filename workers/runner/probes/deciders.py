@@ -25,9 +25,9 @@ from ....schemas.base.limits import MAX_DECISIONS
 #: Bound of the error of an aggregate of `quiet`, relative to the largest score: a sum of n numbers
 #: in float64 is off by at most n² · 2⁻⁵³ times the largest, and n is at most 256.
 _ERROR = 1e-10
-#: Bits of a part of a score, so that sums of 256 are exact in float64; and how many tokens are
-#: faster decided without arrays.
+#: Bits of a part of a score, so that sums of 256 are exact in float64.
 _BITS = 44
+#: So many tokens are faster decided without arrays.
 _FEW = 8
 #: Of a probe without a policy.
 _NEVER = Condition(at_least=0.0, schedule=Schedule(stop=0))

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 #: Attribute of a step's output.
 NEWS = "midstream_probe_news"
-#: Keys in the `kv_transfer_params` that vLLM passes from scheduler to worker with a request's
-#: tokens: their scores, and the probe that ended the request. (vLLM's `stop_reason` cannot name the
-#: probe: it may be a user's stop string, which is any text.)
+#: Key in the `kv_transfer_params` that vLLM passes from scheduler to worker with a request's
+#: tokens: their scores.
 SCORES = "midstream_scores"
+#: Another: the probe that ended the request. (vLLM's `stop_reason` cannot name it: that may be a
+#: user's stop string, which is any text.)
 STOPPED_BY = "midstream_stopped_by"
 
 

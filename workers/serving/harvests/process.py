@@ -46,8 +46,9 @@ SURVEY_MIB = 1 << 15
 TRIES = 2
 #: Seconds without a request after which the process ends; the next request starts another.
 IDLE_S = 600.0
-#: Exit status of the process when it runs out of memory, and the seconds that it gets to exit.
+#: Exit status of the process when it runs out of memory.
 EXIT_MEMORY = 3
+#: Seconds that it gets to exit.
 ENDING_S = 5.0
 #: Sources that the process keeps open: as many as a worker runs parts at a time.
 OPEN = 2

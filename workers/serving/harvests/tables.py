@@ -11,8 +11,9 @@ from ....schemas.base.limits import MAX_DOCUMENT_BYTES
 from ....storage.formats.csv_rows import CsvRows
 from ....storage.store import Handle
 
-#: Rows of a Parquet file that are decoded together at most, and about how many bytes.
+#: Rows of a Parquet file that are decoded together at most.
 BATCH_ROWS = 1024
+#: About how many bytes these have at most.
 BATCH_BYTES = 4 << 20
 #: Bytes of a CSV file that are read together.
 PIECE = 1 << 20

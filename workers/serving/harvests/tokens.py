@@ -25,9 +25,9 @@ from .cut import CutDocument, fed, within
 #: Characters, of one or several texts, that are tokenised in one call: the tokenizer needs about
 #: 200 bytes of memory per character.
 SLICE = 1 << 18
-#: Characters in which two slices of a text overlap; a seam is not in the first and last `MARGIN` of
-#: them.
+#: Characters in which two slices of a text overlap.
 OVERLAP = 1 << 12
+#: A seam is in none of so many of them at either end.
 MARGIN = 1 << 9
 #: Characters of a conversation that take as long to render as a message.
 MESSAGE_CHARACTERS = 1 << 12
