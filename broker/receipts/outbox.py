@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from ...schemas.base import to_msgpack
 from ...schemas.jobs.receipts import Receipt
@@ -40,6 +41,13 @@ KEEP_ACKED_S = 5.0
 GIVE_UP_S = 30.0
 RETRY_S = 0.05
 MAX_RETRY_S = 2.0
+
+
+class _Aging(NamedTuple):
+    """Acknowledged rows that are kept for a while."""
+
+    since: float  # by `time.monotonic`
+    acked: int  # number of the last one
 
 
 class Outbox:
@@ -83,7 +91,7 @@ class Outbox:
         self._appended = self._store.last
         self._rearm = False  # the writer must recompute how long it may sleep
         # (since when, up to which number) acknowledged rows are kept
-        self._aging: tuple[float, int] | None = None
+        self._aging: _Aging | None = None
         self._sender = ReceiptSender(
             self._store,
             relays,
@@ -210,7 +218,7 @@ class Outbox:
                 self._aging = None
             self._acked = acked
             if self._aging is None and acked > 0:
-                self._aging = (time.monotonic(), acked)
+                self._aging = _Aging(time.monotonic(), acked)
                 self._rearm = True
                 self._work.notify()
             self._changed.notify_all()
@@ -285,17 +293,15 @@ class Outbox:
 
     def _prune_in(self) -> float | None:
         """Return seconds until acknowledged rows are old enough to be deleted; None: no rows."""
-        return (
-            None
-            if self._aging is None
-            else max(0.0, self._aging[0] + KEEP_ACKED_S - time.monotonic())
-        )
+        if self._aging is None:
+            return None
+        return max(0.0, self._aging.since + KEEP_ACKED_S - time.monotonic())
 
     def _to_prune(self) -> int:
         if self._aging is None or self._prune_in():
             return 0
-        prune = min(self._aging[1], self._acked)
-        self._aging = (time.monotonic(), self._acked) if self._acked > prune else None
+        prune = min(self._aging.acked, self._acked)
+        self._aging = _Aging(time.monotonic(), self._acked) if self._acked > prune else None
         return prune
 
     def _start_new_epoch(self) -> None:

@@ -123,49 +123,7 @@ class VllmEngine(RankControl):
         prepare_environment(settings)
         use_all_cores(settings.vllm.ranks)
         residual, inside = asked_hooks(settings.hooks)
-        plane = PlaneConfig(
-            version=__version__,
-            worker=settings.worker_id,
-            boot=BOOT,
-            relay_url=settings.relay_url,
-            outbox_dir=str(Path(settings.data_dir).resolve() / "outbox"),
-            capture_root=settings.artifacts,
-            hooks=residual,
-            inside=inside,
-            steering_rows=settings.tuning.table_rows,
-            steering_entries=settings.tuning.table_entries,
-            step_tokens=settings.vllm.max_num_batched_tokens,
-            step_rows=0,  # set below: it depends on the model's shape
-            capture_queue_mib=0,  # set below
-            capture_window_mib=settings.tuning.capture_window_mib,
-            capture_overload=settings.capture_overload,
-            spill_dir=_spill_dir(settings),
-            # 0 if rows may be dropped: rows that a later request takes from the store must exist
-            row_store_mib=settings.tuning.row_store_mib
-            if settings.vllm.enable_prefix_caching and settings.capture_overload != "drop"
-            else 0,
-            sweep_entry=settings.tuning.sweep_entry,
-            graph_families=settings.tuning.graph_families,
-            writer_threads=plan_writers(
-                accelerator=not current_platform.is_cpu(),
-                cores=len(os.sched_getaffinity(0)),
-                ranks=settings.vllm.ranks,
-                threads=settings.tuning.writer_threads,
-            ),
-            segment_limit_kib=settings.tuning.segment_limit_kib,
-            segment_mib=settings.tuning.segment_mib,
-            memory_limit_kib=settings.tuning.memory_limit_kib,
-            capture_quota_mib=settings.capture_quota_mib,
-            lens_dir=settings.artifacts_of("lenses"),
-            cores=sorted(os.sched_getaffinity(0)),
-            answer_s=settings.capture_timeout_s / ANSWER_SHARE,
-            log_format=settings.log_format,
-            log_level=settings.log_level,
-            extensions=named(settings.extensions),
-            fault=settings.fault,
-            curve_secret_file=settings.curve_secret_file,
-            curve_server_key=settings.curve_server_key,
-        )
+        plane = _plane_config(settings, residual, inside)
         try:
             await asyncio.to_thread(check_installed, settings.extensions)
             await asyncio.to_thread(check_drafter, settings)
@@ -611,6 +569,55 @@ class VllmEngine(RankControl):
         finally:
             call.cancel()
         return results
+
+
+def _plane_config(settings: Settings, residual: list[str], inside: list[str]) -> PlaneConfig:
+    """Return what the ranks get, as far as it does not depend on the model. `residual`, `inside`:
+    the hooks that the settings ask for.
+    """
+    return PlaneConfig(
+        version=__version__,
+        worker=settings.worker_id,
+        boot=BOOT,
+        relay_url=settings.relay_url,
+        outbox_dir=str(Path(settings.data_dir).resolve() / "outbox"),
+        capture_root=settings.artifacts,
+        hooks=residual,
+        inside=inside,
+        steering_rows=settings.tuning.table_rows,
+        steering_entries=settings.tuning.table_entries,
+        step_tokens=settings.vllm.max_num_batched_tokens,
+        step_rows=0,  # set later: it depends on the model's shape
+        capture_queue_mib=0,  # set later
+        capture_window_mib=settings.tuning.capture_window_mib,
+        capture_overload=settings.capture_overload,
+        spill_dir=_spill_dir(settings),
+        # 0 if rows may be dropped: rows that a later request takes from the store must exist
+        row_store_mib=settings.tuning.row_store_mib
+        if settings.vllm.enable_prefix_caching and settings.capture_overload != "drop"
+        else 0,
+        sweep_entry=settings.tuning.sweep_entry,
+        graph_families=settings.tuning.graph_families,
+        writer_threads=plan_writers(
+            accelerator=not current_platform.is_cpu(),
+            cores=len(os.sched_getaffinity(0)),
+            ranks=settings.vllm.ranks,
+            threads=settings.tuning.writer_threads,
+        ),
+        segment_limit_kib=settings.tuning.segment_limit_kib,
+        segment_mib=settings.tuning.segment_mib,
+        memory_limit_kib=settings.tuning.memory_limit_kib,
+        capture_quota_mib=settings.capture_quota_mib,
+        lens_dir=settings.artifacts_of("lenses"),
+        cores=sorted(os.sched_getaffinity(0)),
+        answer_s=settings.capture_timeout_s / ANSWER_SHARE,
+        log_format=settings.log_format,
+        log_level=settings.log_level,
+        extensions=named(settings.extensions),
+        fault=settings.fault,
+        curve_secret_file=settings.curve_secret_file,
+        curve_server_key=settings.curve_server_key,
+    )
 
 
 def _spill_dir(settings: Settings) -> str:

@@ -106,7 +106,8 @@ class TransformersEngine:
         self._actions = ActionLedger()
         self._tensors: dict[str, tuple[Tensor, int]] = {}  # name → tensor, number of holders
         self._died: asyncio.Future[str] | None = None
-        self._pace: tuple[str, float] | None = None  # job; seconds of a forward pass for each token
+        self._paced = ""  # the job of which the pace was measured
+        self._pace = 0.0  # seconds of a forward pass for each token
 
     async def start(self) -> None:
         settings = self._settings
@@ -308,11 +309,12 @@ class TransformersEngine:
     def _pace_of(self, points: Points, ask: EstimateRequest) -> float:
         """Return the seconds of a forward pass of the pair's two prompts; measured once a job."""
         pair = ask.sweep.pairs[ask.pair]
-        if self._pace is None or self._pace[0] != ask.job:
+        if self._paced != ask.job:
             began = time.perf_counter()
             points.run(points.batch([pair.base]))
-            self._pace = ask.job, (time.perf_counter() - began) / len(pair.base)
-        return self._pace[1] * (len(pair.base) + len(pair.source))
+            self._pace = (time.perf_counter() - began) / len(pair.base)
+            self._paced = ask.job
+        return self._pace * (len(pair.base) + len(pair.source))
 
     def _load_sae(self, sae: StoredSae) -> Autoencoder:
         settings = self._settings

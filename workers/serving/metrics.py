@@ -41,7 +41,8 @@ class WorkerMetrics:
         self._waiting = waiting
         # when rates were last computed, and prompt and generated tokens at that time
         self._since = (time.monotonic(), 0, 0)
-        self._rates = (0.0, 0.0)
+        self._prompt_tokens_s = 0.0
+        self._generated_tokens_s = 0.0
         self._readings = ScrapedMetrics(
             OF_WORKER,
             lambda: [WorkerReport(self._model, self.stats(), list(self._watch.ranks))],
@@ -54,10 +55,8 @@ class WorkerMetrics:
         at, prompt, generated = self._since
         passed = time.monotonic() - at
         if passed >= SHORTEST_WINDOW_S:
-            self._rates = (
-                (totals.prompt_tokens - prompt) / passed,
-                (totals.generated_tokens - generated) / passed,
-            )
+            self._prompt_tokens_s = (totals.prompt_tokens - prompt) / passed
+            self._generated_tokens_s = (totals.generated_tokens - generated) / passed
             self._since = (time.monotonic(), totals.prompt_tokens, totals.generated_tokens)
         first = ranks[0] if ranks else None
         return WorkerStats(
@@ -65,8 +64,8 @@ class WorkerMetrics:
             jobs=len(self._attempts.held),
             running=first.running if first else 0,
             waiting=self._waiting() + (first.queued if first else 0),
-            prompt_tokens_s=round(self._rates[0], 1),
-            generated_tokens_s=round(self._rates[1], 1),
+            prompt_tokens_s=round(self._prompt_tokens_s, 1),
+            generated_tokens_s=round(self._generated_tokens_s, 1),
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             cells=totals.cells,

@@ -383,8 +383,8 @@ class LedgerRuns(LedgerPart):
         """Return the blobs found on disk; cached for the job's next key, since a search reads many
         manifests and complete runs do not change.
         """
-        if self._scanned[:2] == (job, tag):
-            disk = self._scanned[2]
+        of_job, of_tag, disk = self._scanned
+        if (of_job, of_tag) == (job, tag):
             await asyncio.to_thread(must_be_there, self._store, job)
             return disk
         # Receipts expire, or go with Redis, but captures stay until they are deleted; the mark of a

@@ -246,7 +246,8 @@ class Banks:
         found = list[tuple[Bank, NonFiniteRow | Miscount | StepSizes]]()
         for bank in self._banks:
             if bank.finite.pending:
-                found += [(bank, finding) for finding in bank.finite.settle(needed)]
+                for finding in bank.finite.settle(needed):
+                    found.append((bank, finding))
         return found
 
     def found(self) -> Callable[[], list[tuple[str, int]]] | None:
