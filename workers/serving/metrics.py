@@ -12,7 +12,8 @@ from platform import python_version
 
 from prometheus_client import REGISTRY
 
-from ...broker.telemetry.metrics import OF_WORKER, STORE, ScrapedMetrics, WorkerReport
+from ...broker.telemetry.scraped_metrics import OF_WORKER, ScrapedMetrics, WorkerReport
+from ...broker.telemetry.store_metrics import STORE
 from ...schemas.base import __version__, now
 from ...schemas.base.store_calls import StoreCalls
 from ...schemas.jobs.models import WorkerStats
