@@ -9,10 +9,10 @@ prompt, and never ends the sweep.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....broker.ledger.results.sweep_result import (
     cells_to_compute,
@@ -30,7 +30,7 @@ from ....schemas.jobs.works import SweepWork
 from ....schemas.requests.source_runs import RunFiles, parse_key
 from ....storage.store import open_store
 from ...engine.admission import CellSlots
-from ...engine.protocol import EngineRequest, GeneratingEngine
+from ...engine.protocol import EngineRequest, GeneratingEngine, Locate
 from ...engine.requests import tensors_of
 from ..attempt import Attempt, Bench, StoreUnavailable, ending_for_retry
 from ..redis_retry import end_tasks
@@ -73,16 +73,15 @@ class SweepAttempt:
         attempt: Attempt,
         cells_in_flight: CellSlots,
     ) -> None:
-        ledger = bench.ledger
-        engine = bench.engine
         settings = bench.ledger.settings
-        self._ledger = ledger
+        engine = bench.engine
+        self._ledger = bench.ledger
         self._engine = engine
         self._sources = sources
         self._attempt = attempt
         self._fetch = bench.fetch
         self._sweep = attempt.job.work_as(SweepWork).sweep
-        self._records = UnitRecords(ledger, engine, attempt)
+        self._records = UnitRecords(bench.ledger, engine, attempt)
         self._known = self._records.known
         self._everyone = attempt.job.global_steering
         # Global steering may apply below the layer at which a forward pass would begin.
@@ -514,30 +513,8 @@ class SweepAttempt:
             await self._records.add(record, unit)
         return _Settled(unit, requests, report if first else [], record)
 
-    def _locate(self, pair: int) -> "Callable[[str], Coroutine[Any, Any, RunFiles]]":
-        async def locate(key: str) -> RunFiles:
-            request = parse_key(key)[1]
-            sender = self._units.sender(pair)
-            receipts = [
-                receipt
-                for unit in (
-                    self._units.base(pair),
-                    self._units.source(pair),
-                    *([sender] if sender else []),
-                )
-                if (record := self._known.get(unit.number)) is not None
-                for receipt in record.receipts
-            ]
-            with Translated(
-                ValueError, lambda error: MidstreamError("intervention_failed", str(error))
-            ):
-                if request in self._firsts:
-                    return self._requests.first_files(*self._firsts[request])
-                if sender is not None and key == self._requests.first_key(sender):
-                    return self._requests.first_files(sender, receipts)
-                return self._requests.files(pair, key, receipts)
-
-        return locate
+    def _locate(self, pair: int) -> Locate:
+        return _locator(self._requests, self._known, self._firsts, pair)
 
     def _reason_or_raise(self, error: MidstreamError) -> str:
         """Return the text of an error that concerns one request, and note it; raise any other."""
@@ -561,3 +538,33 @@ class SweepAttempt:
     def _decide(self, unit: Unit, reason: str) -> None:
         """Record the unit without a value, for `reason`; the engine need not compute it."""
         self._decisions.append(self._records.add(self._records.new(unit, reason), unit))
+
+
+def _locator(
+    requests: SweepRequests,
+    known: Mapping[int, UnitRecord],
+    firsts: Mapping[int, tuple[Unit, list[Receipt]]],
+    pair: int,
+) -> Locate:
+    """Return what finds the files of a pair's runs by their key. `firsts`: by request."""
+    units = requests.units
+
+    async def locate(key: str) -> RunFiles:
+        request = parse_key(key)[1]
+        sender = units.sender(pair)
+        receipts = [
+            receipt
+            for unit in (units.base(pair), units.source(pair), *([sender] if sender else []))
+            if (record := known.get(unit.number)) is not None
+            for receipt in record.receipts
+        ]
+        with Translated(
+            ValueError, lambda error: MidstreamError("intervention_failed", str(error))
+        ):
+            if request in firsts:
+                return requests.first_files(*firsts[request])
+            if sender is not None and key == requests.first_key(sender):
+                return requests.first_files(sender, receipts)
+            return requests.files(pair, key, receipts)
+
+    return locate
