@@ -98,7 +98,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "broker/ledger": ("recovery", "people named", "jobs", "results", "core"),
     "workers/engine": (
         "vllm",
-        "proof vllm_output model_identity",
+        "proof vllm_output model_identity checkpoint_check",
         "plan options ranks requests prompts",
         "plan_inside dtype no_torchvision admission nodes identity protocol",
     ),
