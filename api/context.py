@@ -21,7 +21,8 @@ from litestar import Request
 from ..broker.ledger.jobs.ledger import Ledger, new_job_id, reachable
 from ..broker.ledger.jobs.watch import JobWatcher, SharedReads
 from ..broker.ledger.named.steering import LedgerSteering
-from ..broker.ledger.people.keys import LedgerKeys, Sessions
+from ..broker.ledger.people.keys import LedgerKeys
+from ..broker.ledger.people.sessions import Sessions
 from ..broker.ledger.recovery.harvests import LedgerHarvests
 from ..broker.processes.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery

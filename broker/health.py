@@ -28,8 +28,10 @@ TIMEOUT_S = 5.0
 #: File in a container's temporary folder, which exists until its worker is ready. It is empty, or
 #: has the reason why the worker cannot start.
 STARTING = "midstream-worker-starting"
-#: Time limit of a start, which downloads and loads a model; and seconds between two checks.
-START_S, LOOK_S = 1800.0, 1.0
+#: Time limit of a start, which downloads and loads a model.
+START_S = 1800.0
+#: Seconds between two checks.
+LOOK_S = 1.0
 
 
 def api(settings: Settings) -> str:

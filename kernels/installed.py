@@ -55,7 +55,8 @@ def _called(
 ) -> torch.Tensor | None:
     """Return the op's result; None if it fails."""
     try:
-        given, direction = rows.numpy(), vector.numpy()
+        given = rows.numpy()
+        direction = vector.numpy()
         given.flags.writeable = direction.flags.writeable = False
         new = np.array(OPS[code](given, direction, numbers))
         if new.shape != given.shape or new.dtype != np.float32:

@@ -49,7 +49,8 @@ def in_family(chosen: int) -> Iterator[None]:
     Apart from their tensors, the ops have no other state.
     """
     global _family
-    before, _family = _family, chosen
+    before = _family
+    _family = chosen
     try:
         yield
     finally:

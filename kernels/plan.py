@@ -40,6 +40,25 @@ SITE = 15
 # not 0: one of the edits may have a limit, for the GPU kernels
 LIMITED = 16
 
+# Counted like this, and not by tokens, edits are linear: the product of a vector and a boolean
+# matrix is the expected count of each site of a step.
+#: Columns of `counts`. An edit is one configuration row at one token: a token with two of them
+#: counts twice.
+COUNTS = 3
+EDITED, CAPTURED_BEFORE, CAPTURED_AFTER = range(COUNTS)
+#: In `capture_slots`: this token is not captured.
+NO_SLOT = -1
+#: The relative size that stands for one that is larger or not finite: the largest float32 but one.
+LARGEST_SIZE = float.fromhex("0x1.fffffcp127")
+#: What stands for the size if the row is not finite already before the edits; larger than every
+#: size.
+UNSOUND = float.fromhex("0x1.fffffep127")
+#: The same if it is not finite only after them.
+OVERFLOWED = math.inf
+#: Edits are scaled to slightly less than their limit, so that rounding a float32 row does not carry
+#: it beyond.
+WITHIN = 1 - 2.0**-20
+
 
 class CapturePort(NamedTuple):
     """The columns of one of a site's two captures."""
@@ -53,22 +72,6 @@ class CapturePort(NamedTuple):
 
 BEFORE = CapturePort(4, 5, 6, 7, 8)
 AFTER = CapturePort(9, 10, 11, 12, 13)
-# Counted like this, and not by tokens, edits are linear: the product of a vector and a boolean
-# matrix is the expected count of each site of a step.
-#: Columns of `counts`. An edit is one configuration row at one token: a token with two of them
-#: counts twice.
-COUNTS = 3
-EDITED, CAPTURED_BEFORE, CAPTURED_AFTER = range(COUNTS)
-#: In `capture_slots`: this token is not captured.
-NO_SLOT = -1
-#: The relative size that stands for one that is larger or not finite: the largest float32 but one.
-LARGEST_SIZE = float.fromhex("0x1.fffffcp127")
-#: What stands for the size if the row is not finite: already before the edits, or only after them.
-#: Both are larger than every size.
-UNSOUND, OVERFLOWED = float.fromhex("0x1.fffffep127"), math.inf
-#: Edits are scaled to slightly less than their limit, so that rounding a float32 row does not carry
-#: it beyond.
-WITHIN = 1 - 2.0**-20
 
 
 class OpInputs(NamedTuple):
@@ -129,7 +132,9 @@ def lowrank(
     """Return the effect of `lowrank` from R and W, both `[rank, hidden_size]`, and b, `[rank]`."""
     rank, width = rotation.shape
     numbers = torch.zeros(2 * rank, 3, dtype=torch.float32)
-    numbers[0, 0], numbers[0, 1], numbers[::2, 2] = strength, rank, bias
+    numbers[0, 0] = strength
+    numbers[0, 1] = rank
+    numbers[::2, 2] = bias
     return Does(torch.stack([rotation, weight], 1).reshape(2 * rank, width), numbers)
 
 
@@ -141,7 +146,8 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
     ValueError for a number of vectors or scalars that the family does not take, and for a direction
     that cannot be normalised.
     """
-    family, size = EVERY[PLACE[name]], len(does.vectors)
+    family = EVERY[PLACE[name]]
+    size = len(does.vectors)
     terms, rest = divmod(size, family.entries())
     if rest or not 1 <= terms <= family.most_terms:
         raise ValueError(
@@ -156,7 +162,8 @@ def laid_out(name: str, does: Does) -> tuple[torch.Tensor, torch.Tensor]:
         )
     scalars = torch.zeros(size, SCALARS, dtype=torch.float32)
     scalars[: len(numbers), : numbers.shape[1]] = numbers
-    scalars[0, LIMIT], scalars[0, OWNER] = does.limit, does.operator
+    scalars[0, LIMIT] = does.limit
+    scalars[0, OWNER] = does.operator
     vectors = unit(does.vectors) if family.unit else does.vectors.float()
     # s + (−0) has the bits of s for every s; s + 0 does not if s is −0
     if family.effect == "shift":
@@ -206,23 +213,28 @@ class SitePlan:
         patterns of `capture_slots`.
         """
         plan = [0] * COLUMNS
-        plan[EDITS], plan[EDITS_AT], plan[SITE] = len(self.edits), len(lists), self.site
+        plan[EDITS] = len(self.edits)
+        plan[EDITS_AT] = len(lists)
+        plan[SITE] = self.site
         lists += self.edits
         plan[LIMITED] = any(
             does.limit for configuration in self.configurations for does in configuration.values()
         )
         plan[DEPTH] = max(map(len, self.edits.values()), default=0)
-        named = set(map(tuple, self.edits.values()))
+        named = [*set(map(tuple, self.edits.values()))]
         first = next(iter(self.edits), 0)
         if (
             len(named) == 1
-            and len(alone := named.pop()) == 1
+            and len(named[0]) == 1
             and list(self.edits) == list(range(first, first + len(self.edits)))
         ):
-            plan[ALIKE], plan[ALIKE_FROM] = alone[0], first
+            plan[ALIKE] = named[0][0]
+            plan[ALIKE_FROM] = first
         captures = ((BEFORE, self.before, self.before_row), (AFTER, self.after, self.after_row))
         for slots, (port, tokens, row) in zip(capture_slots, captures, strict=True):
-            plan[port.COUNT], plan[port.AT], plan[port.ROW] = len(tokens), len(lists), row
+            plan[port.COUNT] = len(tokens)
+            plan[port.AT] = len(lists)
+            plan[port.ROW] = row
             lists += tokens
             plan[port.PLACES] = len(lists)
             lists += range(row, row + len(tokens))
@@ -250,7 +262,8 @@ def build_group(
             )
         token_rows[token, : len(rows)] = torch.tensor(rows, dtype=torch.int32)
     lists: list[int] = []
-    columns, capture_slots = [], torch.full((len(plans), 2, capacity), NO_SLOT, dtype=torch.int32)
+    columns = []
+    capture_slots = torch.full((len(plans), 2, capacity), NO_SLOT, dtype=torch.int32)
     installed = any(
         INSTALLED.name in configuration for plan in plans for configuration in plan.configurations
     )
@@ -263,7 +276,8 @@ def build_group(
     entry = 1
     for number, plan in enumerate(plans):
         columns.append(plan._columns(lists, capture_slots[number]))
-        columns[-1][BEFORE.PATTERN], columns[-1][AFTER.PATTERN] = 2 * number, 2 * number + 1
+        columns[-1][BEFORE.PATTERN] = 2 * number
+        columns[-1][AFTER.PATTERN] = 2 * number + 1
         for row, configuration in enumerate(plan.configurations, 1):
             for name, does in configuration.items():
                 site_rows[number, PLACE[name], row] = entry
@@ -276,14 +290,14 @@ def build_group(
         for of_site in columns:
             of_site[SITE] = 0
     built = OpInputs(
-        torch.tensor(columns, dtype=torch.int32),
-        torch.tensor(lists or [0]),
-        token_rows,
-        capture_slots.flatten(0, 1),
-        site_rows,
-        torch.cat(pool).to(dtype),
-        torch.cat(scalars),
-        torch.zeros(max(plan.site for plan in plans), COUNTS, dtype=torch.int32),
-        torch.full((max(plan.site for plan in plans), capacity), torch.nan),
+        plan=torch.tensor(columns, dtype=torch.int32),
+        lists=torch.tensor(lists or [0]),
+        token_rows=token_rows,
+        capture_slots=capture_slots.flatten(0, 1),
+        site_rows=site_rows,
+        pool=torch.cat(pool).to(dtype),
+        scalars=torch.cat(scalars),
+        counts=torch.zeros(max(plan.site for plan in plans), COUNTS, dtype=torch.int32),
+        sizes=torch.full((max(plan.site for plan in plans), capacity), torch.nan),
     )
     return OpInputs(*(tensor.to(device) for tensor in built))

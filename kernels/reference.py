@@ -70,18 +70,17 @@ EditTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def _replace(
     rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
 ) -> Rewritten:
-    (alpha,), target = _numbers("replace", entries, scalars), _vectors(entries, pool)
+    (alpha,) = _numbers("replace", entries, scalars)
+    target = _vectors(entries, pool)
     return _mixed(rows, alpha, target), None
 
 
 def _replace_masked(
     rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
 ) -> Rewritten:
-    (alpha,), target, mask = (
-        _numbers("replace_masked", entries, scalars),
-        _vectors(entries, pool),
-        _vectors(entries + 1, pool),
-    )
+    (alpha,) = _numbers("replace_masked", entries, scalars)
+    target = _vectors(entries, pool)
+    mask = _vectors(entries + 1, pool)
     return torch.where(mask != 0, _mixed(rows.clone(), alpha, target), rows), None
 
 
@@ -119,7 +118,8 @@ def _lowrank(
 def _add_matched(
     rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
 ) -> Rewritten:
-    (scale,), direction = _numbers("add_matched", entries, scalars), _vectors(entries, pool)
+    (scale,) = _numbers("add_matched", entries, scalars)
+    direction = _vectors(entries, pool)
     return rows.addcmul_(
         scale * torch.linalg.vector_norm(rows, dim=1, keepdim=True), direction
     ), None
@@ -128,7 +128,8 @@ def _add_matched(
 def _ablate(
     rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
 ) -> Rewritten:
-    (strength,), direction = _numbers("ablate", entries, scalars), _vectors(entries, pool)
+    (strength,) = _numbers("ablate", entries, scalars)
+    direction = _vectors(entries, pool)
     return rows.addcmul_(
         strength * (rows * direction).sum(1, keepdim=True), direction, value=-1
     ), None
@@ -137,7 +138,8 @@ def _ablate(
 def _clamp(
     rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
 ) -> Rewritten:
-    (strength, low, high), direction = _numbers("clamp", entries, scalars), _vectors(entries, pool)
+    (strength, low, high) = _numbers("clamp", entries, scalars)
+    direction = _vectors(entries, pool)
     component = (rows * direction).sum(1, keepdim=True)
     outside = ~((component >= low) & (component <= high))  # true if the component is NaN
     change = strength * (torch.minimum(torch.maximum(component, low), high) - component)
@@ -176,7 +178,8 @@ def _normalised(rows: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, .
     one = torch.ones_like(norm)
     if not bool(norm.any()):
         return rows, one, one
-    width, centred = rows.shape[1], norm == _CENTRED
+    width = rows.shape[1]
+    centred = norm == _CENTRED
     base = rows - torch.where(centred, rows.sum(1, keepdim=True) / width, 0.0)
     spread = ((base * base).sum(1, keepdim=True) / (width - centred.float())).sqrt()
     spread = torch.where(norm == 0, one, spread)
@@ -267,23 +270,24 @@ def pair_site(
     """
     planned: list[list[int]] = plan.tolist()
     if planned[0][SITE]:
-        hidden, residual = _flat(hidden), _flat(residual)
+        hidden = _flat(hidden)
+        residual = _flat(residual)
         done = counts.numpy()
         for number, steps in enumerate(planned):
             first, second = (None, hidden) if number < branches else (hidden, residual)
             _site(
-                first,
-                second,
-                ring,
-                number,
-                steps,
-                lists,
-                token_rows,
-                site_rows,
-                pool,
-                scalars,
-                sizes,
-                done,
+                hidden=first,
+                stream=second,
+                ring=ring,
+                number=number,
+                steps=steps,
+                lists=lists,
+                token_rows=token_rows,
+                site_rows=site_rows,
+                pool=pool,
+                scalars=scalars,
+                sizes=sizes,
+                done=done,
             )
 
 
@@ -311,18 +315,18 @@ def single_site(
         done = counts.numpy()
         for number, steps in enumerate(planned):
             _site(
-                None,
-                stream,
-                ring,
-                number,
-                steps,
-                lists,
-                token_rows,
-                site_rows,
-                pool,
-                scalars,
-                sizes,
-                done,
+                hidden=None,
+                stream=stream,
+                ring=ring,
+                number=number,
+                steps=steps,
+                lists=lists,
+                token_rows=token_rows,
+                site_rows=site_rows,
+                pool=pool,
+                scalars=scalars,
+                sizes=sizes,
+                done=done,
             )
 
 
@@ -353,21 +357,30 @@ def _site(
         done[place, CAPTURED_BEFORE] += _capture(hidden, stream, ring, steps, lists, BEFORE)
     if steps[EDITS]:
         edited = (
-            _shift_alike(hidden, stream, number, steps, site_rows, pool, scalars, sizes)
+            _shift_alike(
+                hidden=hidden,
+                stream=stream,
+                number=number,
+                steps=steps,
+                site_rows=site_rows,
+                pool=pool,
+                scalars=scalars,
+                sizes=sizes,
+            )
             if steps[ALIKE]
             else None
         )
         if edited is None:
             edited = _edit_listed(
-                hidden,
-                stream,
-                steps,
-                lists,
-                token_rows,
-                site_rows[number],
-                pool,
-                scalars,
-                sizes,
+                hidden=hidden,
+                stream=stream,
+                steps=steps,
+                lists=lists,
+                token_rows=token_rows,
+                site_rows=site_rows[number],
+                pool=pool,
+                scalars=scalars,
+                sizes=sizes,
             )
         done[place, EDITED] += edited
     if steps[AFTER.COUNT]:
@@ -398,7 +411,8 @@ def _edit_listed(
         # Some tokens may have no entry at this site: a site that any configuration of the step
         # edits lists all edited tokens.
         indices = applied.any(1).nonzero().flatten()
-        tokens, entries = tokens.index_select(0, indices), entries.index_select(1, indices)
+        tokens = tokens.index_select(0, indices)
+        entries = entries.index_select(1, indices)
     if len(tokens):
         before = _rows(hidden, stream, tokens)
         _edit(hidden, stream, tokens, entries, pool, scalars)
@@ -459,7 +473,8 @@ def _shift_alike(
     if not entry:
         return 0
     run = slice(steps[ALIKE_FROM], steps[ALIKE_FROM] + steps[EDITS])
-    rows, other = stream[run], None if hidden is None else hidden[run]
+    rows = stream[run]
+    other = None if hidden is None else hidden[run]
     before = rows.clone()
     rows.add_(pool[entry])
     if other is not None:
@@ -488,7 +503,8 @@ def _measure(
     row = before.float()
     # From the rows as they are stored, so that a capture before and after the edits shows the same.
     norm, change = (torch.linalg.vector_norm(item, dim=1) for item in (row, after.float() - row))
-    over, kept = torch.zeros(0, dtype=torch.int64), _relative(norm, change)
+    over = torch.zeros(0, dtype=torch.int64)
+    kept = _relative(norm, change)
     if any(bool(limits.any()) for _, _, limits in edits):
         rows, beyond, failing = _limited(row, norm, edits)
         over = beyond.nonzero().flatten()
@@ -512,7 +528,8 @@ def _limited(
 
     `row`: float32 rows before the edits; `norm`: their norms.
     """
-    beyond, failing = torch.zeros_like(norm, dtype=torch.bool), torch.zeros_like(norm)
+    beyond = torch.zeros_like(norm, dtype=torch.bool)
+    failing = torch.zeros_like(norm)
     for start, end, limits in edits:
         edit = end.float() - start.float()
         change = torch.linalg.vector_norm(edit, dim=1)
@@ -564,7 +581,8 @@ def _capture(
         stretches = _stretches(tokens.numpy(), places.numpy())
         if len(stretches) <= count // _MANY:
             for first, place, size in stretches:
-                last, rows = first + size, ring[place : place + size]
+                last = first + size
+                rows = ring[place : place + size]
                 if hidden is None:
                     rows.copy_(stream[first:last])
                 else:
@@ -652,7 +670,8 @@ def _rewrite(
         rows = stream.index_select(0, places)
         if hidden is not None:
             rows += hidden.index_select(0, places)
-        original, rows = rows, rows.float() if rows.dtype != torch.float32 else rows.clone()
+        original = rows
+        rows = rows.float() if rows.dtype != torch.float32 else rows.clone()
         acted = torch.zeros(len(block), dtype=torch.bool)
         for family, entries in live:
             part = entries.index_select(0, block)
@@ -664,7 +683,8 @@ def _rewrite(
         rows = rows.to(stream.dtype)
         differs = acted & (_bits(rows) != _bits(original)).any(1)
         if not bool(differs.all()):
-            places, rows = places[differs], rows[differs]
+            places = places[differs]
+            rows = rows[differs]
         _rewrite_rows(hidden, stream, places, rows)
     return done
 
@@ -731,7 +751,8 @@ def _shift(
     """
     has_entry = entries.any(1)
     if not bool(has_entry.all()):
-        tokens, entries = tokens[has_entry], entries[has_entry]
+        tokens = tokens[has_entry]
+        entries = entries[has_entry]
     formula = SHIFTS[family.name]
     if entries.shape[1] == 1:  # the usual case: added directly, without float32 sums
         stream.index_add_(

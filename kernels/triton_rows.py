@@ -28,7 +28,8 @@ def scatter(
     """Copy row `rows[i]` of `ring` to row `places[i]` of `memory`: both `[any number, width]` of
     one dtype. `rows`, `places`: int64 `[n]`; of rows with one place, any is there afterwards.
     """
-    width, block = ring.shape[1], triton.next_power_of_2(ring.shape[1])
+    width = ring.shape[1]
+    block = triton.next_power_of_2(ring.shape[1])
     _scatter[(min(PROGRAMS, len(rows)),)](
         memory, ring, rows, places, len(rows), WIDTH=width, BLOCK=block, num_warps=8
     )

@@ -112,7 +112,8 @@ _TARGET, _SHIFT, _THRESHOLD = (
 )
 _NORM = tl.constexpr(FAMILIES[_FEATURE.value].column("norm"))
 _CENTRED = tl.constexpr(NORMS.index("layer_norm"))
-_NEAR, _EPS = tl.constexpr(NEAR), tl.constexpr(LAYER_NORM_EPS)
+_NEAR = tl.constexpr(NEAR)
+_EPS = tl.constexpr(LAYER_NORM_EPS)
 _LIMIT, _OWNER, _LARGEST_SIZE, _WITHIN = map(tl.constexpr, (LIMIT, OWNER, LARGEST_SIZE, WITHIN))
 _UNSOUND, _OVERFLOWED = map(tl.constexpr, (UNSOUND, OVERFLOWED))
 
@@ -160,7 +161,8 @@ def _rewritten(  # type: ignore[no-untyped-def]
         direction = _vector(vectors, lanes, inside)
         row -= tl.load(scalars) * tl.sum(row * direction, 0) * direction
     elif FAMILY == _CLAMP:
-        low, high = tl.load(scalars + _LOW), tl.load(scalars + _HIGH)
+        low = tl.load(scalars + _LOW)
+        high = tl.load(scalars + _HIGH)
         direction = _vector(vectors, lanes, inside)
         component = tl.sum(row * direction, 0)
         # true if the component is NaN
@@ -293,7 +295,9 @@ def _limits(rows, site_rows, scalars, depth, configurations):  # type: ignore[no
     both owners edit the token and one has a limit: if not, all edits count as the request's.
     """
     scaled = tl.full([], float("inf"), tl.float32)
-    failed, high_scaled, high_failed = scaled, scaled, scaled
+    failed = scaled
+    high_scaled = scaled
+    high_failed = scaled
     owners = depth * 0  # 1: the request, 2: the operator, 3: both
     for k in range(depth):
         row_number = tl.load(rows + k)
@@ -308,12 +312,14 @@ def _limits(rows, site_rows, scalars, depth, configurations):  # type: ignore[no
                     high_failed = tl.minimum(high_failed, least)
                     owners |= 2
                 else:
-                    scaled, failed = tl.minimum(scaled, most), tl.minimum(failed, least)
+                    scaled = tl.minimum(scaled, most)
+                    failed = tl.minimum(failed, least)
                     owners |= 1
     strictest = tl.minimum(tl.minimum(scaled, failed), tl.minimum(high_scaled, high_failed))
     both = (owners == 3) & (strictest < float("inf"))
     if both == 0:
-        scaled, failed = tl.minimum(scaled, high_scaled), tl.minimum(failed, high_failed)
+        scaled = tl.minimum(scaled, high_scaled)
+        failed = tl.minimum(failed, high_failed)
     return scaled, failed, high_scaled, high_failed, both
 
 
@@ -337,7 +343,8 @@ def _limited(before, after, scaled, failed):  # type: ignore[no-untyped-def]
     `before`, `after`: zero outside the width.
     """
     row = before.to(tl.float32)
-    norm, change = _norm(row), _norm(after.to(tl.float32) - row)
+    norm = _norm(row)
+    change = _norm(after.to(tl.float32) - row)
     size = _relative(norm, change)
     kept = size
     over = size > scaled
@@ -417,7 +424,8 @@ def _edited(  # type: ignore[no-untyped-def]
                 entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
                     tl.int64
                 )
-                vectors, numbers = pool + entry * WIDTH, scalars + entry * _SCALARS
+                vectors = pool + entry * WIDTH
+                numbers = scalars + entry * _SCALARS
                 live = entry > 0
                 if every == 0:
                     live = live & (tl.load(numbers + _OWNER) != 0.0)
@@ -426,7 +434,13 @@ def _edited(  # type: ignore[no-untyped-def]
                 if live:
                     if (_REWRITING >> family) & 1:
                         value, changed = _rewritten(
-                            family, value, vectors, numbers, lanes, inside, WIDTH
+                            FAMILY=family,
+                            row=value,
+                            vectors=vectors,
+                            scalars=numbers,
+                            lanes=lanes,
+                            inside=inside,
+                            WIDTH=WIDTH,
                         )
                         rewrites += tl.where(changed, 1, 0)
                     else:
@@ -464,28 +478,31 @@ def _edit_both(  # type: ignore[no-untyped-def]
     request's what the row has besides.
     """
     lanes = tl.arange(0, BLOCK)
-    at, inside = first + lanes, lanes < WIDTH
+    at = first + lanes
+    inside = lanes < WIDTH
     row = tl.load(stream + at, mask=inside, other=0.0)
     hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
     whole = _whole(hidden_row, row, branch, PAIR, MIXED)
     before = whole.to(tl.float32)
-    value, middle, shift = before, before, before * 0.0
+    value = before
+    middle = before
+    shift = before * 0.0
     rewrites = named * 0
     for every in range(2):  # the operator's entries alone, then all
         value, rewrites, shift = _edited(
-            before,
-            every,
-            named,
-            rows,
-            site_rows,
-            pool,
-            scalars,
-            depth,
-            configurations,
-            lanes,
-            inside,
-            WIDTH,
-            BLOCK,
+            value=before,
+            every=every,
+            named=named,
+            rows=rows,
+            site_rows=site_rows,
+            pool=pool,
+            scalars=scalars,
+            depth=depth,
+            configurations=configurations,
+            lanes=lanes,
+            inside=inside,
+            WIDTH=WIDTH,
+            BLOCK=BLOCK,
         )
         if every == 0:
             middle = value.to(row.dtype).to(tl.float32)
@@ -510,7 +527,19 @@ def _edit_both(  # type: ignore[no-untyped-def]
     new = tl.where(over, bounded, value).to(row.dtype)
     size = _relative(norm, _norm(new.to(tl.float32) - before))
     if over:
-        _write(hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK)
+        _write(
+            hidden=hidden,
+            stream=stream,
+            row=row,
+            hidden_row=hidden_row,
+            new=new,
+            branch=branch,
+            at=at,
+            inside=inside,
+            PAIR=PAIR,
+            MIXED=MIXED,
+            BLOCK=BLOCK,
+        )
     return over, tl.where(failing > 0.0, -failing, size)
 
 
@@ -561,7 +590,8 @@ def _visit(  # type: ignore[no-untyped-def]
         unsound = _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
         size = tl.full([], 0.0, tl.float32)
         bounded_size = size
-        scaled, both = size + float("inf"), named < 0
+        scaled = size + float("inf")
+        both = named < 0
         failed = scaled
         if tl.load(plan + _LIMITED) != 0:
             scaled, failed, _high_scaled, _high_failed, both = _limits(
@@ -573,43 +603,44 @@ def _visit(  # type: ignore[no-untyped-def]
             # The barriers: its threads have other elements of the row.
             tl.debug_barrier()
             written, bounded_size = _edit_both(
-                hidden,
-                stream,
-                first,
-                rows,
-                site_rows,
-                pool,
-                scalars,
-                named,
-                depth,
-                configurations,
-                branch,
-                PAIR,
-                MIXED,
-                WIDTH,
-                BLOCK,
+                hidden=hidden,
+                stream=stream,
+                first=first,
+                rows=rows,
+                site_rows=site_rows,
+                pool=pool,
+                scalars=scalars,
+                named=named,
+                depth=depth,
+                configurations=configurations,
+                branch=branch,
+                PAIR=PAIR,
+                MIXED=MIXED,
+                WIDTH=WIDTH,
+                BLOCK=BLOCK,
             )
             tl.debug_barrier()
-            scaled, failed = scaled + float("inf"), failed + float("inf")
+            scaled = scaled + float("inf")
+            failed = failed + float("inf")
             left = tl.where(written, 0, named)
             # loaded again, so that the call needs no registers for them
             row = tl.load(stream + at, mask=inside, other=0.0)
             hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
         if (left & _REWRITING) != 0:
             value, rewrites, _shift = _edited(
-                _whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32),
-                1,
-                named,
-                rows,
-                site_rows,
-                pool,
-                scalars,
-                depth,
-                configurations,
-                lanes,
-                inside,
-                WIDTH,
-                BLOCK,
+                value=_whole(hidden_row, row, branch, PAIR, MIXED).to(tl.float32),
+                every=1,
+                named=named,
+                rows=rows,
+                site_rows=site_rows,
+                pool=pool,
+                scalars=scalars,
+                depth=depth,
+                configurations=configurations,
+                lanes=lanes,
+                inside=inside,
+                WIDTH=WIDTH,
+                BLOCK=BLOCK,
             )
             # Load the row again: keeping it until here would need registers for a whole row. The
             # barrier is needed because an earlier site of this launch may have written the row.
@@ -625,7 +656,17 @@ def _visit(  # type: ignore[no-untyped-def]
                     # Written only if it differs: another pair with the same sum would change the
                     # next norm.
                     hidden_row, row = _write(
-                        hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK
+                        hidden=hidden,
+                        stream=stream,
+                        row=row,
+                        hidden_row=hidden_row,
+                        new=new,
+                        branch=branch,
+                        at=at,
+                        inside=inside,
+                        PAIR=PAIR,
+                        MIXED=MIXED,
+                        BLOCK=BLOCK,
                     )
         # Also reached if there were rewrites, but none changed the row.
         if (rewrites == 0) & ((left & _SHIFTING) != 0):
@@ -652,7 +693,17 @@ def _visit(  # type: ignore[no-untyped-def]
             )
             if over:
                 hidden_row, row = _write(
-                    hidden, stream, row, hidden_row, new, branch, at, inside, PAIR, MIXED, BLOCK
+                    hidden=hidden,
+                    stream=stream,
+                    row=row,
+                    hidden_row=hidden_row,
+                    new=new,
+                    branch=branch,
+                    at=at,
+                    inside=inside,
+                    PAIR=PAIR,
+                    MIXED=MIXED,
+                    BLOCK=BLOCK,
                 )
         size = tl.where(both, bounded_size, size)
         sign = tl.where(size < 0.0, -1.0, 1.0)
@@ -729,7 +780,8 @@ def _sites(  # type: ignore[no-untyped-def]
         # A loop on the device that loads rows when they are first needed spilled 64 bytes a thread;
         # unrolled, two sites spilled 232, and each number of sites would be compiled by itself.
         for site in range(sites):
-            of_site, entries = plan + site * _COLUMNS, site_rows + site * _FAMILIES * configurations
+            of_site = plan + site * _COLUMNS
+            entries = site_rows + site * _FAMILIES * configurations
             before_slot, after_slot = _slots(of_site, capture_slots, token, capacity)
             named, applied, depth = _named(of_site, rows, entries, configurations)
             if (before_slot >= 0) | (after_slot >= 0) | (named > 0):
@@ -739,30 +791,30 @@ def _sites(  # type: ignore[no-untyped-def]
                     hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
                     loaded += 1
                 hidden_row, row = _visit(
-                    hidden,
-                    stream,
-                    hidden_row,
-                    row,
-                    site < branches,
-                    token * WIDTH,
-                    at,
-                    ring,
-                    of_site,
-                    rows,
-                    entries,
-                    pool,
-                    scalars,
-                    counts,
-                    sizes + token,
-                    before_slot,
-                    after_slot,
-                    named,
-                    applied,
-                    depth,
-                    lanes,
-                    inside,
-                    configurations,
-                    capacity,
+                    hidden=hidden,
+                    stream=stream,
+                    hidden_row=hidden_row,
+                    row=row,
+                    branch=site < branches,
+                    first=token * WIDTH,
+                    at=at,
+                    ring=ring,
+                    plan=of_site,
+                    rows=rows,
+                    site_rows=entries,
+                    pool=pool,
+                    scalars=scalars,
+                    counts=counts,
+                    sizes=sizes + token,
+                    before_slot=before_slot,
+                    after_slot=after_slot,
+                    named=named,
+                    applied=applied,
+                    depth=depth,
+                    lanes=lanes,
+                    inside=inside,
+                    configurations=configurations,
+                    capacity=capacity,
                     PAIR=PAIR,
                     MIXED=MIXED,
                     WIDTH=WIDTH,
@@ -874,7 +926,8 @@ def _launch(
                 f"a tensor {list(tensor.shape)} with strides {list(tensor.stride())} is not "
                 "contiguous"
             )
-    width, capacity = ring.shape[1], capture_slots.shape[1]
+    width = ring.shape[1]
+    capacity = capture_slots.shape[1]
     # padding rows beyond the buffers' capacity are never planned
     tokens = min(stream.numel() // width, capacity)
     if not tokens:

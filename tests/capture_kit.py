@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from midstream.broker.artifacts.retention import CaptureUsage
 from midstream.schemas.jobs.receipts import CapturedFile
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import RunFile, RunFiles, run_key
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
+from midstream.storage.capture_usage import CaptureUsage
 from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome
 from midstream.workers.runner.files.layouts import Filesystem, StoreConfig

@@ -64,8 +64,10 @@ EXIT_DEADLINE_S = 6.0
 #: stops. Others wait in the queue, for any worker.
 GRADIENT_JOBS = 2
 #: The environment variable that names the file which `compose/worker.sh` makes and
-#: `broker.health.worker` reads. Docker keeps 4 KiB of what a health check prints.
-NOTE_VARIABLE, NOTE_CHARS = "WORKER_STARTING_NOTE", 2000
+#: `broker.health.worker` reads.
+NOTE_VARIABLE = "WORKER_STARTING_NOTE"
+#: Characters in it. Docker keeps 4 KiB of what a health check prints.
+NOTE_CHARS = 2000
 
 
 class EngineStep(bootsteps.StartStopStep):

@@ -30,7 +30,8 @@ GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 #: Written last: a folder without it, or whose files do not have these sizes, is not a checkpoint.
 MARKER = "midstream.json"
 #: pip retries a connection, but not a download that broke off in the middle.
-TRIES, PAUSE_S = 3, 5.0
+TRIES = 3
+PAUSE_S = 5.0
 
 Say = Callable[[str], None]
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import anyio.to_thread
 
 from ...broker.artifacts import global_capture
-from ...broker.artifacts.retention import CaptureUsage
 from ...broker.ledger.core.scripts import stored_tags
 from ...schemas.base import MidstreamError
 from ...schemas.jobs.jobs import Job
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.settings.settings import Settings
+from ...storage.capture_usage import CaptureUsage
 from ...storage.disk import probe
 from ...storage.store import ArtifactStore
 

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 import anyio.to_thread
 import msgspec
 
-from ...broker.artifacts.retention import CaptureUsage
 from ...broker.ledger.jobs.ledger import Ledger, reachable
 from ...broker.ledger.named.steering import LedgerSteering
 from ...schemas.access.keys import Caller, TenantView
@@ -21,6 +20,7 @@ from ...schemas.jobs.models import WorkerInfo
 from ...schemas.service.compatibility import judged
 from ...schemas.service.feed import FeedHistory, FeedModel, FeedService
 from ...schemas.settings.settings import Settings
+from ...storage.capture_usage import CaptureUsage
 from .disks import Disks
 from .job_feed import event
 

@@ -17,13 +17,10 @@ from ...broker.ledger.jobs.ledger import Ledger, reachable
 from ...broker.ledger.jobs.status import read_status
 from ...broker.ledger.named.steering import Account
 from ...broker.processes.liveness import RELAY_KEY
-from ...broker.telemetry.metrics import (
-    HELD,
-    LEDGER,
-    LEDGER_DURABLE,
+from ...broker.telemetry.metrics import HELD, LEDGER, LEDGER_DURABLE, READY
+from ...broker.telemetry.scraped_metrics import (
     OF_SERVICE,
     OF_STEERING,
-    READY,
     ScrapedMetrics,
     SteeringReport,
 )

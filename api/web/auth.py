@@ -25,7 +25,8 @@ from litestar.routes import HTTPRoute
 
 from ...broker.ledger.jobs.ledger import not_found
 from ...broker.ledger.people import keys
-from ...broker.ledger.people.keys import LedgerKeys, Sessions, name_of
+from ...broker.ledger.people.keys import LedgerKeys
+from ...broker.ledger.people.sessions import Sessions, name_of
 from ...broker.processes.hosts import SAFE, Hosts
 from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Scope, StoredKey
 from ...schemas.access.sessions import Session

@@ -1,5 +1,4 @@
-"""Measures the space that captures take, and removes captures: a reader gets everything that a job
-captured, or learns that it is gone.
+"""Removes captures: a reader gets everything that a job captured, or learns that it is gone.
 
 Deleting a job's captures: the ledger is updated first (`forget_captures`); then the store marks the
 job, and from then on readers of files report `gone`; then the job's folders are removed, and its
@@ -9,8 +8,6 @@ the job: see `captures`. Several processes may delete concurrently.
 """
 
 import logging
-import threading
-import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -22,68 +19,7 @@ from ...storage.store import ArtifactStore, Referring, Rewriting
 
 log = logging.getLogger(__name__)
 
-#: Seconds until the space is measured again, and until then when the quota seems used up; at least
-#: `MEASURE_SHARE` times as long as the measurement took, which is long in a large tree.
-MEASURE_S, MEASURE_FULL_S = 30.0, 1.0
-MEASURE_SHARE = 20
-
 _logged: set[tuple[ArtifactStore, str]] = set()  # segments whose damage was logged
-
-
-class CaptureUsage:
-    """The space that captures take, against their quota.
-
-    May be shared by threads; each process measures separately.
-    """
-
-    def __init__(self, store: ArtifactStore, quota: int) -> None:
-        """`quota`: bytes; 0: no quota, and nothing is measured."""
-        self._store = store
-        self._quota = quota
-        self._lock = threading.Lock()
-        self._used = 0
-        self._due = 0.0
-        self._due_if_full = 0.0
-
-    def take(self, sizes: Iterable[int], spare: int = 0) -> None:
-        """Reserve `sizes` bytes that are about to be written; `spare` more must stay free.
-
-        Raises MidstreamError("quota_exceeded") if there is no room for them.
-        """
-        if not self._quota:
-            return
-        with self._lock:
-            needed = sum(sizes)
-            self._measure(self._due)
-            if self._used + needed + spare > self._quota:
-                self._measure(self._due_if_full)
-            if self._used + needed + spare > self._quota:
-                raise MidstreamError(
-                    "quota_exceeded",
-                    (
-                        f"captures use {self._used >> 20} of {self._quota >> 20} "
-                        "MiB (capture_quota_mib)"
-                    ),
-                    hint="delete captures, or raise the quota",
-                )
-            self._used += needed
-
-    def left(self) -> int | None:
-        """Return how many bytes of the quota are unused; None: no quota."""
-        if not self._quota:
-            return None
-        with self._lock:
-            self._measure(self._due)
-            return max(0, self._quota - self._used)
-
-    def _measure(self, due: float) -> None:
-        start = time.monotonic()
-        if start < due:
-            return
-        self._used = self._store.used()
-        end = time.monotonic()
-        self._due_if_full = end + max(MEASURE_FULL_S, MEASURE_SHARE * (end - start))
-        self._due = end + max(MEASURE_S, MEASURE_SHARE * (end - start))
 
 
 def gone(job: str) -> MidstreamError:

@@ -102,7 +102,8 @@ def run_files(key: str, blobs: Sequence[RunBlob]) -> RunFiles:
 
 def run_prompt(blobs: Sequence[RunBlob]) -> RunPrompt:
     """Return the summary for users. `blobs` must be without a `shortfall`."""
-    first, sites = blobs[0].manifest, _sites(blobs)
+    first = blobs[0].manifest
+    sites = _sites(blobs)
     elements = sum(
         len(first.positions) * sum(map(len, manifest.sites.values())) * _columns(manifest)
         for _, manifest in blobs

@@ -17,8 +17,10 @@ from ...schemas.settings.settings import Settings, SettingsError, asks_for_keys,
 from .private_files import OWNER_ALONE, kept_secret, private_folder
 
 SECRETS = "secrets"  # folder in the data directory
-REDIS_PASSWORD, REDIS_URL = "redis.password", "redis.url"
-FLOWER_AUTH, CURVE = "flower.auth", "curve"
+REDIS_PASSWORD = "redis.password"
+REDIS_URL = "redis.url"
+FLOWER_AUTH = "flower.auth"
+CURVE = "curve"
 FLOWER_USER = "flower"
 PASSWORD_BYTES = 24
 

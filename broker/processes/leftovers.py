@@ -15,7 +15,8 @@ from contextlib import suppress
 from multiprocessing import shared_memory, synchronize
 from pathlib import Path
 
-FOLDER, TEMPORARY = Path("/dev/shm"), Path(tempfile.gettempdir())
+FOLDER = Path("/dev/shm")
+TEMPORARY = Path(tempfile.gettempdir())
 #: Characters of `TEMPORARY` with which a folder inside it still has room for vLLM's sockets: the
 #: path of a socket has 107 at most.
 LONGEST = 31
@@ -39,7 +40,9 @@ def own_temporary_folder(data: Path) -> None:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{TEMPORARY}/torchinductor_{os.getuid()}")
     if len(str(TEMPORARY)) <= LONGEST:
         prefix = f"{_prefix(data)}{os.getpid()}-"
-        os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix=prefix)
+        folder = tempfile.mkdtemp(prefix=prefix)
+        os.environ["TMPDIR"] = folder
+        tempfile.tempdir = folder
 
 
 def remove_left(data: Path) -> None:

@@ -6,6 +6,7 @@ stopped.
 #: seconds since the epoch. Relays share the key, and each resets that time when it starts.
 RELAY_KEY = "ms:relay"
 #: A relay renews its key every `RELAY_BEAT_S` seconds; the key expires after `RELAY_ALIVE_S`.
-RELAY_BEAT_S, RELAY_ALIVE_S = 5.0, 15
+RELAY_BEAT_S = 5.0
+RELAY_ALIVE_S = 15
 #: When the reaper last finished a pass, in seconds since the epoch.
 REAPER_KEY = "ms:sweeper"

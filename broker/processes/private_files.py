@@ -53,7 +53,8 @@ def kept_secret(path: Path, make: Callable[[], str]) -> str:
     if not text:
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         with os.fdopen(os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-            file.write((text := make()) + "\n")
+            text = make()
+            file.write(f"{text}\n")
             file.flush()
             os.fsync(file.fileno())
         aside.rename(path)

@@ -16,6 +16,10 @@ from ...schemas.base import Translated, invalid
 from ...schemas.jobs.models import TokenizerBundle
 from ...schemas.prompts.chat import PLAIN, PlainMessage, Rendering
 
+#: Marks the end of a message that should be continued, so that the ending that the template adds
+#: after it can be cut off.
+_CONTINUED = "\ue000continued\ue000"  # of a private use area: no template strips it
+
 
 class _Generation(jinja2.ext.Extension):
     """Renders the content of `{% generation %}`, which marks the assistant's text for training,
@@ -112,11 +116,6 @@ class ChatTemplate:
             ),
         ):
             return template_environment().from_string(self._bundle.chat_template)
-
-
-#: Marks the end of a message that should be continued, so that the ending that the template adds
-#: after it can be cut off.
-_CONTINUED = "\ue000continued\ue000"  # of a private use area: no template strips it
 
 
 def _to_be_continued(message: PlainMessage) -> PlainMessage:

@@ -73,13 +73,15 @@ class TextMap:
         """Return the tokens with text in order of their beginnings: position, begin, end,
         furthest end so far.
         """
-        begins, ends = self.offsets[:, 0], self.offsets[:, 1]
+        begins = self.offsets[:, 0]
+        ends = self.offsets[:, 1]
         positions = np.flatnonzero(ends > begins)
         positions = positions[np.argsort(begins[positions], kind="stable")]
         return positions, begins[positions], ends[positions], np.maximum.accumulate(ends[positions])
 
     def _occurrences(self, part: str) -> list[int]:
-        starts, at = [], self.text.find(part)
+        starts = []
+        at = self.text.find(part)
         while at >= 0:
             starts.append(at)
             at = self.text.find(part, at + len(part))

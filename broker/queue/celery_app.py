@@ -38,11 +38,9 @@ KEEPALIVE = {
 #: kombu delivers every message that it finds unacknowledged for longer than *its own* visibility
 #: timeout. No queue's name contains `:`.
 PREFIX = "midstream:"
-UNACKED, UNACKED_INDEX, UNACKED_MUTEX = (
-    f"{PREFIX}unacked",
-    f"{PREFIX}unacked_index",
-    f"{PREFIX}unacked_mutex",
-)
+UNACKED = f"{PREFIX}unacked"
+UNACKED_INDEX = f"{PREFIX}unacked_index"
+UNACKED_MUTEX = f"{PREFIX}unacked_mutex"
 #: Between the queue's name and the priority in the name of kombu's Redis lists.
 SEPARATOR = "\x06\x16"
 

@@ -100,7 +100,9 @@ def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) ->
 
 def _expression(template: dict[str, Any]) -> str:
     """Return a Lua concatenation of the template's JSON and the values that are filled in."""
-    parts, end, text = [], 0, json.dumps(template)
+    parts = []
+    end = 0
+    text = json.dumps(template)
     for result in _PLACEHOLDER.finditer(text):
         parts += [f"[==[{text[end : result.start()]}]==]", f"of.{result[1] or result[2]}"]
         end = result.end()

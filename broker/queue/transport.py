@@ -89,7 +89,8 @@ class QoS(kombu_redis.QoS):
     def append(self, message: Any, delivery_tag: str) -> None:
         if delivery_tag not in self.channel.noted:
             info = message.delivery_info
-            acknowledged, self._acknowledged = self._acknowledged, []
+            acknowledged = self._acknowledged
+            self._acknowledged = []
             self.channel.take_along(
                 delivery_tag,
                 dumps([message._raw, info["exchange"], info["routing_key"]]),
@@ -112,7 +113,8 @@ class QoS(kombu_redis.QoS):
     def settle(self) -> None:
         """Send acknowledgements to Redis; if this fails, the messages are delivered again."""
         self._settles = False
-        tags, self._acknowledged = self._acknowledged, []
+        tags = self._acknowledged
+        self._acknowledged = []
         if not tags:
             return
         if is_closed(self.channel):
@@ -200,7 +202,8 @@ class QueueChannel(kombu_redis.Channel):
             result = super()._brpop_read(**options)
         finally:
             self._room = 0
-        along, self._along = self._along, []
+        along = self._along
+        self._along = []
         for name, text in zip(along[::2], along[1::2], strict=True):
             message = loads(text.decode())
             tag = message["properties"]["delivery_tag"]

@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-KEY_BYTES, Z85_CHARACTERS = 32, 40
-PRIVATE, PUBLIC = ".key", ".pub"
+KEY_BYTES = 32
+Z85_CHARACTERS = 40
+PRIVATE = ".key"
+PUBLIC = ".pub"
 CLIENTS = "clients"  # subfolder of workers' public keys, for `curve_clients_dir`
 #: ZAP domain: any name will do, but with an empty one every sender is accepted if no authenticator
 #: runs.
@@ -101,7 +103,8 @@ class KnownClients:
             try:
                 self._look()
             except OSError as error:
-                self._keys, self._files = {}, None
+                self._keys = {}
+                self._files = None
                 log.error(
                     "all senders are rejected: cannot read the folder of their public keys: %s",
                     error,
@@ -127,7 +130,8 @@ class KnownClients:
                 log.error("ignoring a sender's public key: %s", error)
         if self._files is not None:
             log.info("senders with known keys: %s", ", ".join(keys) or "none")
-        self._keys, self._files = keys, files
+        self._keys = keys
+        self._files = files
 
 
 class ServerKeys(NamedTuple):

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 from ...schemas.base import to_msgpack
 from ...schemas.jobs.receipts import Receipt
@@ -38,7 +39,15 @@ KEEP_ACKED_S = 5.0
 #: How long writes to a failing disk are retried before the worker stops; writes to a full disk are
 #: retried for as long as it is full.
 GIVE_UP_S = 30.0
-RETRY_S, MAX_RETRY_S = 0.05, 2.0
+RETRY_S = 0.05
+MAX_RETRY_S = 2.0
+
+
+class _Aging(NamedTuple):
+    """Acknowledged rows that are kept for a while."""
+
+    since: float  # by `time.monotonic`
+    acked: int  # number of the last one
 
 
 class Outbox:
@@ -64,7 +73,8 @@ class Outbox:
         """
         relays = relay_addresses(relay_url)
         self._store = Store(Path(directory), worker, rank, lock_wait_s)
-        self.worker, self.rank = worker, rank
+        self.worker = worker
+        self.rank = rank
         self._on_fatal = on_fatal
         self._fatal_reported = False
         lock = threading.Lock()
@@ -81,7 +91,7 @@ class Outbox:
         self._appended = self._store.last
         self._rearm = False  # the writer must recompute how long it may sleep
         # (since when, up to which number) acknowledged rows are kept
-        self._aging: tuple[float, int] | None = None
+        self._aging: _Aging | None = None
         self._sender = ReceiptSender(
             self._store,
             relays,
@@ -208,7 +218,7 @@ class Outbox:
                 self._aging = None
             self._acked = acked
             if self._aging is None and acked > 0:
-                self._aging = (time.monotonic(), acked)
+                self._aging = _Aging(time.monotonic(), acked)
                 self._rearm = True
                 self._work.notify()
             self._changed.notify_all()
@@ -250,11 +260,16 @@ class Outbox:
         """Wait for work and do it; return False when closing and nothing is left."""
         with self._changed:
             self._work.wait_for(self._has_work, self._prune_in())
-            group, self._queue = self._queue[:GROUP], self._queue[GROUP:]
-            forgotten, self._forgotten = self._forgotten, []
-            renumber, self._renumber = self._renumber, False
-            acked, prune = self._acked, self._to_prune()
-            self._rearm, closing = False, self._closing
+            group = self._queue[:GROUP]
+            self._queue = self._queue[GROUP:]
+            forgotten = self._forgotten
+            self._forgotten = []
+            renumber = self._renumber
+            self._renumber = False
+            acked = self._acked
+            prune = self._to_prune()
+            self._rearm = False
+            closing = self._closing
         for epoch in forgotten:
             self._persist(functools.partial(self._store.forget, epoch))
         if renumber:
@@ -278,24 +293,24 @@ class Outbox:
 
     def _prune_in(self) -> float | None:
         """Return seconds until acknowledged rows are old enough to be deleted; None: no rows."""
-        return (
-            None
-            if self._aging is None
-            else max(0.0, self._aging[0] + KEEP_ACKED_S - time.monotonic())
-        )
+        if self._aging is None:
+            return None
+        return max(0.0, self._aging.since + KEEP_ACKED_S - time.monotonic())
 
     def _to_prune(self) -> int:
         if self._aging is None or self._prune_in():
             return 0
-        prune = min(self._aging[1], self._acked)
-        self._aging = (time.monotonic(), self._acked) if self._acked > prune else None
+        prune = min(self._aging.acked, self._acked)
+        self._aging = _Aging(time.monotonic(), self._acked) if self._acked > prune else None
         return prune
 
     def _start_new_epoch(self) -> None:
         dropped = self._store.opened_at
         last = self._persist(self._store.restart_epoch)
         with self._changed:
-            self._acked, self._shift, self._aging = 0, self._shift + dropped, None
+            self._acked = 0
+            self._shift = self._shift + dropped
+            self._aging = None
             self._changed.notify_all()
         self._sender.renumbered(last)
 
@@ -303,7 +318,8 @@ class Outbox:
         """Call `write`, again while the disk refuses; raise if the database is damaged, when
         closing, and after `GIVE_UP_S` unless the disk is full.
         """
-        started, pause = time.monotonic(), RETRY_S
+        started = time.monotonic()
+        pause = RETRY_S
         while True:
             try:
                 last = write() or 0

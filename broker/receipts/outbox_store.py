@@ -10,10 +10,8 @@ one is remembered with its last number and its jobs, so that its losses can be r
 relay. Only one thread writes; another one may read.
 """
 
-import hashlib
 import logging
 import os
-import re
 import socket
 import sqlite3
 import time
@@ -24,6 +22,7 @@ from typing import NamedTuple
 import msgspec
 
 from ...schemas.base import MidstreamError
+from ...schemas.base.file_names import file_stem
 from ..processes.private_files import locked_file, private_folder
 from .frames import new_epoch
 
@@ -133,7 +132,8 @@ class JobLog:
         os.fsync(fd)
         os.replace(fresh, self.path)
         self.close()
-        self._fd, self._size = fd, len(content)
+        self._fd = fd
+        self._size = len(content)
         self._limit = max(JOB_LOG_BYTES, 2 * len(content))
 
     def append(self, rows: list[tuple[int, str]]) -> None:
@@ -168,7 +168,8 @@ class Store:
         private_folder(directory)
         base = directory / f"{file_stem(worker)}.rank{rank}"
         self.path = base.with_name(base.name + ".sqlite")
-        self.worker, self.rank = worker, rank
+        self.worker = worker
+        self.rank = rank
         self.transactions = 0  # number committed
         self._jobs = JobLog(base.with_name(base.name + ".jobs"))
         self._lock = Lock(base.with_name(base.name + ".lock"), lock_wait_s)
@@ -210,7 +211,8 @@ class Store:
                 self._db.execute("DELETE FROM receipts WHERE seq <= ?", (prune,))
         self.transactions += 1
         self.last += len(numbered)
-        self.acked, self._pruned = max(acked, self.acked), max(prune, self._pruned)
+        self.acked = max(acked, self.acked)
+        self._pruned = max(prune, self._pruned)
         if self._jobs.outgrown:
             self._jobs.rewrite(self.epoch, self.last, self._held())
         return self.last
@@ -234,8 +236,11 @@ class Store:
             self._db.execute("UPDATE receipts SET seq = ? - seq", (self.opened_at,))
             self._db.execute("UPDATE receipts SET seq = -seq")
             self._db.execute("UPDATE outbox SET epoch = ?, acked = 0", (epoch,))
-        self.epoch, self.acked, self._pruned = epoch, 0, 0
-        self.last, self.opened_at = self.last - self.opened_at, 0
+        self.epoch = epoch
+        self.acked = 0
+        self._pruned = 0
+        self.last = self.last - self.opened_at
+        self.opened_at = 0
         self._jobs.rewrite(self.epoch, self.last, self._held())
         return self.last
 
@@ -402,16 +407,6 @@ class _Transaction:
         finally:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
-
-
-def file_stem(worker: str) -> str:
-    """Return a valid file name for any worker's name; different workers get different ones."""
-    safe = re.sub(r"[^A-Za-z0-9._-]", "_", worker)
-    return (
-        safe
-        if safe == worker and len(safe) <= 100
-        else f"{safe[:100]}-{hashlib.sha256(worker.encode()).hexdigest()[:12]}"
-    )
 
 
 def unique_jobs(numbered: list[tuple[int, str]], first: int, last: int) -> list[str]:

@@ -49,8 +49,10 @@ BATCH = 2048
 #: New objects after which Python collects garbage: more than a full batch makes. Receipts have no
 #: cycles, and with Python's default (700) the collections took a third of the relay's time.
 GC_OBJECTS = 100_000
-#: Seconds between attempts to reach Redis: the first pause, and the longest.
-RETRY_S, MAX_RETRY_S = 0.1, 2.0
+#: Seconds between the first two attempts to reach Redis.
+RETRY_S = 0.1
+#: The longest pause between two.
+MAX_RETRY_S = 2.0
 #: Seconds after SIGTERM for which frames that have arrived are still committed.
 DRAIN_S = 3.0
 #: Seconds between two log lines with the same complaint about the same peer.
@@ -212,14 +214,16 @@ class Relay:
 
     def _read_batch(self) -> FrameBatch | None:
         """Return the frames that have arrived, up to `BATCH`; None: no frame."""
-        batch, count = FrameBatch(), 0
+        batch = FrameBatch()
+        count = 0
         while count < BATCH:
             try:
                 message, key = self._receive()
             except zmq.Again:
                 break
             count += 1
-            identity, raw = message[0], message[1] if len(message) == 2 else b""
+            identity = message[0]
+            raw = message[1] if len(message) == 2 else b""
             try:
                 if len(message) != 2:
                     raise FrameError(
@@ -228,7 +232,8 @@ class Relay:
                 frame = frames.unpack(raw)
                 self._check_key(identity, key)
                 batch.add(identity, frame)
-                self.received += frame.kind is FrameKind.RECEIPT
+                if frame.kind is FrameKind.RECEIPT:
+                    self.received += 1
             except ProtocolMismatch as error:
                 self._refuse(identity, raw, "protocol", f"upgrade the older one; {error}")
             except ImpostorError as error:
@@ -326,7 +331,8 @@ class Relay:
         restarted since, or another taken over. Empty if Redis is unreachable or cannot write: no
         outbox is answered then, and each asks again.
         """
-        deadline, barrier = time.monotonic() + PATIENCE_S, Barrier(self._replicas, self._lossy)
+        deadline = time.monotonic() + PATIENCE_S
+        barrier = Barrier(self._replicas, self._lossy)
         try:
             while True:
                 with client.pipeline(transaction=False) as pipe:
@@ -459,7 +465,8 @@ def bind_address(url: str, allow_remote: bool) -> str:
         )
     with Translated(ValueError, lambda error: SettingsError(f"relay_url={url!r}: {error}")):
         parts = urlsplit(url)
-        host, port = parts.hostname or "", "*" if parts.netloc.endswith(":*") else parts.port or "*"
+        host = parts.hostname or ""
+        port = "*" if parts.netloc.endswith(":*") else parts.port or "*"
     if parts.scheme != "tcp" or not host:
         raise SettingsError(f"relay_url={url!r} is not an address such as tcp://127.0.0.1:5557")
     if host not in LOOPBACK and not allow_remote:
@@ -469,8 +476,9 @@ def bind_address(url: str, allow_remote: bool) -> str:
             "(midstream create curve), bind 127.0.0.1, or set "
             "MIDSTREAM_RELAY_ALLOW_REMOTE=true on a trusted network"
         )
-    shown = "127.0.0.1" if host == "localhost" else f"[{host}]" if ":" in host else host
-    return f"tcp://{shown}:{port}"
+    if host == "localhost":
+        host = "127.0.0.1"
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def connect_redis(url: str) -> "redis.Redis":
@@ -505,15 +513,16 @@ def run(settings: Settings) -> None:
     gc.freeze()  # existing objects stay: collections need not search them
     gc.set_threshold(GC_OBJECTS)
     client = connect_redis(settings.redis_url)
-    settler, curve = Settler(client, settings), server_keys(settings)
+    settler = Settler(client, settings)
+    curve = server_keys(settings)
     relay = Relay(
-        settler,
-        settings.relay_url,
-        client,
-        settings.relay_allow_remote,
-        curve,
-        settings.redis_replicas,
-        settings.redis_allow_lossy,
+        settler=settler,
+        url=settings.relay_url,
+        redis_client=client,
+        allow_remote=settings.relay_allow_remote,
+        curve=curve,
+        replicas=settings.redis_replicas,
+        lossy=settings.redis_allow_lossy,
     )
 
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -11,6 +11,7 @@ frame LOST, and sends later receipts only after the relay has acknowledged that 
 
 import contextlib
 import logging
+import math
 import os
 import secrets
 import struct
@@ -35,14 +36,18 @@ log = logging.getLogger(__name__)
 WINDOW = 1024
 #: Rows read from the database per query.
 READ_ROWS = 256
-#: Seconds without progress after which the relay is asked again; doubled each time, up to the
-#: second number.
-PATIENCE_S, MAX_PATIENCE_S = 2.0, 16.0
+#: Seconds without progress after which the relay is asked again; doubled each time.
+PATIENCE_S = 2.0
+#: The most of these seconds.
+MAX_PATIENCE_S = 16.0
 #: Seconds after a refusal until the next greeting: the relay may have been upgraded.
 REFUSED_PAUSE_S = 30.0
-#: Milliseconds between heartbeats, and after which a connection without them counts as dead.
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 15_000
-RECONNECT_MS, RECONNECT_MAX_MS = 50, 2_000
+#: Milliseconds between heartbeats.
+HEARTBEAT_MS = 5_000
+#: Milliseconds after which a connection without them counts as dead.
+HEARTBEAT_TIMEOUT_MS = 15_000
+RECONNECT_MS = 50
+RECONNECT_MAX_MS = 2_000
 #: Seconds without a connection after which the next relay is tried, where several are known.
 NEXT_RELAY_S = 2.0
 #: Seconds between a failed handshake and the next: after some failures libzmq gives up, after
@@ -124,7 +129,9 @@ class ReceiptSender(threading.Thread):
         self._lost = LostRange(0, 0)  # last reported
         self._nonce = secrets.randbits(32)
         self._patience = PATIENCE_S
-        self._deadline = self._retry_at = self._next_at = float("inf")
+        self._deadline = math.inf
+        self._retry_at = math.inf
+        self._next_at = math.inf
         self._complained: dict[int | str, float] = {}
         self._blocked = False
         self._stopping = False

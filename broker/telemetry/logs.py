@@ -77,7 +77,8 @@ def about(record: logging.LogRecord) -> dict[str, Any]:
     fields = {**_of_process, **_of_task.get()}
     # Celery's own lines about a task have its id in `data`: job, or job.attempts
     data = getattr(record, "data", None)
-    if isinstance(data, dict) and "job" not in fields and isinstance(task := data.get("id"), str):
+    task = data.get("id") if isinstance(data, dict) else None
+    if isinstance(task, str) and "job" not in fields:
         fields["job"] = task.partition(".")[0]
     fields |= {name: value for name in FIELDS if (value := getattr(record, name, None)) is not None}
     return {name: fields[name] for name in FIELDS if fields.get(name) is not None}
@@ -91,7 +92,8 @@ class JsonFormatter(logging.Formatter):
 
     def __init__(self, process: str, **fields: Any):
         super().__init__()
-        self._process, self._fields = process, fields
+        self._process = process
+        self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {

@@ -17,7 +17,8 @@ class MetricsServer:
     """This process's metrics over HTTP on their own thread; `close` ends it."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread):
-        self._server, self._thread = server, thread
+        self._server = server
+        self._thread = thread
 
     @property
     def port(self) -> int:

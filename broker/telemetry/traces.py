@@ -15,8 +15,10 @@ from ...schemas.settings.settings import Settings, SettingsError
 
 #: `00-<trace id>-<span id>-<flags>`; all-zero ids are invalid (W3C Trace Context, level 1).
 _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
-#: Seconds between two exports of spans, and seconds to wait for a collector's answer.
-SEND_EVERY_S, PATIENCE_S = 1.0, 3.0
+#: Seconds between two exports of spans.
+SEND_EVERY_S = 1.0
+#: Seconds to wait for a collector's answer.
+PATIENCE_S = 3.0
 _NS = 1_000_000_000
 
 SpanRole = Literal["internal", "server", "consumer"]

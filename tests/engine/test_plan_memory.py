@@ -30,7 +30,7 @@ from midstream.schemas.settings.settings import Settings
 from midstream.workers.runner.base.config import plane_config
 direct = Direct(msgspec.convert(json.loads(sys.argv[2]), Settings), {})
 worker = direct.engine._llm.llm.model_executor.driver_worker.worker
-buffers = worker._plane._banks.first.table._buffers
+buffers = worker._plane.banks.first.table._buffers
 found = {field.name: getattr(buffers, field.name).nbytes for field in dataclasses.fields(buffers)}
 found["ring"] = 0  # on a CPU it is the arena's address space, whose memory is the queue
 print(json.dumps(found | {"queue": plane_config().capture_queue_mib << 20}))

@@ -24,7 +24,7 @@ from midstream.api.routes.session import MAX_BODY
 from midstream.api.web.auth import COOKIE, CSRF_HEADER
 from midstream.api.web.wrong_keys import WRONG_PER_MINUTE
 from midstream.broker.ledger.people import keys
-from midstream.broker.ledger.people.keys import SESSION, SESSIONS, Sessions, name_of
+from midstream.broker.ledger.people.sessions import SESSION, SESSIONS, Sessions, name_of
 from midstream.broker.redis_service.server import RedisServer
 from midstream.schemas.access.keys import CreatedKey, StoredKey
 from midstream.schemas.access.sessions import MAX_LOGIN_KEY, SESSION_S, Session

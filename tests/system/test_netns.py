@@ -12,7 +12,7 @@ from fleet import Fleet
 from network import Network, why_not
 from wait_kit import wait_until
 
-from midstream.workers.serving.host import RENEWALS_PER_LEASE
+from midstream.workers.serving.heartbeat import RENEWALS_PER_LEASE
 
 LEASE_S = 8.0
 

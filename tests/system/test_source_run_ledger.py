@@ -36,7 +36,7 @@ from midstream.schemas.requests.source_runs import RunFiles, RunRecord, RunView,
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.file_store import DELETED
 from midstream.workers.engine.protocol import Locate
-from midstream.workers.serving.attempt import LEASES, SourceRunLeases
+from midstream.workers.serving.source_run_leases import LEASES, SourceRunLeases
 
 SITES = {"pre_attn": [0, 2], "post_block": [0, 1, 2, 3]}
 STAGES = [{"pre_attn": [0], "post_block": [0, 1]}, {"pre_attn": [2], "post_block": [2, 3]}]

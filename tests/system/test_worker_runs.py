@@ -36,7 +36,8 @@ from midstream.workers.engine.protocol import EngineRequest, NewOutput
 from midstream.workers.engine.ranks.collective import Quarantined
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 from midstream.workers.serving.attempts import Attempts
-from midstream.workers.serving.host import EngineHost, Heartbeat
+from midstream.workers.serving.heartbeat import Heartbeat
+from midstream.workers.serving.host import EngineHost
 from midstream.workers.serving.rank_watch import RankWatch
 from midstream.workers.serving.redis_retry import end_tasks
 

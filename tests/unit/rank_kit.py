@@ -286,11 +286,11 @@ class Rank:
             status="ok",
         )
         ended = EndedRequest(
-            receipt,
-            request.tracked.spec,
-            [recording.ended(capture, [])],
-            list(range(1000, 1000 + request.total)),
-            request.total - 1,
+            receipt=receipt,
+            spec=request.tracked.spec,
+            captures=[recording.ended(capture, [])],
+            token_ids=list(range(1000, 1000 + request.total)),
+            rows=request.total - 1,
         )
         memory = self.arena.memory
         origin = Origin("w", 0, 0, 1)

@@ -93,7 +93,8 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
 
     def __init__(self, rows: int, entries: int) -> None:
         super().__init__()
-        self._rows, self._entries = rows, entries
+        self._rows = rows
+        self._entries = entries
         self._in_use: Counter[RowDemand] = Counter()
 
     @property

@@ -4,23 +4,19 @@ where its files are and how ranks divide it.
 It covers the names and bytes of the files in the checkpoint's folder (weights, config, tokenizer;
 code, also in subfolders; further chat templates; not texts such as README), the dtype, which of
 the two sets of longrope factors is used, and vLLM's engine options without those of `SERVING`. See
-docs/decisions/0038-model-identity.md. Before, the checkpoint's folder is checked: it must have a
-config, and as many layers as the config says.
+docs/decisions/0038-model-identity.md.
 """
 
 import hashlib
 import json
 import logging
 import os
-import re
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-
-from safetensors import SafetensorError, safe_open
 
 from ...schemas.base import MidstreamError, Translated, to_json
 from ...schemas.jobs.models import encode_bundle
@@ -40,8 +36,10 @@ SAME = [
 ]
 #: Prefixes of files in a checkpoint's folder that do not affect its numbers.
 _TEXTS = ("LICENSE", "NOTICE", "README", "USE_POLICY")
-#: Bytes that a thread reads and hashes at a time, and the largest number of threads.
-_PIECE, _THREADS = 1 << 24, 8
+#: Bytes that a thread reads and hashes at a time.
+_PIECE = 1 << 24
+#: The largest number of threads.
+_THREADS = 8
 #: A digest is not kept if its file was written less than this many seconds before it was read: it
 #: might be written again within one tick of the file system's clock.
 _FRESH_S = 2.0
@@ -175,11 +173,14 @@ class FileDigests:
     # tokenizer. Other shards of one checkpoint count as another model: that refuses too much, never
     # too little.
     def _contents(self, files: Mapping[str, Path]) -> list[tuple[str, str]]:
-        began, read, fresh = time.time(), 0, False
+        began = time.time()
+        read = 0
+        fresh = False
         contents = []
         with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1), "hash") as pool:
             for name, file in files.items():
-                place, stat = str(file.resolve()), _stat(file)
+                place = str(file.resolve())
+                stat = _stat(file)
                 known = self._known.get(place)
                 if known is None or known[0] != stat:
                     known = stat, _content(file, stat[0], pool)
@@ -191,7 +192,8 @@ class FileDigests:
                             field="model",
                         )
                     if max(stat[1:3]) / 1e9 < began - _FRESH_S:
-                        self._known[place], fresh = known, True
+                        self._known[place] = known
+                        fresh = True
                 contents.append((name, known[1]))
         if fresh:
             self._keep()
@@ -238,74 +240,3 @@ def _piece(file: Path, start: int) -> bytes:
     with file.open("rb") as handle:
         handle.seek(start)
         return hashlib.blake2b(handle.read(_PIECE), digest_size=32).digest()
-
-
-#: A weight of a numbered layer, such as `model.layers.3.mlp.up_proj.weight` or
-#: `transformer.h.3.ln_1.bias`.
-_OF_LAYER = re.compile(r"^(?P<stack>.*?)\.(?P<number>\d+)\.")
-#: Config fields with the number of multi-token prediction layers, which follow the model's own.
-_MTP_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
-
-
-def check_folder(settings: Settings) -> None:
-    """Raises MidstreamError if `model` is a folder without a valid config; vLLM checks hub names
-    and files.
-    """
-    folder = Path(settings.model).expanduser()
-    named = "hf_config_path" in settings.engine_options
-    if (
-        folder.is_dir()
-        and not named
-        and not any((folder / name).is_file() for name in ("config.json", "params.json"))
-    ):
-        raise _refused(
-            f"{folder} has no config.json: `model` is the folder of a checkpoint, with its "
-            "config, weights and tokenizer"
-        )
-    if folder.is_dir() and (folder / "config.json").is_file():
-        with Translated(
-            ValueError, lambda error: _refused(f"{folder / 'config.json'} is not JSON: {error}")
-        ):
-            config = json.loads((folder / "config.json").read_bytes())
-        if not isinstance(config, dict):
-            raise _refused(f"{folder / 'config.json'} is not a JSON object")
-
-
-def check_layers(model: str, config: Any, layers: int) -> None:
-    """Raises MidstreamError if the weights in the folder `model` have a different number of layers
-    from the config.
-
-    `config`: transformers' config of the language model. `layers`: vLLM's count of its layers. vLLM
-    checks other formats than safetensors, and checkpoints whose weights are numbered differently.
-    """
-    stacks: dict[str, int] = {}
-    for name in _weight_names(Path(model)):
-        if match := _OF_LAYER.match(name):
-            stacks[match["stack"]] = max(stacks.get(match["stack"], 0), int(match["number"]) + 1)
-    extra = max(int(getattr(config, name, None) or 0) for name in _MTP_LAYERS)
-    if stacks and not any(layers <= count <= layers + extra for count in stacks.values()):
-        stack, present = max(stacks.items(), key=lambda item: item[1])
-        raise _refused(
-            f"the config says {layers} layers, and the weights have {present} ({stack}.0 to "
-            f"{stack}.{present - 1}): config and weights "
-            "belong to different checkpoints, or num_hidden_layers is wrong"
-        )
-
-
-def _weight_names(folder: Path) -> Iterable[str]:
-    index = folder / "model.safetensors.index.json"
-    with Translated(
-        (OSError, ValueError, KeyError, TypeError, SafetensorError),
-        lambda error: _refused(f"the weights in {folder} cannot be read: {error}"),
-    ):
-        if index.is_file():
-            return list(json.loads(index.read_bytes())["weight_map"])
-        names: list[str] = []
-        for file in sorted(folder.glob("*.safetensors")) if folder.is_dir() else ():
-            with safe_open(file, framework="np") as weights:
-                names += weights.keys()
-    return names
-
-
-def _refused(detail: str) -> MidstreamError:
-    return MidstreamError("invalid_request", detail, field="model")

@@ -20,7 +20,9 @@ from ..runner.hooks.site_costs import CASES, RankShape, StepCost, step_cost
 from .plan_inside import Inside, inside_of
 
 #: Copies of constants in `kernels.plan`, which imports torch; a test compares them.
-PLAN_COLUMNS, COUNTS, ROWS_PER_TOKEN = 17, 3, 16
+PLAN_COLUMNS = 17
+COUNTS = 3
+ROWS_PER_TOKEN = 16
 #: Copy of the constant in `runner.edits.prepared_rows`, which a test compares as well.
 KEPT_BYTES = 64 << 20
 #: Field names in config.json → names that transformers' config classes give them.
@@ -140,16 +142,16 @@ def model_of(config: Mapping[str, Any], dtype: str = "auto") -> ModelShape:
         # assume Llama's layers, which most models have: the real layers are not loaded
         variant = Variant("", PRE_NORM)
     return ModelShape(
-        architecture,
-        variant,
-        int(text["num_hidden_layers"]),
-        int(text["hidden_size"]),
-        _AUTO.get(text["dtype"], text["dtype"]) if dtype == "auto" else dtype,
-        _parameters(text),
-        int(text.get("max_position_embeddings") or 0),
-        _weight_bytes(config, text),
-        _layer(text) if _experts(text) == 1 else (),
-        inside_of(text, experts=_experts(text)),
+        architecture=architecture,
+        variant=variant,
+        layers=int(text["num_hidden_layers"]),
+        hidden_size=int(text["hidden_size"]),
+        dtype=_AUTO.get(text["dtype"], text["dtype"]) if dtype == "auto" else dtype,
+        parameters=_parameters(text),
+        max_model_len=int(text.get("max_position_embeddings") or 0),
+        weight_bytes=_weight_bytes(config, text),
+        linears=_layer(text) if _experts(text) == 1 else (),
+        inside=inside_of(text, experts=_experts(text)),
     )
 
 
@@ -167,16 +169,15 @@ def _experts(config: Mapping[str, Any]) -> int:
 
 def _layer(config: Mapping[str, Any]) -> tuple[Linear, ...]:
     """Return the linear layers of a layer like Llama's; with experts, those of one expert."""
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    heads = int(config["num_attention_heads"])
     shared = int(config.get("num_key_value_heads") or heads)
     size = int(config.get("head_dim") or hidden // heads)
     width = int(
         config.get("moe_intermediate_size") or config.get("intermediate_size") or 4 * hidden
     )
-    query, key = (
-        Linear(hidden, heads * size, "outputs", heads),
-        Linear(hidden, shared * size, "outputs", shared),
-    )
+    query = Linear(hidden, heads * size, "outputs", heads)
+    key = Linear(hidden, shared * size, "outputs", shared)
     gate = Linear(hidden, width, "outputs", width)
     return (
         query,
@@ -208,14 +209,14 @@ def _weight_bytes(config: Mapping[str, Any], text: Mapping[str, Any]) -> float:
         or raw.get("w_bit")
         or next((group.get("num_bits") for group in groups), None)
     )
-    bits = bits or (
-        8
-        if raw.get("quant_method") == "fp8"
-        else 4
-        if "mxfp4" in str(raw.get("quant_method"))
-        else 0
-    )
-    whole, kept = _parameters(text), _embeddings(text)
+    if not bits:
+        method = str(raw.get("quant_method"))
+        if method == "fp8":
+            bits = 8
+        elif "mxfp4" in method:
+            bits = 4
+    whole = _parameters(text)
+    kept = _embeddings(text)
     return (kept * 2 + (whole - kept) * int(bits) / 8) / whole if bits else 0.0
 
 
@@ -232,7 +233,8 @@ def plan(
 
     Raises UnsupportedArchitectureError for a hook that the model does not have.
     """
-    hooks, inside = _hooks(model, settings), asked_hooks(settings.hooks)[1]
+    hooks = _hooks(model, settings)
+    inside = asked_hooks(settings.hooks)[1]
     present = [hook for hook in model.inside.hooks if hook in inside]
     layers = -(-model.layers // settings.vllm.pipeline_parallel_size)
     ring = (
@@ -250,14 +252,14 @@ def plan(
         else None
     )
     shape = RankShape(
-        model.architecture,
-        model.variant,
-        layers,
-        model.hidden_size,
-        model.parameters * layers / model.layers,
-        settings.vllm.tensor_parallel_size,
-        ITEM_BYTES[model.dtype],
-        model.weight_bytes,
+        name=model.architecture,
+        variant=model.variant,
+        layers=layers,
+        hidden_size=model.hidden_size,
+        parameters=model.parameters * layers / model.layers,
+        tp=settings.vllm.tensor_parallel_size,
+        item_bytes=ITEM_BYTES[model.dtype],
+        weight_bytes=model.weight_bytes,
     )
     queue = plan_queue(
         ring,
@@ -266,12 +268,12 @@ def plan(
         size_mib=settings.tuning.capture_queue_mib,
     )
     return EnginePlan(
-        model,
-        [*hooks, *present],
-        layers,
-        ring,
-        shape.step_s(),
-        [
+        model=model,
+        hooks=[*hooks, *present],
+        layers=layers,
+        ring=ring,
+        step_s=shape.step_s(),
+        memory=[
             *buffers(model.row_bytes, settings, len(hooks) * layers, ring, gpu=gpu),
             *_inside(model, settings, model.inside.sites(inside, layers), ring, gpu=gpu),
             *_adapters(model, settings, layers, gpu=gpu),
@@ -311,9 +313,17 @@ def plan(
                 "run_cache_mib",
             ),
         ],
-        _work(shape, hooks, settings) if gpu and not settings.vllm.enforce_eager else [],
-        _streams(model, hooks, tokens_per_second),
-        _limits(model, settings, [*hooks, *present], layers, ring, queue, tokens_per_second),
+        work=_work(shape, hooks, settings) if gpu and not settings.vllm.enforce_eager else [],
+        streams=_streams(model, hooks, tokens_per_second),
+        limits=_limits(
+            model=model,
+            settings=settings,
+            hooks=[*hooks, *present],
+            layers=layers,
+            ring=ring,
+            queue=queue,
+            tokens_per_second=tokens_per_second,
+        ),
     )
 
 
@@ -339,7 +349,8 @@ def buffers(
 
     `width`: bytes of a row.
     """
-    capacity, rows = settings.vllm.max_num_batched_tokens, settings.tuning.table_rows
+    capacity = settings.vllm.max_num_batched_tokens
+    rows = settings.tuning.table_rows
     entries = 1 + settings.tuning.table_entries
     where: Literal["GPU", "host"] = "GPU" if gpu else "host"
     sizes = {
@@ -503,7 +514,9 @@ def _limits(
     """Return the limits that users or operators reach first, as sentences that begin with the
     setting.
     """
-    limits, sites, tokens = [], len(hooks) * layers, settings.vllm.max_num_batched_tokens
+    limits = []
+    sites = len(hooks) * layers
+    tokens = settings.vllm.max_num_batched_tokens
     if ring is not None:
         whole = ring.rows // tokens
         if whole < layers:

@@ -46,7 +46,8 @@ def inside_of(config: Mapping[str, Any], *, experts: int) -> Inside:
 
     Hooks that only the loaded layers can rule out are assumed to exist: the plan is an upper bound.
     """
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    hidden = int(config["hidden_size"])
+    heads = int(config["num_attention_heads"])
     shared = int(config.get("num_key_value_heads") or heads)
     latent = bool(config.get("kv_lora_rank"))
     size = int(config["v_head_dim"] if latent else config.get("head_dim") or hidden // heads)

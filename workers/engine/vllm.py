@@ -49,8 +49,9 @@ from ..runner.support.quantisation import check_kernels, quantisation_of, refuse
 from ..runner.vllm.ring_budget import CapturedRows
 from ..runner.vllm.stages import stage_layers
 from .admission import CaptureBudget, StepRows
+from .checkpoint_check import check_folder, check_layers
 from .identity import BOOT
-from .model_identity import check_folder, check_layers, content_of, digests_in, identity_of
+from .model_identity import content_of, digests_in, identity_of
 from .options.drafts import check_drafter, check_drafts
 from .options.engine_arguments import (
     dtype_of,
@@ -83,8 +84,10 @@ UNCERTIFIED = (
 #: How often `failed` checks whether the engine is alive.
 _HEALTH_INTERVAL_S = 0.25
 #: A rank's writing process must answer within this share of `capture_timeout_s`, after which its
-#: jobs would fail instead of running again; and after so many seconds it counts as silent.
-ANSWER_SHARE, SILENT_S = 3, 3.0
+#: jobs would fail instead of running again.
+ANSWER_SHARE = 3
+#: After so many seconds it counts as silent.
+SILENT_S = 3.0
 #: Calls of ranks that take as long as the model, or the disk under pending captures, needs.
 UNBOUNDED = ("midstream_certify", "midstream_close")
 
@@ -335,7 +338,8 @@ class VllmEngine(RankControl):
         submitted = over = False
         ended: Awaitable[None] | None = None
         try:
-            params, lora = sampling_params(ask.sampling, spec), self._lora_request(ask.lora)
+            params = sampling_params(ask.sampling, spec)
+            lora = self._lora_request(ask.lora)
             reader = self._tool_reader(ask, params)
             await self._formats.check(params, ask.tenant, ask.job)
             captured = self._captured_bytes(ask)
@@ -572,7 +576,8 @@ def _why(error: Exception, built: str, settings: Settings) -> str:
         return explained
     try:
         config = AutoConfig.from_pretrained(settings.model, trust_remote_code=False)
-        architecture, fields = (config.architectures or ["the model"])[0], suspects(config)
+        architecture = (config.architectures or ["the model"])[0]
+        fields = suspects(config)
     except Exception as unread:  # the config itself may be the cause
         return (
             f"{reason}; transformers does not read its config either: "

@@ -77,8 +77,10 @@ class OutputJoiner:
         """`reader` parses tool calls. `prompt` is returned with the output; `add` fills in its
         log-probabilities.
         """
-        self._request, self._stream = ask.request, ask.stream
-        self._reader, self._prompt = reader, prompt
+        self._request = ask.request
+        self._stream = ask.stream
+        self._reader = reader
+        self._prompt = prompt
         self._begun = False
         self._constrained = ask.tools is not None or ask.sampling.structured_outputs is not None
         self._text: list[str] = []
@@ -87,7 +89,8 @@ class OutputJoiner:
         self._scored = -1  # the last position whose scores were passed on
 
     def add(self, output: RequestOutput) -> NewOutput | None:
-        part, scores = output.outputs[0], self._scores(output)
+        part = output.outputs[0]
+        scores = self._scores(output)
         self._text.append(part.text)
         self._token_ids += part.token_ids
         logprobs = [] if part.logprobs is None else _logprobs(part)
@@ -109,9 +112,17 @@ class OutputJoiner:
             if self._reader is not None and self._stream
             else None
         )
-        prompt, self._begun = None if self._begun else self._prompt, True
+        prompt = None if self._begun else self._prompt
+        self._begun = True
         progress = NewOutput(
-            self._request, part.text, list(part.token_ids), None, scores, text, logprobs, prompt
+            request=self._request,
+            text=part.text,
+            token_ids=list(part.token_ids),
+            finished=None,
+            scores=scores,
+            said=text,
+            logprobs=logprobs,
+            prompt=prompt,
         )
         if not output.finished:
             return progress
@@ -130,7 +141,8 @@ class OutputJoiner:
             raise MidstreamError(
                 "engine_failed", f"the engine ended the request with {part.finish_reason!r}"
             )
-        text, reason = "".join(self._text), part.finish_reason
+        text = "".join(self._text)
+        reason = part.finish_reason
         message: Message | UnsetType = UNSET
         if self._reader is not None:
             message = (

@@ -24,10 +24,15 @@ class AttributionAttempt:
     """One attempt at the part of an attribution that needs gradients."""
 
     def __init__(self, bench: Bench[GradientEngine], attempt: Attempt) -> None:
-        self._ledger, self._engine, self._fetch = bench.ledger, bench.engine, bench.fetch
-        self._sweeps, self._attempt, self._job = LedgerSweeps(bench.ledger), attempt, attempt.job
+        self._ledger = bench.ledger
+        self._engine = bench.engine
+        self._fetch = bench.fetch
+        self._sweeps = LedgerSweeps(bench.ledger)
+        self._attempt = attempt
+        self._job = attempt.job
         work = attempt.job.work_as(SweepWork)
-        self._sweep, self._units = work.sweep, work.units
+        self._sweep = work.sweep
+        self._units = work.units
 
     async def run(self) -> list[Output] | None:
         """Estimate all pairs. None: the job was handed on.
@@ -36,7 +41,8 @@ class AttributionAttempt:
         is stopped.
         """
         self._attempt.check_unsteered()
-        began, job = time.monotonic(), self._job.id
+        began = time.monotonic()
+        job = self._job.id
         if not (records := await patiently(lambda: self._sweeps.records(job), f"units of {job}")):
             await self._attempt.report(self._ledger, "start", sweep_start(self._sweep))
         mask = await self._fetch(self._sweep.mask) if self._sweep.mask else None

@@ -44,8 +44,11 @@ class FitAttempt:
     """One attempt at one fit."""
 
     def __init__(self, bench: Bench[GradientEngine], attempt: Attempt) -> None:
-        self._ledger, self._engine, self._attempt = bench.ledger, bench.engine, attempt
-        self._loop, self._events = asyncio.get_running_loop(), list[Future[None]]()
+        self._ledger = bench.ledger
+        self._engine = bench.engine
+        self._attempt = attempt
+        self._loop = asyncio.get_running_loop()
+        self._events = list[Future[None]]()
 
     async def run(self) -> FitOutcome:
         """Return the result, after the module or lens is registered. Raises MidstreamError."""
@@ -74,9 +77,11 @@ class FitAttempt:
         So no other folder is overwritten: jobs that were accepted with the name's former lens keep
         its file. The folder of an attempt that fails is removed.
         """
-        job, root = self._attempt.job, self._ledger.settings.artifacts_of("lenses")
+        job = self._attempt.job
+        root = self._ledger.settings.artifacts_of("lenses")
         path = f"{wanted.folder}/{job.id}-{self._attempt.number}"
-        folder, count = new_folder(root, path, "artifacts_dir/lenses"), len(wanted.prompts)
+        folder = new_folder(root, path, "artifacts_dir/lenses")
+        count = len(wanted.prompts)
 
         def computed(points: Any, check: Callable[[], None]) -> None:
             from ..gradients.jacobian import fit_to_folder
@@ -118,7 +123,8 @@ class FitAttempt:
 
             return learn.fit(points, wanted, self._report, check)
 
-        request, fitted = wanted.request, await self._computed(learned)
+        request = wanted.request
+        fitted = await self._computed(learned)
         training = Training(
             job=self._attempt.job.id,
             method=request.method,
@@ -132,7 +138,8 @@ class FitAttempt:
             steps=fitted.steps,
             losses=list(fitted.losses),
         )
-        digest, reason = "", _reason_against(request.register, fitted.effect)
+        digest = ""
+        reason = _reason_against(request.register, fitted.effect)
         if not reason:
             try:
                 digest = await self._register(wanted, fitted, training)
@@ -144,7 +151,9 @@ class FitAttempt:
 
     async def _register(self, wanted: StoredModuleFit, fitted: "Fitted", training: Training) -> str:
         """Register the module, unless the job was given to another attempt; return its digest."""
-        job, blobs, entries = self._attempt.job, dict[str, Tensor](), list[SteeringTemplate]()
+        job = self._attempt.job
+        blobs = dict[str, Tensor]()
+        entries = list[SteeringTemplate]()
         fields = FAMILY[wanted.template.family].tensors
         for layer, learned in fitted.tensors.items():
             tensors = [from_numpy(learned[field].cpu().numpy()) for field in fields]

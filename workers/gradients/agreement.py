@@ -37,10 +37,14 @@ from .points import Points
 
 logger = logging.getLogger(__name__)
 
-#: Tokens of the prompt at most, and about how many of its positions are compared.
-TOKENS, COMPARED = 64, 8
-#: Seconds that a vLLM worker has to begin the capture job, and to end it.
-PATIENCE_S, RUN_S = 30.0, 120.0
+#: Tokens of the prompt at most.
+TOKENS = 64
+#: About how many of its positions are compared.
+COMPARED = 8
+#: Seconds that a vLLM worker has to begin the capture job.
+PATIENCE_S = 30.0
+#: Seconds that it has to end it.
+RUN_S = 120.0
 _LOOK_S = 0.25
 _SEED = 1
 
@@ -55,7 +59,8 @@ class Traces:
     """
 
     def __init__(self, points: Points, hooks: Sequence[Hook]) -> None:
-        self._points, self._exact = points, True
+        self._points = points
+        self._exact = True
         self._hooks = dict.fromkeys([*STREAM_TENSORS, *hooks])
         routes = (any("experts" in name for name, _ in at.named_modules()) for at in points.layers)
         self.routed = list(accumulate(routes, operator.or_))

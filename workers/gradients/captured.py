@@ -40,7 +40,9 @@ def finished(
 
     Raises NonFiniteGradient, UnsupportedArchitectureError, and what `load_sae` raises.
     """
-    tokens, spec, result = list(ask.token_ids), rank_spec(ask), []
+    tokens = list(ask.token_ids)
+    spec = rank_spec(ask)
+    result = []
     assert spec is not None, "the request has captures"
     gradients: list[tuple[StoredScalar, dict[SiteKey, torch.Tensor]]] = []
     for capture in ask.captures:
@@ -109,7 +111,8 @@ def scalar_of(
     """Return a scalar, see `schemas.requests.scalars.ScalarSpec`. Raises what `load_sae` raises."""
     at = stored.positions
     if stored.kind == "logit":
-        token, foil = stored.token, stored.foil
+        token = stored.token
+        foil = stored.foil
         if foil is None:
             return Scalar(lambda logits, _: logits[-1, token])
         return Scalar(lambda logits, _: logits[-1, token] - logits[-1, foil])
@@ -118,7 +121,8 @@ def scalar_of(
         return Scalar(lambda logits, _: loss(logits, targets), [position - 1 for position in at])
     if stored.kind == "probe":
         assert stored.probe is not None
-        content, label = stored.probe.content, stored.label
+        content = stored.probe.content
+        label = stored.label
         weight, bias = (tensors[name][label].double() for name in content.tensors)
 
         def score(_: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -126,7 +130,8 @@ def scalar_of(
 
         return Scalar(score, site=(content.hook, content.layer))
     assert stored.sae is not None
-    sae, feature = load_sae(stored.sae), stored.feature
+    sae = load_sae(stored.sae)
+    feature = stored.feature
 
     def activation(_: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         return sae.to(rows.device).encode(rows[at].float())[:, feature].double().sum()

@@ -34,8 +34,9 @@ from ...schemas.requests.attributions import Estimate
 from ...schemas.requests.steering import GlobalSteering, RankSteering
 from ...schemas.settings.settings import Settings, SettingsError
 from ...storage.store import open_store
+from ..engine.checkpoint_check import check_folder
 from ..engine.identity import BOOT
-from ..engine.model_identity import check_folder, identity_of
+from ..engine.model_identity import identity_of
 from ..engine.options.engine_arguments import dtype_of, prepare_environment
 from ..engine.prompts.tokenizer import bundle_of
 from ..engine.proof.comparison import source_of
@@ -105,7 +106,8 @@ class TransformersEngine:
         self._actions = ActionLedger()
         self._tensors: dict[str, tuple[Tensor, int]] = {}  # name → tensor, number of holders
         self._died: asyncio.Future[str] | None = None
-        self._pace: tuple[str, float] | None = None  # job; seconds of a forward pass for each token
+        self._paced = ""  # the job of which the pace was measured
+        self._pace = 0.0  # seconds of a forward pass for each token
 
     async def start(self) -> None:
         settings = self._settings
@@ -307,11 +309,12 @@ class TransformersEngine:
     def _pace_of(self, points: Points, ask: EstimateRequest) -> float:
         """Return the seconds of a forward pass of the pair's two prompts; measured once a job."""
         pair = ask.sweep.pairs[ask.pair]
-        if self._pace is None or self._pace[0] != ask.job:
+        if self._paced != ask.job:
             began = time.perf_counter()
             points.run(points.batch([pair.base]))
-            self._pace = ask.job, (time.perf_counter() - began) / len(pair.base)
-        return self._pace[1] * (len(pair.base) + len(pair.source))
+            self._pace = (time.perf_counter() - began) / len(pair.base)
+            self._paced = ask.job
+        return self._pace * (len(pair.base) + len(pair.source))
 
     def _load_sae(self, sae: StoredSae) -> Autoencoder:
         settings = self._settings
@@ -332,10 +335,19 @@ class TransformersEngine:
             assert self._loaded is not None
             sites = captured.sites_of(ask.captures)
             kept = max(len(each.gradient.positions) for each in ask.captures if each.gradient)
-            tokens, free = len(ask.token_ids), free_on(points)
+            tokens = len(ask.token_ids)
+            free = free_on(points)
             estimates.at_once(self._loaded, tokens, sites, free, kept=max(1, kept))
             worker = self._settings.worker_id
-            return captured.finished(points, ask, self.info, worker, tensors, self._load_sae, check)
+            return captured.finished(
+                points=points,
+                ask=ask,
+                info=self.info,
+                worker=worker,
+                tensors=tensors,
+                load_sae=self._load_sae,
+                check=check,
+            )
 
         captures = await self.run(work)
         rows = (of.rows(*site)[0] for of in captures for site in captured.sites_of([of.capture]))

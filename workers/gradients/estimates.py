@@ -21,7 +21,8 @@ from ...schemas.prompts.selectors import Hook
 from ...schemas.requests.attributions import Estimate, FeatureScore, StoredAttribution
 from ..engine.protocol import EstimateRequest
 from ..runner.readings.sae import Autoencoder
-from .attribution import EstimateOptions, edge_scores, estimate_pair
+from .attribution import EstimateOptions, estimate_pair
+from .edges import edge_scores
 from .loading import GIB, Footprint, refused
 from .pairs import PairRuns, require_finite, rows_at
 from .points import Points, SiteKey
@@ -67,7 +68,8 @@ def feature_effects(
     slopes = rows_at(run.gradients(pair.value)[site].float().sum(0), pair.columns.base)
     base, differences = pair.replaced(site, run)
     require_finite({site: differences * slopes})
-    sae, columns = sae.to(base.device), pair.columns
+    sae = sae.to(base.device)
+    columns = pair.columns
     prompt = run.rows(site)[0, : len(pair.stored.base)].float()
     mean = (
         torch.stack([sae.encode(rows).sum(0) for rows in prompt.split(_ROWS)]).sum(0) / len(prompt)
@@ -84,12 +86,14 @@ def feature_effects(
         base=pair.base.value,
         source=None if pair.source is None else pair.source.value,
     )
-    rng, lots = np.random.default_rng([seed, number]), np.empty(0)
+    rng = np.random.default_rng([seed, number])
+    lots = np.empty(0)
     for column, member in enumerate(columns.member):
         if column in columns.skipped:
             continue
         places = member.bool().to(base.device)
-        rows, slope = base[places], slopes[places]
+        rows = base[places]
+        slope = slopes[places]
         source = rows + differences[places] / sweep.alpha if sweep.ablation != "zeros" else None
         parts = sae.exchange(rows, source, mean)
         gain = sae.gains(slope * parts.scale)
@@ -113,7 +117,8 @@ def feature_effects(
                 result.drawn.append((column, -1, error.item()))
             lots = np.append(lots, rng.random(len(found)))
             kept = np.argsort(lots)[:draw]
-            result.drawn[:], lots = [result.drawn[place] for place in kept], lots[kept]
+            result.drawn[:] = [result.drawn[place] for place in kept]
+            lots = lots[kept]
     return result
 
 
@@ -159,7 +164,8 @@ def estimate(
 
     Raises MidstreamError and UnsupportedArchitectureError for a pair without estimates.
     """
-    sweep, stored = ask.sweep, ask.sweep.attributed
+    sweep = ask.sweep
+    stored = ask.sweep.attributed
     assert stored is not None, "the sweep of an attribution"
     if stored.sae is not None:
         sites: list[SiteKey] = [(stored.sae.hook, stored.sae.layer)]
@@ -168,7 +174,8 @@ def estimate(
         sites = [(hook, layer) for hook in edges_of for layer in range(points.num_layers)]
     else:
         sites = [(hook, layer) for hook in sweep.hooks for layer in sweep.layers]
-    pair, nodes = sweep.pairs[ask.pair], len(nodes_of(sweep.pairs[ask.pair]))
+    pair = sweep.pairs[ask.pair]
+    nodes = len(nodes_of(sweep.pairs[ask.pair]))
     # a node is a continuation of the prompt, or a shorter piece of one; all run in one pass
     batch = at_once(footprint, pair.longest, sites, free, least=min(nodes, 2), kept=nodes + 1)
     if stored.sae is not None:
@@ -214,7 +221,16 @@ def _features(
     how: StoredAttribution,
 ) -> Estimate:
     draw = 0 if how.verify is None else how.verify.random
-    outcome = feature_effects(points, sweep, pair, site, sae, how.keep, draw, how.seed)
+    outcome = feature_effects(
+        points=points,
+        sweep=sweep,
+        number=pair,
+        site=site,
+        sae=sae,
+        top=how.keep,
+        draw=draw,
+        seed=how.seed,
+    )
     scores = []
     for column, stored in enumerate(sweep.pairs[pair].columns):
         if stored.places:

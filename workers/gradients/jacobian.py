@@ -96,10 +96,12 @@ def fit_jacobian_lens(
             f"too short, {not_finite} gradients are not finite): rank {rank} needs at least "
             f"{-(-width // rank)} prompts of more than {fit.skip_first + 1} tokens"
         )
-    jacobians, errors = {}, list[float]()
+    jacobians = {}
+    errors = list[float]()
     for layer in wanted:
         mean = sums.pop(layer).div_(counts[:, None])
-        jacobians[layer], exact = mean[:width], mean[width:]
+        jacobians[layer] = mean[:width]
+        exact = mean[width:]
         if len(exact):
             errors.append(float((held_out @ jacobians[layer] - exact).norm() / exact.norm()))
     return jacobians, JacobianRecord(
@@ -129,7 +131,8 @@ def fit_to_folder(
     Raises what `fit_jacobian_lens` raises, OSError, and MidstreamError("gradients_refused") with
     the figures where memory is lacking.
     """
-    needed, free = fit_memory(len(stored.layers), points.hidden_size), free_bytes()
+    needed = fit_memory(len(stored.layers), points.hidden_size)
+    free = free_bytes()
     if needed > free:
         raise refused(
             f"the fit of {len(stored.layers)} layers takes {needed / GIB:.1f} GiB of host memory, "

@@ -25,9 +25,10 @@ from .points import ForwardPass, Points, SiteKey
 STRENGTH = 1.0
 #: Tokens of one forward pass, including padding; a longer example has its own.
 PASS_TOKENS = 4096
-#: Looks at the validation loss, evenly spaced over the steps; training stops after `PATIENCE` looks
-#: without a new minimum.
-LOOKS, PATIENCE = 20, 4
+#: Looks at the validation loss, evenly spaced over the steps.
+LOOKS = 20
+#: Training stops after so many looks without a new minimum.
+PATIENCE = 4
 
 #: Field of a steering entry → float32 tensor: `vector` of op `add`, or those of op `lowrank`.
 EntryTensors = Mapping[str, Tensor]
@@ -145,7 +146,8 @@ def beginning(rows: Tensor, rank: int | None, generator: torch.Generator) -> dic
 
 def units(rows: Tensor) -> dict[str, float]:
     """Return the step of each parameter that changes a row by about the row's norm."""
-    length, norm = rows.shape[1] ** -0.5, float(rows.norm(dim=1).mean())
+    length = rows.shape[1] ** -0.5
+    norm = float(rows.norm(dim=1).mean())
     return {"vector": norm * length, "rotation": length, "weight": length, "bias": norm}
 
 
@@ -201,12 +203,15 @@ def fit(
 
 class _Fit:
     def __init__(self, points: Points, wanted: StoredModuleFit, check: Callable[[], None]) -> None:
-        self.points, self.wanted, self.check = points, wanted, check
+        self.points = points
+        self.wanted = wanted
+        self.check = check
         self.sites: list[SiteKey] = [(wanted.hook, layer) for layer in wanted.layers]
         self.pass_tokens = PASS_TOKENS
 
     def direction(self) -> Fitted:
-        wanted, method = self.wanted, DIRECTIONS[self.wanted.request.method]
+        wanted = self.wanted
+        method = DIRECTIONS[self.wanted.request.method]
         positive, held_positive = self._split(wanted.positive)
         negative, held_negative = self._split(wanted.negative)
         rows = [self._read(side) for side in (positive, negative, held_positive, held_negative)]
@@ -230,7 +235,8 @@ class _Fit:
         request = self.wanted.request
         examples, held = self._split(self.wanted.examples)
         # the effect is not measured on the examples that decide when to stop
-        validation, test = held[::2], held[1::2]
+        validation = held[::2]
+        test = held[1::2]
         generator = torch.Generator().manual_seed(request.seed)
         rank = request.rank if request.method == "reft" else None
         read = self._read(examples)
@@ -242,7 +248,8 @@ class _Fit:
         )
         order = _batches(len(examples), request.batch, generator)
         interval = -(-request.steps // LOOKS)
-        losses, recent = list[FitPoint](), list[float]()
+        losses = list[FitPoint]()
+        recent = list[float]()
         best: tuple[float, int, Mapping[int, EntryTensors]] = (float("inf"), 0, {})
         for step in range(request.steps + 1):
             if step:
@@ -286,7 +293,8 @@ class _Fit:
         """Return layer → float32 `[examples, width]`, the mean over each example's positions."""
         means: dict[int, list[Tensor]] = {layer: [] for layer in self.wanted.layers}
         for chunk in _passes(examples, self.pass_tokens):
-            places, run = self._places(chunk), self._run(chunk, self.sites)
+            places = self._places(chunk)
+            run = self._run(chunk, self.sites)
             for site in self.sites:
                 chosen = torch.where(places, run.rows(site).float(), 0.0)
                 means[site[1]].append(chosen.sum(1) / places.sum(1))

@@ -41,7 +41,9 @@ class PairMetric:
     """
 
     def __init__(self, metric: Metric, pair: StoredPair) -> None:
-        self._metric, self._answer, self._foil = metric, pair.answer, pair.foil
+        self._metric = metric
+        self._answer = pair.answer
+        self._foil = pair.foil
         #: What follows the prompt in each sequence; a suffix that begins another is left out.
         self.suffixes: list[list[int]] = []
         for suffix in sorted((pair.answer[:-1], pair.foil[:-1]), key=len, reverse=True):
@@ -110,7 +112,8 @@ class PairColumns:
 
     def __init__(self, sweep: StoredSweep, pair: int, mask: torch.Tensor | None = None) -> None:
         """`mask`: the dimensions that `sweep.mask` writes, bool `[width]`."""
-        self._sweep, self._columns = sweep, sweep.pairs[pair].columns
+        self._sweep = sweep
+        self._columns = sweep.pairs[pair].columns
         self.dims: torch.Tensor | slice = slice(None) if mask is None else mask
         self._units = Units(sweep)
         self._cell = next(self._units.cells(pair))
@@ -138,7 +141,8 @@ class PairColumns:
             for number, column in enumerate(self._columns)
             if number not in self.skipped
         )
-        result, order = [], None
+        result = []
+        order = None
         for (dims, ranks), numbers in grouped.items():
             chosen = (
                 torch.tensor(resolve_layers(dims.replace(" ", ""), differences.shape[1]))
@@ -185,7 +189,9 @@ class PairRuns:
         sites: Sequence[SiteKey] = (),
     ) -> None:
         """`sites`: whose rows are replaced, by default the sweep's."""
-        self.points, self.sweep, self.stored = points, sweep, sweep.pairs[number]
+        self.points = points
+        self.sweep = sweep
+        self.stored = sweep.pairs[number]
         self.columns = PairColumns(sweep, number, mask)
         self.metric = PairMetric(sweep.metric, self.stored)
         self.sites = list(sites) or [(hook, at) for hook in sweep.hooks for at in sweep.layers]
@@ -197,13 +203,15 @@ class PairRuns:
         `extra`: sites beyond those that are replaced, of both runs. Returns the run of the prompt
         to patch, with a graph if `grad` is set.
         """
-        sites, metric = {*self.sites, *extra}, self.metric
+        sites = {*self.sites, *extra}
+        metric = self.metric
 
         def run(prompt: list[int], grad: bool) -> ForwardPass:
             batch = self.points.batch(metric.sequences(prompt))
             return self.points.run(batch, sites, keep=metric.keep(prompt), grad=grad)
 
-        patched, other = run(self.stored.base, grad), None
+        patched = run(self.stored.base, grad)
+        other = None
         if self.sweep.ablation is None:
             other = run(self.stored.source, False)
             self._source = {
@@ -242,7 +250,8 @@ class PairRuns:
 
         `read`: sites beyond those that move; `run`: the unpatched run.
         """
-        prompt, copies = self.stored.base, len(self.metric.suffixes)
+        prompt = self.stored.base
+        copies = len(self.metric.suffixes)
 
         def edit(site: SiteKey, rows: torch.Tensor) -> torch.Tensor:
             edited = rows
@@ -291,7 +300,8 @@ class PairRuns:
         if self.sweep.metric != "recovered":
             return 1.0
         assert self.source is not None
-        base, source = self.base.value, self.source.value
+        base = self.base.value
+        source = self.source.value
         if abs(source - base) < LEAST_DIFFERENCE:
             raise PairError(
                 f"the two prompts differ too little for `recovered`: {base:.4f} nats for the "

@@ -51,8 +51,10 @@ _ATTENTION = ("self_attn", "attn", "attention")
 _OUTPUT = ("o_proj", "out_proj", "c_proj", "dense")
 _DOWN = ("mlp.down_proj", "mlp.c_proj", "fc2", "mlp.dense_4h_to_h")
 _INPUT_NORM = ("input_layernorm", "ln_1", "self_attn_layer_norm")
-#: Projections of queries, keys and values one after the other in a row; by head, alternately.
-_FUSED, _INTERLEAVED = ("c_attn", "qkv_proj"), ("query_key_value",)
+#: Projections of queries, keys and values one after the other in a row.
+_FUSED = ("c_attn", "qkv_proj")
+#: The same by head, alternately.
+_INTERLEAVED = ("query_key_value",)
 
 
 class Attended(NamedTuple):
@@ -98,9 +100,11 @@ def _attend(
     if s_aux is not None:
         raise NotImplementedError(f"{type(module).__name__} has attention sinks")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    watch, own = WATCHERS.get(module), getattr(module, "scaling", scale)
+    watch = WATCHERS.get(module)
+    own = getattr(module, "scaling", scale)
     if watch is not None and scale == 1.0 != own:  # OPT multiplies its queries by the scale before
-        query, scale = query / own, own
+        query = query / own
+        scale = own
     attended = Attended(scale, softcap or 0.0, attention_mask)
     if watch is not None:
         query, key, value = map(watch, _WATCHED, (query, key, value), [attended] * 3)
@@ -181,14 +185,16 @@ class Points:
 
     def __init__(self, model: Any) -> None:
         """Raises UnsupportedArchitectureError, with the architecture's name and the reason."""
-        self.model, self.architecture = model.eval().requires_grad_(False), type(model).__name__
+        self.model = model.eval().requires_grad_(False)
+        self.architecture = type(model).__name__
         adapter = describe(self.architecture, model.config)
         if not adapter.variant.known:
             raise UnsupportedArchitectureError(
                 f"{self.architecture}: no gradients, because its layers are not in the table of "
                 "architectures"
             )
-        hidden, self.num_layers = adapter.hidden_size, adapter.num_layers
+        hidden = adapter.hidden_size
+        self.num_layers = adapter.num_layers
         decoder = model.get_decoder()
         decoder = getattr(decoder, "decoder", decoder)
         self.layers = decoder.layers if hasattr(decoder, "layers") else decoder.h
@@ -199,13 +205,16 @@ class Points:
         key_heads: int = getattr(text, "num_key_value_heads", None) or heads
         self.hidden_size = hidden
         self.head_size: int = getattr(text, "head_dim", None) or hidden // heads
-        queries, keys = heads * self.head_size, key_heads * self.head_size
+        queries = heads * self.head_size
+        keys = key_heads * self.head_size
         layer = self.layers[0]
-        block, down = _part(layer, *_ATTENTION), _part(layer, *_DOWN)
+        block = _part(layer, *_ATTENTION)
+        down = _part(layer, *_DOWN)
         output = _part(layer, *(f"{block}.{name}" for name in _OUTPUT))
         assert block is not None
         assert output is not None
-        self.attention_path, self.output_path = block, output
+        self.attention_path = block
+        self.output_path = output
         #: The norm before attention; null: attention reads the stream.
         self.input_norm = _part(layer, *_INPUT_NORM)
         #: Queries, keys and values: a module below a layer, and columns of its output.

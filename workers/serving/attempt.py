@@ -1,118 +1,27 @@
 """One attempt at one job on this worker: its progress, and why it is being stopped; and what a kind
-of job defines to run one. Everyone who waits for some of its receipts is served by one poll. Source
-runs in use are loaded before, and leased so that retention keeps them.
+of job defines to run one.
 """
 
 import asyncio
 import contextlib
-import logging
-import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Iterable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ...broker.ledger.jobs.ledger import EventsLost, Ledger
-from ...broker.ledger.jobs.status import relay_alive_for
-from ...broker.ledger.jobs.sweeps import LedgerSweeps
 from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.base import MidstreamError, Record, Tensor, content_hash, from_json, to_json
 from ...schemas.jobs.jobs import Event, EventKind, Job, StoredOutcome
-from ...schemas.jobs.receipts import READ_LATER, Receipt
+from ...schemas.jobs.receipts import Receipt
 from ...schemas.jobs.works import Work
-from ...schemas.requests.source_runs import RunFiles, parse_key
-from ...storage.store import TRANSIENT, open_store
 from ..engine.admission import CellSlots
-from ..engine.protocol import Engine, GeneratingEngine, Locate, NotYet
+from ..engine.protocol import Engine, NotYet
 from ..engine.ranks.collective import Quarantined
 from .progress import AttemptProgress
+from .receipt_reader import ReceiptReader
 from .redis_retry import UNAVAILABLE, patiently
-
-#: How often receipts are looked for while some are awaited; a step of the engine takes about as
-#: long.
-POLL_S = 0.05
-#: Requests that are looked for per call.
-POLL_REQUESTS = 256
-#: If a look took longer, Redis was unreachable, and every wait starts again.
-STALL_S = 2.0
-
-
-class _Wait:
-    def __init__(self, requests: Iterable[int], patience_s: float) -> None:
-        self.missing, self.patience_s = set(requests), patience_s
-        self.since = time.monotonic()
-        self.arrived: dict[int, list[Receipt]] = {}
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-
-class ReceiptReader:
-    """Reads receipts of one job from its ticket in the ledger."""
-
-    def __init__(self, ledger: Ledger, job_id: str, world: int) -> None:
-        """`world`: number of ranks, each of which reports on every request."""
-        self._ledger, self._sweeps, self._job_id = ledger, LedgerSweeps(ledger), job_id
-        self._world, self._what = world, f"receipts of {job_id}"
-        self._waits: list[_Wait] = []
-        self._reading: asyncio.Task[None] | None = None
-
-    async def of(self, requests: Iterable[int], patience_s: float) -> dict[int, list[Receipt]]:
-        """Wait for the receipts of all `requests` from every rank; return those that have arrived
-        once that takes longer than `patience_s`, while the relay runs.
-        """
-        wait = _Wait(requests, patience_s)
-        self._waits.append(wait)
-        try:
-            if self._reading is None or self._reading.done():
-                self._reading = asyncio.create_task(self._read())
-            await wait.over
-        finally:
-            self._waits.remove(wait)
-        return wait.arrived
-
-    async def partly(self, requests: Iterable[int]) -> list[Receipt]:
-        """Return all receipts of `requests` so far, even if some rank has not reported."""
-        asked = sorted(requests)
-        return await patiently(
-            lambda: self._sweeps.reported(self._job_id, asked, self._world), self._what
-        )
-
-    async def _read(self) -> None:
-        """Look until nobody waits, also while Redis is unreachable."""
-        while self._waits:
-            try:
-                await self._look()
-            except Exception as error:
-                for wait in self._waits:
-                    if not wait.over.done():
-                        wait.over.set_exception(error)
-                raise
-            await asyncio.sleep(POLL_S)
-
-    async def _look(self) -> None:
-        began = time.monotonic()
-        waits = [wait for wait in self._waits if not wait.over.done()]
-        asked = [request for wait in waits for request in sorted(wait.missing)][:POLL_REQUESTS]
-        report = await patiently(
-            lambda: self._sweeps.receipts(self._job_id, asked, self._world), self._what
-        )
-        now = time.monotonic()
-        for wait in waits:
-            arrived = wait.missing & report.keys()
-            wait.arrived |= {request: report[request] for request in arrived}
-            wait.missing -= arrived
-            if now - began > STALL_S:
-                wait.since = now
-        late = [wait for wait in waits if wait.missing and now - wait.since > wait.patience_s]
-        if late and not await patiently(
-            lambda: relay_alive_for(self._ledger, max(wait.patience_s for wait in late)), self._what
-        ):
-            late = []
-        for wait in waits:
-            if (not wait.missing or wait in late) and not wait.over.done():
-                wait.over.set_result(None)
-
 
 E = TypeVar("E", bound=Engine)
 
@@ -209,7 +118,8 @@ class Attempt:
     def stop(self, ending: AttemptOutcome, detail: str = "") -> None:
         """Cancel the attempt; the first reason counts."""
         if not self.closed and self.ending is None:
-            self.ending, self.detail = ending, detail
+            self.ending = ending
+            self.detail = detail
             self.task.cancel()
 
     def check_unsteered(self) -> None:
@@ -265,7 +175,9 @@ class Bench(Generic[E]):
     """Holds what the jobs of a worker share. Only the engine's event loop uses it."""
 
     def __init__(self, ledger: Ledger, engine: E, worker: str) -> None:
-        self.ledger, self.engine, self.worker = ledger, engine, worker
+        self.ledger = ledger
+        self.engine = engine
+        self.worker = worker
         self.running: dict[str, Attempt] = {}  # by the job's id
         self.surveys = 0  # that run or are about to run
         #: Called with every heartbeat: they renew what jobs hold in the ledger.
@@ -303,119 +215,3 @@ class Run(NamedTuple):
         True
     )
     ended: Callable[[Job], Awaitable[None]] | None = None  # called after each attempt
-
-
-T = TypeVar("T")
-logger = logging.getLogger(__name__)
-
-#: A lease on captures lasts this many times `lease_s`, so that it outlasts a short outage of Redis.
-LEASES = 4
-
-
-class SourceRunLeases:
-    """Leases on source runs. Used from the engine's event loop only."""
-
-    def __init__(self, ledger: Ledger, engine: GeneratingEngine, worker: str) -> None:
-        self._sources, self._engine, self._worker = LedgerRuns(ledger), engine, worker
-        self._lease_s = ledger.settings.lease_s
-        self._store = open_store(ledger.settings.artifacts)
-        # job → keys of the runs that it holds, or waits for
-        self._held: dict[str, Counter[str]] = {}
-
-    @asynccontextmanager
-    async def holding(
-        self, job: str, keys: Sequence[str], names: Mapping[str, str], locate: Locate | None = None
-    ) -> AsyncIterator[None]:
-        """Hold the runs `keys` (`run_key`) on every rank inside the block, and keep retention from
-        deleting their captures.
-
-        `names`: the job's name for a run → the job whose captures it is. `locate` replaces the
-        ledger's. A holder must not open another such block inside, see `RankCache`. Raises
-        MidstreamError("intervention_failed") naming the run when it does not exist or a rank cannot
-        load it, StoreUnavailable if the artifact store is unavailable, and Quarantined.
-        """
-        if not keys:
-            yield
-            return
-        self._held.setdefault(job, Counter()).update(keys)
-        try:
-            await patiently(
-                lambda: self._sources.lease({job: keys}, self._seconds),
-                f"lease of {job} on source runs",
-            )
-            await self.reading(self._hold(keys, names, locate or self._locate))
-            try:
-                yield
-            finally:
-                await self._engine.release_runs(keys)
-        finally:
-            await self._let_go(job, keys)
-
-    async def renew(self, sources: LedgerRuns) -> None:
-        """Renews the leases of all held runs, and reports the runs in this worker's memory; called
-        with every heartbeat, which supplies `sources` on its own connections.
-        """
-        await sources.lease(self._held, self._seconds)
-        await sources.record_held(self._worker, self._engine.held_runs(), self._lease_s)
-
-    async def reading(self, work: Awaitable[T]) -> T:
-        """Returns the result of `work`, which reads from the artifact store.
-
-        Raises StoreUnavailable if `work` fails because the store is unavailable. Read errors rarely
-        name that cause, so after any other failure the store itself is checked.
-        """
-        try:
-            return await work
-        except (MidstreamError, OSError) as error:
-            if isinstance(error, Quarantined):
-                raise
-            transient = READ_LATER in str(error) or (
-                isinstance(error, OSError) and error.errno in TRANSIENT
-            )
-            trouble = "" if transient else await asyncio.to_thread(self._store.trouble)
-            if transient or trouble:
-                raise StoreUnavailable(f"{error}; {trouble}" if trouble else str(error)) from error
-            raise
-
-    @property
-    def _seconds(self) -> float:
-        return LEASES * self._lease_s
-
-    async def _hold(self, keys: Sequence[str], names: Mapping[str, str], locate: Locate) -> None:
-        try:
-            await self._engine.hold_runs(keys, locate)
-        except MidstreamError as error:
-            suggested = sorted(
-                name
-                for name, job in names.items()
-                if name != job and f" {job}." in f" {error.detail}"
-            )
-            if isinstance(error, Quarantined) or not suggested:
-                raise
-            raise MidstreamError(
-                error.kind, f"run {', '.join(map(repr, suggested))}: {error.detail}"
-            ) from error
-
-    async def _locate(self, key: str) -> RunFiles:
-        return await patiently(lambda: self._sources.files(key), f"source run {key}")
-
-    async def _let_go(self, job: str, keys: Sequence[str]) -> None:
-        held = self._held[job]
-        held.subtract(keys)
-        ended = [key for key in keys if held[key] <= 0]
-        self._held[job] = +held
-        if not self._held[job]:
-            del self._held[job]
-        still_held = {parse_key(key)[0] for key in self._held.get(job, ())}
-        try:
-            await self._sources.unlease(
-                [key for key in ended if parse_key(key)[0] not in still_held], job
-            )
-        except MidstreamError as error:
-            if error.kind != UNAVAILABLE:
-                raise
-            logger.info(
-                "could not release the leases of %s on source runs; they will expire: %s",
-                job,
-                error,
-            )

@@ -18,19 +18,11 @@ from ...schemas.base import MidstreamError, Problem, now
 from ...schemas.jobs.jobs import State
 from ...schemas.settings.faults import crash_point
 from ..engine.protocol import Engine, check_lengths
-from .attempt import (
-    Attempt,
-    AttemptOutcome,
-    Bench,
-    JobFailed,
-    ReceiptReader,
-    Run,
-    ending_for_retry,
-    leaves_of,
-)
+from .attempt import Attempt, AttemptOutcome, Bench, JobFailed, Run, ending_for_retry, leaves_of
 from .kinds import runs_of
 from .progress import AttemptProgress, Totals
 from .rank_watch import RankWatch
+from .receipt_reader import ReceiptReader
 from .redis_retry import UNAVAILABLE, patiently
 
 logger = logging.getLogger(__name__)
@@ -71,7 +63,9 @@ class Attempts:
         self._ledger = ledger
         self._engine = engine
         self._bench = bench = Bench(ledger, engine, worker)
-        self._runs, self._running, self.renewals = runs(bench), bench.running, bench.renewals
+        self._runs = runs(bench)
+        self._running = bench.running
+        self.renewals = bench.renewals
         self._watch = watch
         watch.stop_runs = self._stop_reported
         self._worker = worker
@@ -299,7 +293,9 @@ class Attempts:
         while attempt.task.cancelling():
             attempt.task.uncancel()
         logger.info("job %s attempt %d stops: %s", attempt.job.id, attempt.number, ending)
-        ledger, job_id, number = self._ledger, attempt.job.id, attempt.number
+        ledger = self._ledger
+        job_id = attempt.job.id
+        number = attempt.number
         # An attempt with another ending is recorded by those who ended it.
         records: dict[AttemptOutcome, Callable[[], Awaitable[object]]] = {
             AttemptOutcome.RELEASED: lambda: ledger.release(job_id, number),

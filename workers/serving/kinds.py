@@ -21,9 +21,10 @@ from ...schemas.requests.source_runs import ZEROS, is_row, runs_named
 from ..engine.doses import measure
 from ..engine.protocol import Engine, GeneratingEngine, NewOutput, StoredArtifact
 from ..engine.requests import format_request, prompt_request, tensors_of
-from .attempt import Attempt, Bench, Run, SourceRunLeases
+from .attempt import Attempt, Bench, Run
 from .harvests.attempt import HarvestAttempt
 from .redis_retry import patiently
+from .source_run_leases import SourceRunLeases
 from .sweeps.attempt import SweepAttempt
 
 logger = logging.getLogger(__name__)
@@ -60,13 +61,11 @@ async def _answer(
                 attempt.check()
                 report.add_generated(len(progress.token_ids))
                 output = progress.finished
-                for event in (
-                    score_events(progress, attempt.job, attempt.number)
-                    if attempt.job.stream
-                    else ()
-                ):
+                if not attempt.job.stream:
+                    continue
+                for event in score_events(progress, attempt.job, attempt.number):
                     await attempt.emit(ledger, event)
-                if attempt.job.stream and (progress.text or progress.token_ids or output):
+                if progress.text or progress.token_ids or output:
                     await attempt.emit(ledger, _token_event(progress, attempt.number))
     if output is None:
         raise MidstreamError(
@@ -86,7 +85,8 @@ async def answer_prompts(
     bench: Bench[GeneratingEngine], sources: SourceRunLeases, attempt: Attempt
 ) -> list[Output]:
     """Run a job of prompts, with the tensors and source runs that it names."""
-    job, engine = attempt.job, bench.engine
+    job = attempt.job
+    engine = bench.engine
     await engine.check(format_request(job, job.sampling))
     steered = {name for entries in job.steering for entry in entries for name in entry.tensors}
     names = sorted(
@@ -120,7 +120,9 @@ class _Parts:
     """The parts of harvests that run on a worker, or are about to run."""
 
     def __init__(self, bench: Bench[GeneratingEngine]) -> None:
-        self._bench, self._harvests, self._held = bench, LedgerHarvests(bench.ledger), 0
+        self._bench = bench
+        self._harvests = LedgerHarvests(bench.ledger)
+        self._held = 0
 
     @asynccontextmanager
     async def room(self, job_id: str) -> AsyncIterator[bool]:
@@ -131,13 +133,14 @@ class _Parts:
         if not surveys and self._held >= PARTS_PER_WORKER:
             yield False
             return
-        self._bench.surveys += surveys
-        self._held += not surveys
+        held, surveying = (0, 1) if surveys else (1, 0)
+        self._bench.surveys += surveying
+        self._held += held
         try:
             yield True
         finally:
-            self._bench.surveys -= surveys
-            self._held -= not surveys
+            self._bench.surveys -= surveying
+            self._held -= held
 
     async def ended(self, job: Job) -> None:
         """Submit what follows a part; if that fails, the reaper does it."""
@@ -150,7 +153,8 @@ class _Parts:
 
 def runs_of(bench: Bench[GeneratingEngine]) -> dict[str, Run]:
     """Return kind of job → how a vLLM worker runs it."""
-    tuning, parts = bench.ledger.settings.tuning, _Parts(bench)
+    tuning = bench.ledger.settings.tuning
+    parts = _Parts(bench)
     sources = SourceRunLeases(bench.ledger, bench.engine, bench.worker)
     bench.renewals.append(sources.renew)
     cells = bench.slots(tuning.sweep_cells_in_flight, SweepWork)  # of all sweeps

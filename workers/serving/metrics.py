@@ -12,7 +12,8 @@ from platform import python_version
 
 from prometheus_client import REGISTRY
 
-from ...broker.telemetry.metrics import OF_WORKER, STORE, ScrapedMetrics, WorkerReport
+from ...broker.telemetry.scraped_metrics import OF_WORKER, ScrapedMetrics, WorkerReport
+from ...broker.telemetry.store_metrics import STORE
 from ...schemas.base import __version__, now
 from ...schemas.base.store_calls import StoreCalls
 from ...schemas.jobs.models import WorkerStats
@@ -35,29 +36,28 @@ class WorkerMetrics:
         waiting: Callable[[], int],
     ) -> None:
         """`waiting` returns how many requests wait for rows of the steering table."""
-        self._model, self._attempts, self._watch, self._waiting = (
-            model,
-            attempts,
-            watch,
-            waiting,
-        )
+        self._model = model
+        self._attempts = attempts
+        self._watch = watch
+        self._waiting = waiting
         # when rates were last computed, and prompt and generated tokens at that time
         self._since = (time.monotonic(), 0, 0)
-        self._rates = (0.0, 0.0)
+        self._prompt_tokens_s = 0.0
+        self._generated_tokens_s = 0.0
         self._readings = ScrapedMetrics(
             OF_WORKER,
             lambda: [WorkerReport(self._model, self.stats(), list(self._watch.ranks))],
         )
 
     def stats(self) -> WorkerStats:
-        ranks, totals, watch = self._watch.ranks, self._attempts.totals, self._watch
+        ranks = self._watch.ranks
+        totals = self._attempts.totals
+        watch = self._watch
         at, prompt, generated = self._since
         passed = time.monotonic() - at
         if passed >= SHORTEST_WINDOW_S:
-            self._rates = (
-                (totals.prompt_tokens - prompt) / passed,
-                (totals.generated_tokens - generated) / passed,
-            )
+            self._prompt_tokens_s = (totals.prompt_tokens - prompt) / passed
+            self._generated_tokens_s = (totals.generated_tokens - generated) / passed
             self._since = (time.monotonic(), totals.prompt_tokens, totals.generated_tokens)
         first = ranks[0] if ranks else None
         return WorkerStats(
@@ -65,8 +65,8 @@ class WorkerMetrics:
             jobs=len(self._attempts.held),
             running=first.running if first else 0,
             waiting=self._waiting() + (first.queued if first else 0),
-            prompt_tokens_s=round(self._rates[0], 1),
-            generated_tokens_s=round(self._rates[1], 1),
+            prompt_tokens_s=round(self._prompt_tokens_s, 1),
+            generated_tokens_s=round(self._generated_tokens_s, 1),
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             cells=totals.cells,

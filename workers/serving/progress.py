@@ -29,7 +29,9 @@ class PromptProgress:
     """One prompt in the engine."""
 
     def __init__(self, attempt: "AttemptProgress", tokens: int, span: traces.TraceSpan) -> None:
-        self._attempt, self._tokens, self._span = attempt, tokens, span
+        self._attempt = attempt
+        self._tokens = tokens
+        self._span = span
         self.first: float | None = None  # time of the first token
 
     def add_generated(self, tokens: int) -> None:
@@ -53,7 +55,9 @@ class AttemptProgress:
 
     def __init__(self, claim: Claim, worker: str, totals: Totals) -> None:
         job = self._job = claim.job
-        self.model, self.totals, self.claimed = job.model, totals, now()
+        self.model = job.model
+        self.totals = totals
+        self.claimed = now()
         self._attempt = claim.attempt
         self._outcome = "failed"
         metrics.QUEUE_WAIT.labels(job.model).observe(max(0.0, self.claimed - claim.queued))

@@ -10,6 +10,7 @@ again; if the resync fails, the engine is given up.
 import asyncio
 import contextlib
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -70,19 +71,19 @@ class RankWatch:
         boot: str,
         publish: Callable[[], Awaitable[None]],
     ) -> None:
-        self._broker, self._engine, self._settings, self._boot, self._publish = (
-            broker,
-            engine,
-            settings,
-            boot,
-            publish,
-        )
-        self._worker, self._model = settings.worker_id, settings.served_model
+        self._broker = broker
+        self._engine = engine
+        self._settings = settings
+        self._boot = boot
+        self._publish = publish
+        self._worker = settings.worker_id
+        self._model = settings.served_model
         self.stop_runs: Callable[[str], bool] = lambda why: False
         self.state: WorkerState = "serving"
         self.detail = ""  # why it does not serve
         self.desyncs = self.resyncs = 0
-        self.last_desync, self.last_desync_at = "", cast("float | None", None)
+        self.last_desync = ""
+        self.last_desync_at = cast("float | None", None)
         self.ranks: list[RankSteering] = []  # their last reports
         self._open = asyncio.Event()  # serving, or closed for good
         self._closed = False
@@ -92,7 +93,9 @@ class RankWatch:
         self._ask = ""  # id of the last request for a report
         self._published = ("", "", "")  # state, detail, and the engine's trouble
         self._out_of_step = ""  # why a resync is due
-        self._compared = self._retried = self._complained = float("-inf")
+        self._compared = -math.inf
+        self._retried = -math.inf
+        self._complained = -math.inf
         engine.on_quarantine = self.quarantine
 
     # -- For attempts
@@ -268,7 +271,8 @@ class RankWatch:
         """
         if self.state != "resyncing":
             self.desyncs += 1
-            self.last_desync, self.last_desync_at = why, now()
+            self.last_desync = why
+            self.last_desync_at = now()
             self._complain(why)
         self._stop_serving("resyncing", why)
         self._out_of_step = why
@@ -289,7 +293,8 @@ class RankWatch:
             epoch = max(rank.epoch for rank in ranks)
             await self._broker.clear_desync(self._worker, self._boot, epoch)
             # if Redis is away from here on, the next look serves
-            self._out_of_step, self._version = "", -1
+            self._out_of_step = ""
+            self._version = -1
             self.resyncs += 1
             logger.warning(
                 "the ranks are in the same state again, with empty ledgers (epoch %d)", epoch
@@ -325,11 +330,13 @@ class RankWatch:
 
     def _serve(self) -> None:
         if not self._closed:
-            self.state, self.detail = "serving", ""
+            self.state = "serving"
+            self.detail = ""
             self._open.set()
 
     def _stop_serving(self, state: WorkerState, why: str) -> None:
-        self.state, self.detail = state, why
+        self.state = state
+        self.detail = why
         if not self._closed:
             self._open.clear()
 

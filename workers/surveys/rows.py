@@ -37,7 +37,8 @@ def by_document(
     last = (-1, -1)
     pieces = _pieces(harvest, hook, layer)
     for document, parts in groupby(pieces, lambda piece: int(piece[0].documents[0])):
-        rows, start = None, 0
+        rows = None
+        start = 0
         for piece, is_whole in parts:
             if (document, piece.positions[0]) <= last or (np.diff(piece.positions) <= 0).any():
                 raise MidstreamError("capture_damaged", f"document {document} is not in its place")
@@ -49,7 +50,8 @@ def by_document(
             if stop > start:
                 yield rows, start, stop
                 first = max(0, stop - context)
-                rows, start = rows.part(first, len(rows.positions)), stop - first
+                rows = rows.part(first, len(rows.positions))
+                start = stop - first
         if rows and start < len(rows.positions):
             yield rows, start, len(rows.positions)
 
@@ -80,7 +82,8 @@ class Examples:
     """
 
     def __init__(self, features: int, top: int, context: int) -> None:
-        self._context, width = context, 2 * context + 1
+        self._context = context
+        width = 2 * context + 1
         self.figures = np.zeros((2, features))  # how often each was active, and the sum
         self.arrays = {
             "values": np.zeros((features, top), np.float32),
@@ -94,7 +97,9 @@ class Examples:
         """Take rows `[start, stop)` of one document; the others are context. Call it in the order
         of the rows.
         """
-        values, body, every = self.arrays["values"], rows.values[start:stop], self.figures.shape[1]
+        values = self.arrays["values"]
+        body = rows.values[start:stop]
+        every = self.figures.shape[1]
         self.figures += [np.count_nonzero(body, axis=0), body.sum(axis=0, dtype=np.float64)]
         found = start + body.argmax(axis=0)  # the first of equal ones
         best = rows.values[found, np.arange(every)]

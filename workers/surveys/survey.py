@@ -42,17 +42,17 @@ def run_survey(task: SurveyTask) -> SurveyEntry:
         kept = (1, 0) if survey.against else (survey.top, survey.context)
         site = survey.sae.hook, survey.sae.layer
         found = [featured(sae, by_document(each, *site, kept[1]), *kept) for each in harvests]
-    arrays, mean_kl = found[0].arrays, None
+    arrays = found[0].arrays
+    mean_kl = None
     if survey.against:
         compared, kl = divergences(heads(harvests, task.data_dir), harvests, survey)
-        arrays, mean_kl = (
-            compared.arrays | {"kl": kl},
-            float(kl.sum(dtype=np.float64) / max(1, len(kl))),
-        )
+        arrays = compared.arrays | {"kl": kl}
+        mean_kl = float(kl.sum(dtype=np.float64) / max(1, len(kl)))
     active, total = np.stack([one.figures for one in found], 2)
     arrays["active"] = active.astype(np.int64)
     arrays["mean"] = (total / np.maximum(1, active)).astype(np.float32)
-    key, kinds = f"surveys/{task.job}.safetensors", {"i": "int64", "f": "float32"}
+    key = f"surveys/{task.job}.safetensors"
+    kinds = {"i": "int64", "f": "float32"}
     tensors = [(name, kinds[array.dtype.kind], array) for name, array in arrays.items()]
     buffers, size, crc32 = shard_buffers(tensors, {"survey": to_json(survey).decode()})
     put(harvests[0].store, key, buffers)
@@ -80,7 +80,8 @@ def featured(
     size = max(1, context, CHUNK_BYTES // (4 * max(sae.form.d_sae, sae.form.d_in)))
     for document, begin, end in documents:
         for start in range(begin, end, size):
-            first, stop = max(0, start - context), min(start + size, end)
+            first = max(0, start - context)
+            stop = min(start + size, end)
             rows = document.part(first, stop + context)
             finite = np.isfinite(rows.values).all(axis=1, keepdims=True)
             with torch.inference_mode():
@@ -99,7 +100,8 @@ def heads(harvests: Sequence[Harvest], data_dir: str) -> list[TransformersRefere
     the vocabularies differ.
     """
     same = harvests[0].manifest.checkpoint == harvests[1].manifest.checkpoint
-    loaded = [_head(harvest, data_dir) for harvest in (harvests[:1] if same else harvests)]
+    differing = harvests if not same else harvests[:1]
+    loaded = [_head(harvest, data_dir) for harvest in differing]
     sizes = [head.config.get_text_config().vocab_size for head in loaded]
     if sizes[0] != sizes[-1]:
         raise MidstreamError(
@@ -138,7 +140,8 @@ def divergences(
 
     Raises MidstreamError if the harvests have other tokens, or lack the last layer.
     """
-    examples, kl = Examples(1, survey.top, survey.context), [np.zeros(0, np.float32)]
+    examples = Examples(1, survey.top, survey.context)
+    kl = [np.zeros(0, np.float32)]
     configs = [model.config.get_text_config() for model in models]
     sides = [
         by_document(harvest, "post_block", config.num_hidden_layers - 1, survey.context)

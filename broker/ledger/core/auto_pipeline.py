@@ -30,6 +30,8 @@ LARGE = 1 << 16
 #: Bytes of a large argument that are sent at a time; in between, the process does other things.
 SLICE = 1 << 17
 
+RedisCommand = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
+
 
 class Parts:
     """A large argument that is produced in parts while it is sent, and is never in memory as a
@@ -37,7 +39,8 @@ class Parts:
     """
 
     def __init__(self, size: int, make: Callable[[], Iterable[bytes]]) -> None:
-        self._size, self._make = size, make
+        self._size = size
+        self._make = make
 
     def __len__(self) -> int:
         return self._size
@@ -47,7 +50,6 @@ class Parts:
 
 
 Piece = bytes | Parts
-RedisCommand = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
 
 
 class PipelinedRedis(redis.asyncio.Redis):
@@ -64,7 +66,8 @@ class PipelinedRedis(redis.asyncio.Redis):
             execute: Any = super().execute_command  # without types
             return await execute(*args, **options)
         if "_waiting" not in self.__dict__:
-            self._waiting, self._in_flight = [], set()
+            self._waiting = []
+            self._in_flight = set()
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append((args, answer))
         if len(self._waiting) == 1 and len(self._in_flight) < IN_FLIGHT:
@@ -73,7 +76,8 @@ class PipelinedRedis(redis.asyncio.Redis):
 
     def _send_groups(self) -> None:
         while self._waiting and len(self._in_flight) < IN_FLIGHT:
-            group, self._waiting = self._waiting[:GROUP_LIMIT], self._waiting[GROUP_LIMIT:]
+            group = self._waiting[:GROUP_LIMIT]
+            self._waiting = self._waiting[GROUP_LIMIT:]
             task = asyncio.create_task(self._send_group(group))
             self._in_flight.add(task)
             task.add_done_callback(self._finished)
@@ -156,7 +160,8 @@ async def _send(connection: Any, pieces: list[Piece]) -> None:
     begun = False
     try:
         for piece in pieces:
-            for part in piece if isinstance(piece, Parts) else [piece]:
+            parts = piece if isinstance(piece, Parts) else [piece]
+            for part in parts:
                 for start in range(0, len(part), SLICE):
                     if begun and not connection.is_connected:
                         raise redis.exceptions.ConnectionError(

@@ -127,7 +127,8 @@ class LedgerConnection:
         """Raise MidstreamError("overloaded") if `size` more bytes would exceed `redis_fill_limit`:
         the rest of Redis is reserved for accepted jobs.
         """
-        used, allowed = await self._pressure.percent(size), limits_of(self.settings)["redis_fill"]
+        used = await self._pressure.percent(size)
+        allowed = limits_of(self.settings)["redis_fill"]
         if used >= allowed:
             raise refusal("", "redis_fill", int(used), allowed, size, None)
 

@@ -34,7 +34,8 @@ class MemoryPressure:
             memory = await self._redis.info("memory")
             refuse_lossy(memory, self._lossy)
             self._sample_at = at + SAMPLE_S
-            self._used, self._limit = int(memory["used_memory"]), int(memory["maxmemory"])
+            self._used = int(memory["used_memory"])
+            self._limit = int(memory["maxmemory"])
         return 100 * (self._used + more) / self._limit if self._limit else 0.0
 
     def accepted(self, more: int) -> None:

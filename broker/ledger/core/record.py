@@ -19,6 +19,11 @@ from ....schemas.requests.attributions import Queue
 from ....schemas.requests.specs import CaptureStatus
 from .script_arguments import binary
 
+#: Characters of a prompt, and of an output, that the page's table shows.
+SHOWN = 160
+#: Fields of a view that are not stored (`views.view` derives them).
+DERIVED = {"id", "steered", "receipts_expected", "callback_url"}
+
 
 class JobRecord(JobView):
     """The fields that views and results read: those of a view as stored, and those from which the
@@ -33,11 +38,6 @@ class JobRecord(JobView):
     retried: str | None = None  # what ranks of an earlier attempt disagreed on
 
 
-#: Characters of a prompt, and of an output, that the page's table shows.
-SHOWN = 160
-
-#: Fields of a view that are not stored (`views.view` derives them).
-DERIVED = {"id", "steered", "receipts_expected", "callback_url"}
 #: Type of a field → its decoder; fields of other types are JSON.
 TEXT: dict[Any, Callable[[bytes], Any]] = {
     **dict.fromkeys((str, str | None, CaptureStatus, Priority, Queue), bytes.decode),

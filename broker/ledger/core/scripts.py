@@ -116,6 +116,17 @@ STAMP: dict[State, str] = {
 #: is a cell.
 KeptUnit = tuple[int, bytes, bytes, bool]
 
+#: A job of more bytes than this, by estimate, is packed in parts of about this size.
+PART = 1 << 16
+#: What a prompt, and an entry of its steering or captures, take to pack: as long as so many bytes.
+PROMPT = 1 << 8
+ENTRY = 1 << 4
+#: Fields of a job with an item for each prompt, in the order in which they are packed.
+_BY_PROMPT = ("prompts", "steering", "captures")
+#: A list of one empty list, which stands in for a field. No text can contain it after the field's
+#: name: that is not UTF-8.
+_STAND_IN = b"\x91\x90"
+
 
 class ScriptClient(Protocol):
     """A redis-py client, synchronous or asynchronous."""
@@ -146,10 +157,8 @@ def source(name: str) -> str:
 
 def _tables() -> str:
     allowed = {state: dict.fromkeys(following, True) for state, following in TRANSITIONS.items()}
-    problems = {
-        kind: [(problem := MidstreamError(kind, "").problem()).title, problem.status]
-        for kind in STATUS_OF_KIND
-    }
+    of_kind = {kind: MidstreamError(kind, "").problem() for kind in STATUS_OF_KIND}
+    problems = {kind: [problem.title, problem.status] for kind, problem in of_kind.items()}
     return "\n".join(
         [
             f"local VERSION = {_lua(__version__)}",
@@ -224,17 +233,6 @@ def stored_tags(job: Job) -> list[str]:
     return list(dict.fromkeys(result))
 
 
-#: A job of more bytes than this, by estimate, is packed in parts of about this size.
-PART = 1 << 16
-#: What a prompt, and an entry of its steering or captures, take to pack: as long as so many bytes.
-PROMPT, ENTRY = 1 << 8, 1 << 4
-#: Fields of a job with an item for each prompt, in the order in which they are packed.
-_BY_PROMPT = ("prompts", "steering", "captures")
-#: A list of one empty list, which stands in for a field. No text can contain it after the field's
-#: name: that is not UTF-8.
-_STAND_IN = b"\x91\x90"
-
-
 def _weight(job: Job) -> int:
     """Return about how many bytes the job takes when it is packed."""
     entries = sum(map(len, job.steering)) + sum(map(len, job.captures))
@@ -256,7 +254,8 @@ def _record(job: Job) -> Iterator[bytes]:
             weight += PROMPT + len(part[-1])
             if weight >= PART:
                 yield b"".join(part)
-                part, weight = [], 0
+                part = []
+                weight = 0
         yield b"".join(part)
     if rest:
         yield rest

@@ -212,7 +212,8 @@ class LedgerCaptures(LedgerPart):
                 retention.delete, self.store, list(jobs), jobs.keys() - ending.keys()
             )
         except retention.RemovalError as error:
-            done, failure = error.done, error
+            done = error.done
+            failure = error
         if ended := [job for job in done if job in ending]:
             await self._scripts.removed_captures(
                 args=scripts.pack(self._settings, jobs=[(job, ending[job]) for job in ended])

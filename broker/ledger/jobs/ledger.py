@@ -138,7 +138,8 @@ class Renewal(NamedTuple):
 
 def new_job_id() -> str:
     """`job_`, 9 digits of time (so that ids sort by age) and 26 of secret randomness (130 bits)."""
-    stamp, prefix = int(time.time() * 1000), ""
+    stamp = int(time.time() * 1000)
+    prefix = ""
     for _ in range(9):
         stamp, digit = divmod(stamp, 32)
         prefix = ALPHABET[digit] + prefix
@@ -197,14 +198,14 @@ class Ledger(Fleet):
             for name, blob in blobs.items()
         }
         [packed] = scripts.submit(
-            self.settings,
-            job,
-            await scripts.record(job),
-            raw,
-            pinned,
-            idempotency,
-            operator_tags,
-            request,
+            settings=self.settings,
+            job=job,
+            spec=await scripts.record(job),
+            blobs=raw,
+            pinned=pinned,
+            idempotency=idempotency,
+            operator_tags=operator_tags,
+            request=request,
         )
         size = len(packed)
         reply = await self.scripts.submit(args=[packed, await self._pressure.percent(size)])
@@ -307,15 +308,15 @@ class Ledger(Fleet):
         disagree.
         """
         arguments = scripts.claim(
-            self.settings,
-            job_id,
-            worker,
-            boot,
-            ranks,
-            identity,
-            unreachable,
-            self.settings.queue,
-            crowded,
+            settings=self.settings,
+            job_id=job_id,
+            worker=worker,
+            boot=boot,
+            ranks=ranks,
+            identity=identity,
+            unreachable=unreachable,
+            queue=self.settings.queue,
+            crowded=crowded,
         )
         outcome, *rest = await self.scripts.claim(args=arguments)
         if outcome == b"unknown":

@@ -22,9 +22,10 @@ from ..core import scripts
 log = logging.getLogger(__name__)
 
 #: Receipts in one script call: enough to make the round trip cheap, few enough to hold Redis for a
-#: few milliseconds only. The same holds for bytes: a receipt is large only if it contains rows for
-#: the response.
-BATCH, BATCH_BYTES = 256, 8 << 20
+#: few milliseconds only.
+BATCH = 256
+#: The same in bytes: a receipt is large only if it contains rows for the response.
+BATCH_BYTES = 8 << 20
 #: The least time between log lines on a worker's ranks that disagree.
 DISAGREEMENT_LOG_S = 60.0
 
@@ -86,7 +87,8 @@ class Settler:
                 list[Any],
                 self._scripts.settle(keys=keys, args=scripts.settle(self._settings, batch)),
             )
-            mark, beyond = reply[0], reply[5]
+            mark = reply[0]
+            beyond = reply[5]
             self._count(reply)
             self._record(batch, began, scripts.text(reply[9]))
             if beyond:
@@ -111,7 +113,8 @@ class Settler:
             keys=[mark_key(worker, rank, epoch)],
             args=scripts.lost(self._settings, worker, rank, lost),
         )
-        mark, failed = int(reply[0]), int(reply[1])
+        mark = int(reply[0])
+        failed = int(reply[1])
         self.counts.lost += failed
         metrics.LOST.labels(worker).inc(failed)
         if mark == lost.last:
@@ -208,7 +211,8 @@ def _batches(receipts: Iterable[tuple[int, Receipt]]) -> Iterator[list[tuple[int
         more = sum(len(result.rows) for result in numbered[1].consumed)
         if batch and (len(batch) == BATCH or size + more > BATCH_BYTES):
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
         batch.append(numbered)
         size += more
     if batch:

@@ -131,7 +131,8 @@ def _relay(raw: bytes | None) -> RelayStatus:
 
 
 def _redis(info: dict[str, Any], milliseconds: float) -> RedisStatus:
-    used, limit = int(info["used_memory"]), int(info["maxmemory"])
+    used = int(info["used_memory"])
+    limit = int(info["maxmemory"])
     return RedisStatus(
         version=str(info["redis_version"]),
         used_bytes=used,

@@ -121,7 +121,13 @@ class LedgerSweeps(LedgerPart):
         outcome = "kept"
         for start in range(0, len(packed), BATCH):
             arguments = scripts.keep_units(
-                self._settings, job.id, attempt, width, ranks, stages, packed[start : start + BATCH]
+                settings=self._settings,
+                job_id=job.id,
+                attempt=attempt,
+                width=width,
+                ranks=ranks,
+                stages=stages,
+                units=packed[start : start + BATCH],
             )
             outcome = (await self._scripts.keep_units(args=arguments)).decode()
             if outcome == "unknown":

@@ -27,8 +27,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds between polls of one waiter while messages arrive, and while the connection is down.
-POLL_S, POLL_DEAF_S = 5.0, 0.25
+#: Seconds between polls of one waiter while messages arrive.
+POLL_S = 5.0
+#: The same while the connection is down.
+POLL_DEAF_S = 0.25
 #: Number of jobs whose latest message is remembered, for callers that start to wait just after
 #: the message arrived.
 REMEMBERED = 4096

@@ -129,7 +129,8 @@ def scores_of(policy: Policy, *, steers: bool = True) -> StoredProbe:
     """Return the scores that a policy needs in a request, and whether it acts there. Without
     `steers`, that action is left out.
     """
-    version, content = policy.current, policy.current.content
+    version = policy.current
+    content = policy.current.content
     actions = [kind for kind in content.kinds if steers or kind != "steer"]
     stored = StoredPolicy(
         name=policy.name,

@@ -114,7 +114,8 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, ledger: Ledger, kind: ArtifactKind[T]) -> None:
-        self._ledger, self._kind = ledger, kind
+        self._ledger = ledger
+        self._kind = kind
         self._redis: Any = ledger.redis
 
     @reachable

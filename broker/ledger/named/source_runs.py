@@ -213,7 +213,8 @@ class LedgerRuns(LedgerPart):
         before = pages.parse_cursor(cursor)
         ordered = sorted(await self._named(model), key=_place, reverse=True)
         older = [run for run in ordered if cursor is None or _place(run) < before]
-        shown, more = older[:limit], len(older) > limit
+        shown = older[:limit]
+        more = len(older) > limit
         return RunPage(
             runs=await self._views(shown, model),
             next=pages.format_cursor(*_place(shown[-1])) if more else None,
@@ -382,8 +383,8 @@ class LedgerRuns(LedgerPart):
         """Return the blobs found on disk; cached for the job's next key, since a search reads many
         manifests and complete runs do not change.
         """
-        if self._scanned[:2] == (job, tag):
-            disk = self._scanned[2]
+        of_job, of_tag, disk = self._scanned
+        if (of_job, of_tag) == (job, tag):
             await asyncio.to_thread(must_be_there, self._store, job)
             return disk
         # Receipts expire, or go with Redis, but captures stay until they are deleted; the mark of a

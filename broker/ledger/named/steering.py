@@ -186,7 +186,8 @@ class LedgerSteering(LedgerPart):
         raw = packed_blobs(blobs)
         if entries:  # clearing is allowed however full Redis is
             await self._ledger.check_room(size_of(raw))
-        check, at = secrets.token_hex(8), now()
+        check = secrets.token_hex(8)
+        at = now()
         async with self._redis.pipeline(transaction=True) as pipe:
             fields = {"entries": to_msgpack(list(entries)), "by": __version__}
             pipe.hset(_check(check), mapping=raw | fields)

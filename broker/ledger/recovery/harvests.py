@@ -63,8 +63,10 @@ REFUSED = {
     "cancelling": "is being cancelled",
     "sealing": "has all its rows, and its manifest is being written",
 }
-#: Numbers of the parts that write the plan and the manifest, and of surveys.
-PLANS, SEALS, SURVEYS = -1, -2, -3
+# Numbers of the parts that write the plan and the manifest, and of surveys.
+PLANS = -1
+SEALS = -2
+SURVEYS = -3
 
 WantedState = Literal["run", "pause", "cancel"]
 PartFate = Literal["kept", "stale", "cancelling", "unknown"]
@@ -120,7 +122,8 @@ class LedgerHarvests(HarvestStreams):
         nothing is accepted then.
         """
         key, body = idempotency or (None, None)
-        lines, settings = harvest.source.lines, self._ledger.settings
+        lines = harvest.source.lines
+        settings = self._ledger.settings
         packed = None if lines is None else to_msgpack(lines)
         spec = to_msgpack(harvest if lines is None else _with_lines(harvest, NO_LINES))
         size = len(spec) + len(packed or b"")
@@ -391,7 +394,8 @@ class LedgerHarvests(HarvestStreams):
 
         Any process may call this at any time.
         """
-        lock, token = f"ms:harvest-lock:{harvest_id}", secrets.token_hex(8)
+        lock = f"ms:harvest-lock:{harvest_id}"
+        token = secrets.token_hex(8)
         if not await self._redis.set(lock, token, nx=True, px=LOCK_MS):
             return
         try:
@@ -423,10 +427,11 @@ class LedgerHarvests(HarvestStreams):
                     harvest_id, record, "paused", "paused by the user" if not running else "pausing"
                 )
             return
-        parts, done = int(record.get("parts", 0)), int(record.get("parts_done", 0))
-        state: HarvestState = (
-            "planning" if not record.get("planned") else "running" if done < parts else "sealing"
-        )
+        parts = int(record.get("parts", 0))
+        done = int(record.get("parts_done", 0))
+        state: HarvestState = "planning"
+        if record.get("planned"):
+            state = "running" if done < parts else "sealing"
         reason = await self._submit(harvest, record, state, out, again)
         await self._show(harvest_id, record, state, reason)
 
@@ -436,7 +441,9 @@ class LedgerHarvests(HarvestStreams):
         """
         raw = await self._redis.hgetall(f"ms:harvest-out:{harvest_id}")
         done = {int(part) for part in await self._redis.hkeys(f"ms:harvest-done:{harvest_id}")}
-        out, again, problem = [], {}, None
+        out = []
+        again = {}
+        problem = None
         for item in (from_json(value, Out) for value in raw.values()):
             try:
                 view = await self._ledger.view(item.job)
@@ -479,17 +486,11 @@ class LedgerHarvests(HarvestStreams):
             fitting = all_fitting(policies, model)
         except MidstreamError as error:
             return error.detail  # a probe that watches all traffic does not fit
-        again |= {
-            part.part: Out(job="", part=part)
-            for part in self._next(
-                harvest,
-                record,
-                state,
-                await self._room(harvest.model) - len(out),
-                {item.part.part for item in out} | again.keys(),
-                int(await self._redis.scard(f"ms:harvest-begun:{harvest.id}")),
-            )
-        }
+        room = await self._room(harvest.model) - len(out)
+        taken = {item.part.part for item in out} | again.keys()
+        begun = int(await self._redis.scard(f"ms:harvest-begun:{harvest.id}"))
+        for part in self._next(harvest, record, state, room, taken, begun):
+            again[part.part] = Out(job="", part=part)
         end = await self.window_end(harvest)
         ready = [item for item in again.values() if await self.has_work(item.part, end)]
         if again and not ready and not out:
@@ -542,7 +543,8 @@ class LedgerHarvests(HarvestStreams):
         elif state == "sealing" and SEALS not in present:
             yield HarvestPart(harvest=harvest.id, part=SEALS, role="seal")
         elif state == "running":
-            units, parts = int(record["units"]), int(record["parts"])
+            units = int(record["units"])
+            parts = int(record["parts"])
             size = -(-units // parts)
             tokens = max(1, harvest.shards.mib * (1 << 20) // harvest.row_bytes)
             for part in range(begun, min(parts, begun + max(0, room))):
@@ -645,9 +647,11 @@ def _surveys(packed: Iterable[bytes], sae: str | None = None) -> list[SurveyEntr
 
 def _view(record: Mapping[str, Any], jobs: list[str]) -> HarvestView:
     harvest = from_msgpack(record["spec"], StoredHarvest)
-    state, reason = cast(HarvestState, record["state"]), record.get("reason", "")
+    state = cast(HarvestState, record["state"])
+    reason = record.get("reason", "")
     if state == "running" and record.get("trouble"):
-        state, reason = "paused", record["trouble"]
+        state = "paused"
+        reason = record["trouble"]
     if record["wanted"] == "cancel" and state not in OVER:
         reason = "being cancelled"
     numbers: dict[str, Any] = {
@@ -675,8 +679,12 @@ def _view(record: Mapping[str, Any], jobs: list[str]) -> HarvestView:
     active = (
         max(1e-9, end - started - float(record.get("paused_s", 0))) if started is not None else 0.0
     )
-    weight, done = int(record.get("weight", 0)), int(record.get("weight_done", 0))
-    share = 1.0 if state == "succeeded" else done / weight if weight else 0.0
+    weight = int(record.get("weight", 0))
+    done = int(record.get("weight_done", 0))
+    consumers = harvest.stream.consumers if harvest.stream else []
+    share = done / weight if weight else 0.0
+    if state == "succeeded":
+        share = 1.0
     return HarvestView(
         id=harvest.id,
         model=harvest.model,
@@ -694,9 +702,6 @@ def _view(record: Mapping[str, Any], jobs: list[str]) -> HarvestView:
         tenant=harvest.tenant,
         metadata=harvest.metadata,
         identity=harvest.identity,
-        acknowledged={
-            consumer: int(record.get(f"ack:{consumer}", 0))
-            for consumer in (harvest.stream.consumers if harvest.stream else ())
-        },
+        acknowledged={consumer: int(record.get(f"ack:{consumer}", 0)) for consumer in consumers},
         **numbers,
     )

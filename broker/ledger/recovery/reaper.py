@@ -35,14 +35,17 @@ SWEEP_LIMIT = 5000
 #: Messages read from a list per query.
 MESSAGES_CHUNK = 500
 #: Old entries checked in one sweep: at most this many in the list of all jobs, and as many in all
-#: tenants' lists together; and at least this many per tenant's list.
-PRUNE_LIMIT, PRUNE_LEAST = 2000, 50
+#: tenants' lists together.
+PRUNE_LIMIT = 2000
+#: At least this many of them per tenant's list.
+PRUNE_LEAST = 50
 #: A queued job that has its message is checked again after `QUEUED_LOOK_S` plus this many seconds
 #: per message that was read to find it, so that a long queue is not read all the time.
 SECONDS_PER_MESSAGE = 1e-3
-#: Seconds between two recounts of usage; and until the next one if a recount could not be
-#: completed.
-RECOUNT_S, RECOUNT_AGAIN_S = 3600.0, 60.0
+#: Seconds between two recounts of usage.
+RECOUNT_S = 3600.0
+#: Seconds until the next one if a recount could not be completed.
+RECOUNT_AGAIN_S = 60.0
 #: Jobs, captures or harvests examined per script call of a recount, which blocks Redis for a few
 #: milliseconds.
 RECOUNT_SLICE = 250
@@ -50,9 +53,10 @@ RECOUNT_SLICE = 250
 #: The task id in a message's headers; `\\` because a message may be quoted inside another JSON
 #: document.
 _TASK_ID = re.compile(rb'\\?"id\\?": ?\\?"([^"\\]+)')
-#: Used instead of a number of attempts: no message; and a waiting message, which starts the next
-#: attempt, of any number.
-NOWHERE, ANY_ATTEMPT = -1, sys.maxsize
+#: Used instead of a number of attempts: no message.
+NOWHERE = -1
+#: The same: a waiting message, which starts the next attempt, of any number.
+ANY_ATTEMPT = sys.maxsize
 
 
 class Queued(NamedTuple):
@@ -301,7 +305,10 @@ class UsageReconciliation:
 
         `at`: the time, in seconds since the epoch.
         """
-        self._scripts, self._settings, self._at, self._slice = bound, settings, at, slice_
+        self._scripts = bound
+        self._settings = settings
+        self._at = at
+        self._slice = slice_
         self._name = secrets.token_hex(8)
         self._left = ["live", "captures", "harvests", "jobs"]
         self._cursor = b"0"

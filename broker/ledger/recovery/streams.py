@@ -48,7 +48,8 @@ class HarvestStreams(LedgerPart):
         own, dropped, raw, total = await self._redis.hmget(
             f"ms:harvest:{harvest.id}", [f"ack:{consumer}", "dropped", "state", "units"]
         )
-        cursor, state = int(own or 0) if after is None else after, raw.decode()
+        cursor = int(own or 0) if after is None else after
+        state = raw.decode()
         if cursor < int(dropped or 0):
             raise MidstreamError("gone", f"units before {int(dropped)} were dropped")
         units = await self._units(harvest, cursor)
@@ -101,7 +102,8 @@ class HarvestStreams(LedgerPart):
         store = open_store(harvest.uri)
         keys = [file.key for unit in units for shard in unit.shards for file in shard.files]
         await asyncio.to_thread(lambda: [*map(store.delete, keys)])
-        after, size = before + len(units), sum(unit.bytes for unit in units)
+        after = before + len(units)
+        size = sum(unit.bytes for unit in units)
         await self._move(harvest.id, field="dropped", cursor=after, before=before, bytes=size)
 
     # --- the harvest's side
@@ -139,7 +141,8 @@ class HarvestStreams(LedgerPart):
         if done is None:
             entries = [from_msgpack(entry, UnitEntry) for entry in kept]
         else:
-            store, file = open_store(harvest.uri), from_json(done, CheckedFile)
+            store = open_store(harvest.uri)
+            file = from_json(done, CheckedFile)
             entries = from_json(
                 await asyncio.to_thread(checked, store, file.key, file.crc32), PartManifest
             ).units

@@ -36,7 +36,8 @@ def attribution_result(
     sweep: StoredSweep, records: KnownUnits, seconds: float | None
 ) -> AttributionResult:
     """Return the result so far; arguments as for `sweep_result`."""
-    attribution, exact = sweep.attributed, sweep_result(sweep, records, seconds)
+    attribution = sweep.attributed
+    exact = sweep_result(sweep, records, seconds)
     assert attribution is not None
     return AttributionResult(
         **{name: getattr(exact, name) for name in exact.__struct_fields__},
@@ -86,9 +87,11 @@ def _withheld(sweep: StoredSweep, pair: int, records: KnownUnits) -> str:
     """Return why a pair's estimates are not shown, because a sweep gives no values either: a prompt
     failed, or policies have not read it yet. Empty: they are shown.
     """
+    if sweep.attributed is None or not sweep.attributed.watched:
+        return ""
     units = Units(sweep)
     controls = [units.base(pair), *([units.source(pair)] if sweep.ablation is None else [])]
-    for unit in controls if sweep.attributed is not None and sweep.attributed.watched else ():
+    for unit in controls:
         record = records.get(unit.number)
         if record is None or record.value is None:
             why = "policies have not read it yet" if record is None else f"failed: {record.reason}"
@@ -102,7 +105,10 @@ class _Comparison:
     def __init__(
         self, sweep: StoredSweep, pair: int, estimate: Estimate, records: KnownUnits
     ) -> None:
-        self._sweep, self._pair, self._records, self._units = sweep, pair, records, Units(sweep)
+        self._sweep = sweep
+        self._pair = pair
+        self._records = records
+        self._units = Units(sweep)
         numbers = self._units.cells_of(pair)
         self._estimates = estimated_values(sweep, pair, estimate)
         self._sizes = effects(sweep, pair, estimate)
@@ -131,8 +137,10 @@ class _Comparison:
         return [self._cell(unit, limit) for unit in units if unit.number in self.whys]
 
     def _cell(self, unit: Unit, limit: float) -> CheckedCell:
-        number, record = unit.number, self._records.get(unit.number)
-        estimate, exact = self._estimates.get(number), None if record is None else record.value
+        number = unit.number
+        record = self._records.get(unit.number)
+        estimate = self._estimates.get(number)
+        exact = None if record is None else record.value
         estimated = None if estimate is None else estimate - self._estimated_nothing
         effect = None if exact is None else exact - self._nothing
         difference = None if estimated is None or effect is None else estimated - effect
@@ -176,7 +184,8 @@ class _Comparison:
         )
 
     def recall(self) -> Recall | None:
-        verify, known = self._verify, self._known(self.whys)
+        verify = self._verify
+        known = self._known(self.whys)
         if verify is None or not 0 < verify.top < len(known):
             return None
         exact = sorted(known, key=lambda number: (-known[number], number))[: verify.top]

@@ -12,8 +12,10 @@ PageEnd = tuple[float, str]
 #: Ids with their creation times, newest first.
 Chunk = list[tuple[str, float]]
 
-#: Entries read per query while filling a filtered page, and in total for one page.
-CHUNK, SCAN = 100, 5000
+#: Entries read per query while filling a filtered page.
+CHUNK = 100
+#: Entries read in total for one page.
+SCAN = 5000
 _CURSOR = re.compile(r"^(\d+(?:\.\d+)?):([A-Za-z0-9_]+)$")
 
 

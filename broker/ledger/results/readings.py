@@ -15,12 +15,14 @@ _FIELDS = {kind.part: field for field, kind in READINGS.items()}
 
 def readings(ticket: Sequence[Receipt]) -> dict[str, list[Any]]:
     """Return field of a result → its complete readings, whose parts have all arrived, by prompt."""
-    of_one: dict[tuple[int, int, Any], list[Any]] = by_key(
-        ((receipt.request, part.capture, type(part)), part)
+    parts = (
+        (receipt.request, part_decoder.decode(made.rows))
         for receipt in ticket
         for made in receipt.consumed
         if made.name == READER and made.ok
-        for part in [part_decoder.decode(made.rows)]
+    )
+    of_one: dict[tuple[int, int, Any], list[Any]] = by_key(
+        ((request, part.capture, type(part)), part) for request, part in parts
     )
     result: dict[str, list[Any]] = {}
     for request, capture, kind in sorted(of_one, key=lambda key: key[:2]):

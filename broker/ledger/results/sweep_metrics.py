@@ -35,7 +35,9 @@ def grades(
     another shape, or not finite.
     """
     for number, (node, values) in enumerate(zip(nodes, graded, strict=True)):
-        expected = len(node.token_ids) + (compared and number == 0)
+        expected = len(node.token_ids)
+        if compared and number == 0:
+            expected += 1
         if len(values) != expected:
             raise ValueError(
                 f"values for the next token: {len(values)} returned, {expected} requested"

@@ -76,7 +76,8 @@ def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None)
 
 def sweep_summary(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepSummary:
     """Return the progress of the sweep; arguments as for `sweep_result`."""
-    units, pairs = Units(sweep), range(len(sweep.pairs))
+    units = Units(sweep)
+    pairs = range(len(sweep.pairs))
     cells = units.cell_numbers
     known = [record for number, record in records.items() if number in cells]
     with_value = sum(record.value is not None for record in known)
@@ -171,7 +172,8 @@ def _neurons(
 
 def _numbers(sweep: StoredSweep, pair: int) -> dict[Hook, list[range]]:
     """Return the numbers of a pair's cells, `[layers][columns]`."""
-    width, layers = sweep.num_columns, len(sweep.layers)
+    width = sweep.num_columns
+    layers = len(sweep.layers)
     first = Units(sweep).cells_of(pair).start
     return {
         hook: [
@@ -201,7 +203,8 @@ def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float |
 def _pair_result(
     sweep: StoredSweep, records: KnownUnits, pair: int, grids: dict[Hook, CellValues]
 ) -> PairResult:
-    units, stored = Units(sweep), sweep.pairs[pair]
+    units = Units(sweep)
+    stored = sweep.pairs[pair]
     base = _baseline(records.get(units.base(pair).number))
     source = _baseline(records.get(units.source(pair).number))
     notes = stored.notes
@@ -286,7 +289,8 @@ def unchanged(metric: Metric, base: float) -> float:
 
 def exact_units(sweep: StoredSweep, pair: int, records: KnownUnits) -> Iterable[Unit]:
     """Return the pair's units with exact values: its cells, or with `sae` the chosen features."""
-    units, attribution = Units(sweep), sweep.attributed
+    units = Units(sweep)
+    attribution = sweep.attributed
     if attribution is None or attribution.sae is None:
         return units.cells(pair)
     record = records.get(units.estimate(pair).number)
@@ -296,7 +300,8 @@ def exact_units(sweep: StoredSweep, pair: int, records: KnownUnits) -> Iterable[
 
 def estimated_values(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[int, float | None]:
     """Return the number of each of these units → the estimate of its value."""
-    units, attribution = Units(sweep), sweep.attributed
+    units = Units(sweep)
+    attribution = sweep.attributed
     if attribution is None or attribution.sae is None:
         return dict(zip(units.cells_of(pair), estimate.values, strict=False))
     nothing = unchanged(sweep.metric, estimate.base)
@@ -330,7 +335,8 @@ def chosen_cells(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[Why,
     attribution = sweep.attributed
     if attribution is None or attribution.verify is None or attribution.method == "adaptive":
         return {}
-    verify, numbers = attribution.verify, Units(sweep).cells_of(pair)
+    verify = attribution.verify
+    numbers = Units(sweep).cells_of(pair)
     if attribution.sae is not None:
         features = Units(sweep).features(pair, attribution.checked_features(estimate))
         number_of = {(unit.column, unit.feature): unit.number for unit in features}
@@ -384,10 +390,12 @@ def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: K
     asked of a random sample of the cells that nothing singled out, from each part. It is over when
     that changes nothing, or the budget is used up.
     """
-    attribution, units = sweep.attributed, Units(sweep)
+    attribution = sweep.attributed
+    units = Units(sweep)
     assert attribution is not None
     assert attribution.verify is not None
-    top, budget = attribution.verify.top, attribution.budget
+    top = attribution.verify.top
+    budget = attribution.budget
     sizes = effects(sweep, pair, estimate)
     part_of = _parts(sweep, top)
     looked = [number for number in units.cells_of(pair) if number in records]
@@ -466,15 +474,18 @@ def _parts(sweep: StoredSweep, parts: int) -> Callable[[int], int]:
     """Return the function from a cell's number to its part: each hook's layers and columns are cut
     so that there are about `parts` in all, at least one for each hook.
     """
-    layers, columns = len(sweep.layers), sweep.num_columns
+    layers = len(sweep.layers)
+    columns = sweep.num_columns
     share = max(1, round(parts / len(sweep.hooks)))  # parts of a hook
     down = min(layers, max(1, round(math.sqrt(share * layers / columns))))
-    across, units = min(columns, max(1, round(share / down))), Units(sweep)
+    across = min(columns, max(1, round(share / down)))
+    units = Units(sweep)
 
     def part(number: int) -> int:
         cell = units.cell(number)
         assert cell is not None
-        row, column = cell.layer * down // layers, cell.column * across // columns
+        row = cell.layer * down // layers
+        column = cell.column * across // columns
         return (cell.hook * down + row) * across + column
 
     return part

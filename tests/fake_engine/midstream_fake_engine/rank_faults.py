@@ -134,12 +134,12 @@ def inject(plane: Any, faults: Faults) -> None:
     """Make a rank's data plane fail where `faults` say so, from now on."""
     from midstream.workers.runner.plane.step_edits import EditsPart
 
-    banks = plane._banks
+    banks = plane.banks
     wrap_ledger(plane.actions, faults)
     wrap_writer(plane._delivery._near.desk.writer, faults)
     wrap_runs(plane.runs, faults)
     wrap(plane.readings, "_read", functools.partial(_read, faults))
-    wrap(plane._probes, "_put", functools.partial(_put, faults))
+    wrap(plane.probes, "_put", functools.partial(_put, faults))
     wrap(banks.table.prepared, "get", functools.partial(_content, faults, banks.table))
     wrap(banks, "plan_capture", functools.partial(_plan, faults))
     wrap(banks, "commit", functools.partial(_commit, faults, banks))

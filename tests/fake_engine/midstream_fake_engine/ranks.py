@@ -25,7 +25,8 @@ from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.ranks.collective import check_apply_results
 from midstream.workers.runner.files.finished_rows import FinishedCapture
 from midstream.workers.runner.files.writer import CaptureWriter, WriteJob, make_writer
-from midstream.workers.runner.probes.watches import Watch, gates_of, open_among, shown
+from midstream.workers.runner.probes.gates import gates_of, open_among, shown
+from midstream.workers.runner.probes.watches import Watch
 from midstream.workers.runner.readings.installed_readers import LoadedReader
 
 from .grades import FakeGrades, Ungradable

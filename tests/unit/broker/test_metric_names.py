@@ -9,7 +9,7 @@ from prometheus_client import REGISTRY
 from tree import PACKAGES, ROOT, imports_of, sources
 
 from midstream.api.routes import service as _service  # noqa: F401
-from midstream.broker.telemetry.metrics import OF_WORKER, ScrapedMetrics
+from midstream.broker.telemetry.scraped_metrics import OF_WORKER, ScrapedMetrics
 from midstream.broker.webhooks import sender as _sender  # noqa: F401
 
 

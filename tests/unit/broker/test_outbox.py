@@ -16,7 +16,8 @@ import pytest
 from wait_kit import warn_if_late
 
 from midstream.broker.receipts.outbox import Outbox, OutboxError
-from midstream.broker.receipts.outbox_store import JobLog, Store, file_stem
+from midstream.broker.receipts.outbox_store import JobLog, Store
+from midstream.schemas.base.file_names import file_stem
 from midstream.schemas.jobs.receipts import Receipt
 
 NOBODY = "tcp://127.0.0.1:9"  # the discard port: nothing listens

@@ -16,13 +16,13 @@ from midstream.workers.runner.plane.probe_scores import Scorer
 from midstream.workers.runner.probes.watches import Watch
 from midstream.workers.runner.rows import buffers, finite_check
 from midstream.workers.runner.rows.arena import Arena, BankRows
-from midstream.workers.runner.rows.banks import RowStore
 from midstream.workers.runner.rows.buffers import Staging
 from midstream.workers.runner.rows.capture import Recording, RowStream
 from midstream.workers.runner.rows.delivery import RowDelivery
 from midstream.workers.runner.rows.finite_check import FiniteCheck
 from midstream.workers.runner.rows.overload import Overload
 from midstream.workers.runner.rows.planner import Planner
+from midstream.workers.runner.rows.row_store import RowStore
 from midstream.workers.runner.rows.step_places import Places
 
 #: (owner, name of the function, whether the failure follows its work instead of preceding it).

@@ -199,7 +199,7 @@ class Load:
             plane.choose(windows)
             plane.plan(view_of(*windows, inputs=self._inputs))
         self.queued += first.issued - before
-        due = plane._banks.first.planner.due
+        due = plane.banks.first.planner.due
         buffers = self._buffers
         if due is not None:
             edited = np.flatnonzero(due.counts[:, 0])
@@ -214,7 +214,7 @@ class Load:
         before = first.issued
         with self._counting():
             plane.drain(self._hidden)
-            if (found := plane.found()) is not None:
+            if (found := plane.banks.found()) is not None:
                 found()
         self.queued += first.issued - before
 
@@ -233,7 +233,7 @@ class Load:
             after = _others()
             requests = self.plane._requests
             assert not any(tracked.failure for tracked in requests.tracked.values())
-            assert self._kind == "idle" or self.plane._banks.first.planner.repeats
+            assert self._kind == "idle" or self.plane.banks.first.planner.repeats
         return round(self.calls / STEPS), round(self.queued / STEPS), after - before
 
 

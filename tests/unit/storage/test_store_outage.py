@@ -14,7 +14,7 @@ from test_writer import Desk, capture
 from wait_kit import wait_until
 
 from midstream.broker.artifacts import retention
-from midstream.broker.telemetry.metrics import StoreReadings
+from midstream.broker.telemetry.store_metrics import StoreReadings
 from midstream.client import CaptureReader
 from midstream.schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from midstream.storage import calls, s3_client, s3_store

@@ -47,12 +47,7 @@ FOLDERS = (
 )  # fmt: skip
 PAGE = "api/assets/page"
 #: Folders, or files, that are not clean yet.
-NOT_YET = (
-    "broker",
-    "kernels",
-    "workers",
-    "api/assets/page",
-)
+NOT_YET = ("api/assets/page",)
 #: Functions that take any number of things of one sort: of libraries, and of ours.
 MANY = {
     "print", "min", "max", "zip", "chain", "partial", "to_thread", "gather", "execute_command",

@@ -99,7 +99,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "workers/engine": (
         "headless",
         "vllm",
-        "proof vllm_output model_identity",
+        "proof vllm_output model_identity checkpoint_check",
         "plan options ranks requests prompts",
         "plan_inside dtype no_torchvision admission identity protocol",
     ),
@@ -114,6 +114,15 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "hooks files",
         "base",
     ),
+}
+
+#: Files of ranks that import the broker, and which of its rooms: what starts a process, and gives
+#: the one that writes files its outbox. All others know an outbox by its protocol.
+OF_RANKS = {
+    "workers/runner/files/__main__.py": {"processes", "receipts", "telemetry"},
+    "workers/runner/support/engine_process.py": {"processes"},
+    "workers/runner/vllm/scheduler.py": {"processes"},
+    "workers/runner/vllm/worker_class.py": {"processes", "telemetry"},
 }
 
 #: Package → the folders (or single modules) that may import it at all.
@@ -233,6 +242,18 @@ def test_a_room_imports_only_rooms_below_it(folder: str) -> None:
             if here != there and level[here] >= level[there]:
                 wrong.append(f"{found.where} imports {found.module}")
     assert wrong == []
+
+
+def test_ranks_import_the_broker_only_where_a_process_starts() -> None:
+    found: dict[str, set[str]] = {}
+    for path in sources("workers"):
+        for imported in imports_of(path):
+            if path.is_relative_to(ROOT / "workers/runner") and imported.module.startswith(
+                "midstream.broker."
+            ):
+                rooms = found.setdefault(str(path.relative_to(ROOT)), set())
+                rooms.add(room_of(imported.module, "broker"))
+    assert found == OF_RANKS
 
 
 def test_no_folder_of_product_code_has_more_than_25_files() -> None:

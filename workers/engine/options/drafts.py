@@ -31,7 +31,8 @@ def check_drafter(settings: Settings) -> None:
     """Raises SettingsError if the settings of drafts contradict each other or do not fit the
     checkpoints. Reads no weights.
     """
-    drafter, head = settings.drafter, settings.draft_model
+    drafter = settings.drafter
+    head = settings.draft_model
     if head and drafter != "eagle3":
         raise SettingsError(
             f"draft_model is set, but drafter is {drafter!r}: only `eagle3` has a draft model"

@@ -79,7 +79,8 @@ def for_platform(settings: Settings) -> Settings:
     """Return the settings with the platform's choice where they leave one open: the dtype, graphs
     on an accelerator and none on the CPU, and on the CPU the tokens of a block.
     """
-    on_cpu, own = current_platform.is_cpu(), settings.vllm
+    on_cpu = current_platform.is_cpu()
+    own = settings.vllm
     chosen = msgspec.structs.replace(
         own,
         dtype=dtype_of(settings).dtype,

@@ -44,7 +44,9 @@ def accepted(settings: Settings) -> AcceptedOptions:
 
     Raises SettingsError that names every refused option with the reason.
     """
-    wrong, options, caveats = [], {}, []
+    wrong = []
+    options = {}
+    caveats = []
     types = {field.name: field.type for field in fields(AsyncEngineArgs)}
     for name, value in settings.engine_options.items():
         try:

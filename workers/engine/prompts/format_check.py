@@ -34,8 +34,10 @@ logger = logging.getLogger(__name__)
 #: member of a schema becomes one or a few rules; so does a repeated group of a regular expression,
 #: where the work grows with the square of the rules or faster.
 RULES = {"json": 2000, "structural_tag": 2000, "regex": 128, "choice": 128, "grammar": 128}
-#: How many tokens are tried with a constraint: drawn at random, and repeats of the longest one.
-WALKED, REPEATED = 64, 512
+#: How many tokens, drawn at random, are tried with a constraint.
+WALKED = 64
+#: How many repeats of the longest one are tried.
+REPEATED = 512
 #: The process's RLIMIT_DATA in bytes; its imports take half a GiB.
 MEMORY = 4 << 30
 #: What is added to its niceness: constraints wait for processors, not the engine.
@@ -90,7 +92,8 @@ class FormatChecker:
         self._known: OrderedDict[str, str] = OrderedDict()
         self._turns = FairTurns()
         # (tenant, job) → number of its waiting requests
-        self._jobs, self._waiting = jobs, Counter[tuple[str, str]]()
+        self._jobs = jobs
+        self._waiting = Counter[tuple[str, str]]()
 
     async def check(self, params: Any, tenant: str = "", job: str = "") -> None:
         """Raises a 400 when the constraint of `params`, vLLM's SamplingParams, is too large or
@@ -162,7 +165,8 @@ class FormatChecker:
                 if not (answer := await process.stdout.readline()):
                     raise EOFError
         except (EOFError, OSError) as error:
-            ready, ended = self._ready, await self._end()
+            ready = self._ready
+            ended = await self._end()
             if ready and ended in (
                 OUT_OF_MEMORY,
                 -signal.SIGPROF,
@@ -196,7 +200,8 @@ class FormatChecker:
         return self._process
 
     async def _end(self) -> int:
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         if process is None:
             return 0
         with contextlib.suppress(TimeoutError):
@@ -263,9 +268,11 @@ def _walk(compiled: Any) -> None:
 
     info = compiled.tokenizer_info
     lengths = np.fromiter(map(len, info.decoded_vocab), np.int64, info.vocab_size)
-    mask, draw = xgrammar.allocate_token_bitmask(1, info.vocab_size), random.Random(0)
+    mask = xgrammar.allocate_token_bitmask(1, info.vocab_size)
+    draw = random.Random(0)
     for tokens, repeats in ((WALKED, False), (REPEATED, True)):
-        matcher, token = xgrammar.GrammarMatcher(compiled), -1
+        matcher = xgrammar.GrammarMatcher(compiled)
+        token = -1
         for _ in range(tokens):
             masked = matcher.fill_next_token_bitmask(mask)
             bits = (

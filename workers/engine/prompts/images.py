@@ -135,13 +135,17 @@ def align(written: Sequence[int], images: Sequence[ImageRef], rendered: Any) -> 
     """
     token_ids = list(rendered["prompt_token_ids"])
     places = rendered["mm_placeholders"].get("image", [])
-    spans, end_written, end = [], 0, 0
+    spans = []
+    end_written = 0
+    end = 0
     for ref, place in zip(images, places, strict=True):
-        start, stop = place.offset, place.offset + place.length
+        start = place.offset
+        stop = place.offset + place.length
         if token_ids[end:start] != list(written[end_written : ref.start]):
             raise _changed()
         spans.append((ref, ImageSpan(digest=ref.digest, start=start, stop=stop)))
-        end_written, end = ref.stop, stop
+        end_written = ref.stop
+        end = stop
     if token_ids[end:] != list(written[end_written:]):
         raise _changed()
     return Expansion(token_ids, len(written), spans)

@@ -44,7 +44,8 @@ class ToolParsers:
         """Raises SettingsError when vLLM has no such parser, or it does not fit the tokenizer."""
         check_name(name)
         self.name = name
-        self._config, self._tokenizer = config, cached_tokenizer_from_config(config)
+        self._config = config
+        self._tokenizer = cached_tokenizer_from_config(config)
         with Translated(
             (TypeError, ValueError), lambda error: SettingsError(f"tool_parser={name!r}: {error}")
         ):
@@ -112,7 +113,9 @@ class ToolReader:
     """
 
     def __init__(self, parser: Parser, request: ChatCompletionRequest, ask: EngineRequest):
-        self._parser, self._request, self._ask = parser, request, ask
+        self._parser = parser
+        self._request = request
+        self._ask = ask
         self._content: str | None = None
         self._calls: list[CallDelta] = []
 

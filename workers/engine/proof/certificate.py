@@ -65,7 +65,8 @@ JOB = "certificate"
 BASE, CHUNKED, AGAIN, MIXED = range(4)  # numbers of requests; requests with edits follow
 GENERATED = 6  # tokens that the base request generates
 CHUNK = 5  # tokens of a chunk, for the request that is prefilled in chunks
-LEAST, MOST = 8, 64  # tokens of the prompt
+LEAST = 8  # tokens of the prompt
+MOST = 64
 # about how many positions of the prompt are compared; with routed experts their median counts
 COMPARED = 8
 TIMEOUT_S = 60.0
@@ -214,7 +215,8 @@ class _Run:
     """One certification."""
 
     def __init__(self, access: Access, info: ModelInfo) -> None:
-        self._access, self._info = access, info
+        self._access = access
+        self._info = info
         self._hooks: list[Hook] = [hook for hook in HOOKS if hook in info.hooks]
         self._layers = list(range(info.num_layers))
         length = min(max(16, info.num_layers + 4), MOST, info.max_model_len - GENERATED - 2)
@@ -308,7 +310,8 @@ class _Run:
         if (reference := await comparing.plan()) is None:
             return [], {}
         kept, kinds, missing, _ = reference.truncation
-        layers, skipped = self._layers[:kept], {}
+        layers = self._layers[:kept]
+        skipped = {}
         base = [*self._prompt, *self._generated]
         prompts = [
             ComparedPrompt(
@@ -333,7 +336,8 @@ class _Run:
             skipped["transformers' rows of every kind of layer"] = (
                 f"{missing} of {kinds} kinds begin above the {kept} layers compared"
             )
-        head, later = None, [position for position in self._positions if position >= self._first]
+        head = None
+        later = [position for position in self._positions if position >= self._first]
         logits = next(
             filter(
                 None,
@@ -361,7 +365,8 @@ class _Run:
             .integers(self._info.vocab_size // 8, self._info.vocab_size // 2, size=length)
             .tolist()
         )
-        positions, number = list(range(length - BEYOND, length + 1)), self._next()
+        positions = list(range(length - BEYOND, length + 1))
+        number = self._next()
         captured = self._capture({hook: list(layers) for hook in self._hooks}, positions, "long")
         output = await self._generate(number, tokens, [captured], max_tokens=2)
         await self._ended([number])
@@ -416,7 +421,8 @@ class _Run:
         vector = from_numpy(direction(self._info.hidden_size))
         name = content_hash(vector)
         for hook in self._hooks:
-            size = sizes[hook if hook == "mlp_in" else "pre_attn" if "pre_attn" in sizes else hook]
+            stream = "pre_attn" if "pre_attn" in sizes else hook
+            size = sizes[hook if hook == "mlp_in" else stream]
             for group, captures in zip(groups, diagonals, strict=True):
                 layers = [
                     layer

@@ -46,8 +46,10 @@ SPANS = (
     "chunk_size",
     "mamba_chunk_size",
 )
-#: Tokens beyond a span that are compared, and the most tokens of a prompt.
-BEYOND, LONGEST = 8, 1100
+#: Tokens beyond a span that are compared.
+BEYOND = 8
+#: The most tokens of a prompt.
+LONGEST = 1100
 #: Parts of the names of fields that are no suspects: two libraries cannot read them differently
 #: without a wrong shape, or neither computes with them.
 _NO_SUSPECTS = re.compile(
@@ -134,7 +136,8 @@ class Comparison:
     def __init__(self, source: Checkpoint, dtype: str) -> None:
         self.refused = source.refused
         self.reference: TransformersReference | None = None
-        self._source, self._dtype = source, dtype
+        self._source = source
+        self._dtype = dtype
         self._planned = asyncio.Event()
         self._read = asyncio.create_task(self._prepare())
 
@@ -304,10 +307,11 @@ def longer(config: Any, length: int, limit: int) -> tuple[int, list[str]]:
     `limit`: the longest prompt that the engine takes.
     """
     limit = min(limit, LONGEST)
+    values = {name: getattr(config, name, None) for name in SPANS}
     spans = {
         name: int(value)
-        for name in SPANS
-        if isinstance(value := getattr(config, name, None), int) and value >= length
+        for name, value in values.items()
+        if isinstance(value, int) and value >= length
     }
     passed = [span for span in spans.values() if span + BEYOND <= limit]
     return max(passed, default=-BEYOND) + BEYOND, [
@@ -330,11 +334,13 @@ def figures(
     """Returns the figures for a certificate; and law → why it was not compared, for hooks whose
     tensor transformers' layers do not have.
     """
-    laws, lacking = [], {}
+    laws = []
+    lacking = {}
     for hook in [*hooks, "logits"]:
         if not (of_hook := [item for item in differences if item.hook == hook]):
             continue
-        law, worst = f"{hook} = transformers'", max(of_hook, key=lambda item: item.share)
+        law = f"{hook} = transformers'"
+        worst = max(of_hook, key=lambda item: item.share)
         if hook not in STREAM_TENSORS and hook != "logits" and not worst.ok:
             lacking[law] = f"transformers' layer {worst.layer} has no tensor with these rows"
             continue
@@ -355,7 +361,8 @@ def figures(
 def suspects(config: Any) -> list[str]:
     """Returns the fields of a config that do not have their class's defaults, as `name=value`."""
     text = config.get_text_config()
-    fields, defaults = text.to_dict(), type(text)().to_dict()
+    fields = text.to_dict()
+    defaults = type(text)().to_dict()
     return [
         f"{name}={value!r}"
         for name, value in fields.items()

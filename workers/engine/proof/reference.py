@@ -130,7 +130,8 @@ class TransformersReference:
         """Reads only the config. `overrides`: fields that replace the config's; `limit_gib`: memory
         that the model may use.
         """
-        self._path, self._revision = path, revision
+        self._path = path
+        self._revision = revision
         self.config, self._class = configured(path, architecture, revision, overrides)
         with torch.device("meta"):
             bare = _attempt("its class", lambda: self._class(copy.deepcopy(self.config)))
@@ -149,7 +150,8 @@ class TransformersReference:
 
     def load(self) -> None:
         """Read the weights, in float32."""
-        kept, layers = self.truncation.layers, self._layers
+        kept = self.truncation.layers
+        layers = self._layers
 
         class Truncated(self._class):  # type: ignore[name-defined]
             """The model with the kept layers only. The config is unchanged, because some layers
@@ -163,7 +165,8 @@ class TransformersReference:
                 setattr(self.get_submodule(parent), name, self.get_submodule(layers)[:kept])
 
         # transformers finds the class's weights by its name and module
-        Truncated.__name__, Truncated.__module__ = self._class.__name__, self._class.__module__
+        Truncated.__name__ = self._class.__name__
+        Truncated.__module__ = self._class.__module__
         with _quiet():  # the checkpoint also has the weights of the other layers
             self._model, report = _attempt(
                 "its weights",
@@ -176,9 +179,9 @@ class TransformersReference:
                     output_loading_info=True,
                 ),
             )
-        if missing := sorted(
-            {*report["missing_keys"], *(str(item) for item in report["mismatched_keys"])}
-        ):
+        mismatched = map(str, report["mismatched_keys"])
+        missing = sorted({*report["missing_keys"], *mismatched})
+        if missing:
             raise NotComparableError(
                 f"transformers' class has weights that the checkpoint does not: {missing[0]}"
             )
@@ -330,7 +333,8 @@ def free_bytes() -> int:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Suppresses transformers' progress bars, and its report of weights that the model lacks."""
-    level, shown = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
+    level = hf_logging.get_verbosity()
+    shown = hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()
     hf_logging.disable_progress_bar()
     try:

@@ -66,7 +66,9 @@ class Ranks:
     def __init__(
         self, call: CollectiveCall, world: int, on_quarantine: Callable[[str], None]
     ) -> None:
-        self._call, self._world, self._on_quarantine = call, world, on_quarantine
+        self._call = call
+        self._world = world
+        self._on_quarantine = on_quarantine
 
     async def check(self, action: str, method: str, *arguments: Any) -> None:
         """Call a method that changes nothing. Raises Refused with rank and reason."""
@@ -143,7 +145,8 @@ class RankRecord:
 
     def __init__(self, ranks: Ranks, budget: int) -> None:
         """`budget`: the largest sum of sizes that the ranks keep."""
-        self._ranks, self._budget = ranks, budget
+        self._ranks = ranks
+        self._budget = budget
         self._sizes: OrderedDict[str, int] = OrderedDict()  # least recently used first
         self._held: Counter[str] = Counter()
 

@@ -17,14 +17,17 @@ from .collective import LoadCall, RankCache, Ranks
 class RankLoras(RankCache[StoredLora]):
     """The cache of adapters; each counts 1."""
 
-    put, drop, dropping = "midstream_put_lora", "midstream_drop_loras", "dropping an adapter"
+    put = "midstream_put_lora"
+    drop = "midstream_drop_loras"
+    dropping = "dropping an adapter"
 
     def __init__(
         self, ranks: Ranks, root: str, budget: int, support: Callable[[], LoraSupport | None]
     ) -> None:
         """`root`: the folder of adapters. `support`: returns what the model accepts."""
         super().__init__(ranks, budget)
-        self._root, self._support = root, support
+        self._root = root
+        self._support = support
         # digest → vLLM's number of every adapter ever loaded; numbers are never reused
         self._numbers: dict[str, int] = {}
 

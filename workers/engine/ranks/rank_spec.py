@@ -18,7 +18,9 @@ def rank_spec(ask: EngineRequest) -> RankSpec | None:
     """Returns the spec of a request; None if neither user nor operator requests anything of the
     ranks, which then report nothing.
     """
-    own_steering, captures, global_steering = ask.steering, ask.captures, ask.global_steering
+    own_steering = ask.steering
+    captures = ask.captures
+    global_steering = ask.global_steering
     if (
         not own_steering
         and not captures

@@ -31,5 +31,6 @@ class Ends:
         return asyncio.shield(self._next)
 
     async def _flush(self) -> None:
-        due, self._due = self._due, []
+        due = self._due
+        self._due = []
         await self._send(due)

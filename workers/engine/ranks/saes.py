@@ -12,7 +12,8 @@ from .collective import LoadCall, RankCache, Ranks
 class RankSaes(RankCache[StoredSae]):
     """The cache of sparse autoencoders; sizes are bytes of weights that a rank holds."""
 
-    put, drop = "midstream_put_sae", "midstream_drop_saes"
+    put = "midstream_put_sae"
+    drop = "midstream_drop_saes"
     dropping = "dropping a sparse autoencoder"
 
     def __init__(self, ranks: Ranks, root: str, budget: int) -> None:

@@ -11,7 +11,9 @@ class RankRuns(RankCache[RunFiles]):
 
     # Runs are whole, and the worker alone evicts them: if ranks held parts of runs, or different
     # ones, nobody would know which requests they can serve.
-    put, drop, dropping = "midstream_put_run", "midstream_drop_runs", "dropping source runs"
+    put = "midstream_put_run"
+    drop = "midstream_drop_runs"
+    dropping = "dropping source runs"
 
     def _key(self, item: RunFiles) -> str:
         return item.key

@@ -17,7 +17,8 @@ _USERS = 64
 class RankVectors(RankRecord):
     """The worker's record of vectors on the ranks; sizes are bytes. No holder waits for space."""
 
-    drop, dropping = "midstream_drop_vectors", "dropping vectors"
+    drop = "midstream_drop_vectors"
+    dropping = "dropping vectors"
 
     def __init__(self, ranks: Ranks, budget: int) -> None:
         super().__init__(ranks, budget)

@@ -7,7 +7,7 @@ from typing import get_args
 
 import numpy as np
 
-from ....broker.receipts.outbox_store import file_stem
+from ....schemas.base.file_names import file_stem
 from ....schemas.requests.specs import WriterWork
 from .config import PlaneConfig
 

@@ -44,7 +44,7 @@ class Finish:
         """Return how many of the tokens have rows that count: a step that was under way may have
         computed one more, of the last token.
         """
-        return len(self.token_ids) - (not self.stopped_by)
+        return len(self.token_ids) if self.stopped_by else len(self.token_ids) - 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,9 @@ Terms = TypeVar("Terms", ReaderTerms, OpTerms)
 
 #: Entry point group → kind of extension.
 GROUPS = {"midstream.readers": "reader", "midstream.ops": "op"}
-#: Largest package whose digest is computed.
-MAX_FILES, MAX_BYTES = 10_000, 256 << 20
+#: Files and bytes of the largest package whose digest is computed.
+MAX_FILES = 10_000
+MAX_BYTES = 256 << 20
 
 
 class ExtensionError(Exception):

@@ -34,7 +34,9 @@ class HelperThread(Generic[Question, ResultT]):
         such as "capture".
         """
         self.patience_s = patience_s
-        self._name, self._call, self._over = name, call, over
+        self._name = name
+        self._call = call
+        self._over = over
         self._turn = threading.Lock()
         self._calls: queue.SimpleQueue[tuple[Question, queue.SimpleQueue[ResultT | Exception]]] = (
             queue.SimpleQueue()

@@ -26,7 +26,8 @@ class Landing:
         """`event`: recorded after the copy; None: all has arrived. `number`: of a landing of rows,
         see `SharedMemory.wait`.
         """
-        self._event, self.number = event, number
+        self._event = event
+        self.number = number
 
     def wait(self) -> None:
         if self._event is not None:
@@ -56,7 +57,9 @@ class LateLanding(Landing):
         no landing after one of them. `landed`: see `SharedMemory`.
         """
         super().__init__(event, number)
-        self._copy, self._late, self._landed = copy, late, landed
+        self._copy = copy
+        self._late = late
+        self._landed = landed
         late.append(self)
 
     def wait(self) -> None:

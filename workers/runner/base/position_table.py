@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 
-#: Positions for which an owner has room at first; it grows by doubling. Slots are added in such
-#: numbers.
-_ROOM, _SLOTS = 256, 64
+#: Positions for which an owner has room at first; it grows by doubling.
+_ROOM = 256
+#: Slots are added in such numbers.
+_SLOTS = 64
 
 
 class PositionTable:
@@ -50,13 +51,15 @@ class PositionTable:
         with self.lock:
             first, had, *_ = self.of[slot].item()
             if rows > had:
-                to, room = self._end, max(_ROOM, 1 << (rows - 1).bit_length())
+                to = self._end
+                room = max(_ROOM, 1 << (rows - 1).bit_length())
                 self._end += room
                 if self._end > len(self.rows):
                     self.rows = np.append(self.rows, np.zeros(self._end, self.rows.dtype))
                 self.rows[to : to + room] = self._nothing
                 self.rows[to : to + had] = self.rows[first : first + had]
-                self.of["first"][slot], self.of["room"][slot] = to, room
+                self.of["first"][slot] = to
+                self.of["room"][slot] = room
 
     def rows_of(self, slot: int) -> np.ndarray:
         """Return the rows of a slot's positions."""

@@ -49,8 +49,10 @@ def begin_helper(device: torch.device, gives_way: bool) -> None:
 
 def _bound_cores() -> set[int]:
     """Return the cores to which a thread of this process is bound: it may run on no other."""
-    cores = set()
+    cores = set[int]()
     for thread in os.listdir("/proc/self/task"):
         with suppress(ProcessLookupError):  # it has ended
-            cores |= pinned if len(pinned := os.sched_getaffinity(int(thread))) == 1 else set()
+            allowed = os.sched_getaffinity(int(thread))
+            if len(allowed) == 1:
+                cores |= allowed
     return cores

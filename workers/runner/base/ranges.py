@@ -16,8 +16,10 @@ class FreeRanges:
     """
 
     def __init__(self, start: int, stop: int) -> None:
-        self.start, self.stop = start, stop
-        self._stops, self._starts = dict[int, int](), dict[int, int]()  # start → stop, stop → start
+        self.start = start
+        self.stop = stop
+        self._stops = dict[int, int]()  # start → stop
+        self._starts = dict[int, int]()  # stop → start
         self._sizes: list[tuple[int, int]] = []  # (size, start), ascending
         self._add(start, stop)
 
@@ -31,7 +33,8 @@ class FreeRanges:
             if at == len(self._sizes):
                 return None
             start = self._sizes[at][1]
-            stop, first = self._stops[start], -(-start // align) * align
+            stop = self._stops[start]
+            first = -(-start // align) * align
             if first + size <= stop:
                 self._remove(start, stop)
                 self._add(start, first)
@@ -41,14 +44,16 @@ class FreeRanges:
 
     def give(self, start: int, stop: int) -> None:
         """Return what was taken."""
-        first, last = self._starts.get(start, start), self._stops.get(stop, stop)
+        first = self._starts.get(start, start)
+        last = self._stops.get(stop, stop)
         self._remove(first, start)
         self._remove(stop, last)
         self._add(first, last)
 
     def _add(self, start: int, stop: int) -> None:
         if start < stop:
-            self._stops[start], self._starts[stop] = stop, start
+            self._stops[start] = stop
+            self._starts[stop] = start
             insort(self._sizes, (stop - start, start))
 
     def _remove(self, start: int, stop: int) -> None:

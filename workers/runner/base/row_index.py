@@ -53,7 +53,8 @@ class RequestCaptures:
         """`tensor_parallel`: a stage has several ranks, most of which keep only rows that all of
         them record.
         """
-        self.prompt_tokens, self.lowest_captured = spec.prompt_tokens, spec.lowest_captured
+        self.prompt_tokens = spec.prompt_tokens
+        self.lowest_captured = spec.lowest_captured
         self.captures = [
             (capture, _ports(capture, tensor_parallel=tensor_parallel)) for capture in spec.captures
         ]
@@ -74,19 +75,18 @@ class RowIndex:
     """
 
     def __init__(self, limit: int, row_bytes: int, block: int, item_bytes: int = 4) -> None:
-        self._limit, self._row_bytes, self._block, self._item_bytes = (
-            limit,
-            row_bytes,
-            block,
-            item_bytes,
-        )
+        self._limit = limit
+        self._row_bytes = row_bytes
+        self._block = block
+        self._item_bytes = item_bytes
         self._blocks: OrderedDict[bytes, list[_Piece]] = OrderedDict()  # least recently used first
         self._held = 0
         self._last = 0
         # what was looked up last, until one of its blocks changes: the scheduler asks in each step
         # for the prompt that is first in its queue while the KV cache has no room
         self._known: tuple[RequestCaptures, list[bytes]] | None = None
-        self._keys, self._reached = set[bytes](), 0
+        self._keys = set[bytes]()
+        self._reached = 0
         self._dropped: list[int] = []
 
     def reach(self, request: RequestCaptures, hashes: list[bytes]) -> int:
@@ -95,7 +95,8 @@ class RowIndex:
         """
         asked = request, hashes[-1:]  # the last hash covers all others
         if asked != self._known:
-            self._known, self._keys = asked, set(hashes)
+            self._known = asked
+            self._keys = set(hashes)
             self._reached = self._look_up(request, hashes)
         return self._reached
 
@@ -117,7 +118,8 @@ class RowIndex:
         """
         for begin in range(first, stop, self._block):
             end = min(begin + self._block, stop)
-            if len(positions := capture.select(begin, end, request.prompt_tokens)):
+            positions = capture.select(begin, end, request.prompt_tokens)
+            if len(positions):
                 yield begin, frozenset(position - begin for position in positions)
 
     def serve(
@@ -127,7 +129,8 @@ class RowIndex:
         served = []
         for number, (capture, ports) in enumerate(request.captures):
             for first, positions in self._blocks_of(request, capture, 0, cached):
-                key, stop = hashes[first // self._block], min(first + self._block, cached)
+                key = hashes[first // self._block]
+                stop = min(first + self._block, cached)
                 piece = self._find(key, ports, positions)
                 self._blocks.move_to_end(key)
                 kept = piece.number if piece else 0
@@ -166,7 +169,8 @@ class RowIndex:
 
     def dropped(self) -> list[int]:
         """Return the numbers dropped since the last call."""
-        dropped, self._dropped = self._dropped, []
+        dropped = self._dropped
+        self._dropped = []
         return dropped
 
     def clear(self) -> None:
@@ -174,7 +178,8 @@ class RowIndex:
         for pieces in self._blocks.values():
             self._dropped += [piece.number for piece in pieces]
         self._blocks.clear()
-        self._held, self._known = 0, None
+        self._held = 0
+        self._known = None
 
     def _find(
         self, key: bytes, ports: frozenset[PortName], positions: frozenset[int]
@@ -225,10 +230,8 @@ class RowIndex:
 
 def _ports(capture: StoredCapture, *, tensor_parallel: bool) -> frozenset[PortName]:
     # Rows that only the first rank recorded are of no use to a capture that needs every rank.
-    everywhere, heads = (
-        tensor_parallel and capture.everywhere,
-        tuple(capture.heads) if tensor_parallel else (),
-    )
+    everywhere = tensor_parallel and capture.everywhere
+    heads = tuple(capture.heads) if tensor_parallel else ()
     return frozenset(
         (hook, layer, capture.at, everywhere, heads)
         for hook, layers in capture.sites.items()

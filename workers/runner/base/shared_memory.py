@@ -18,8 +18,10 @@ _LANDED = VOID - PAGE
 LARGEST_ROW = _LANDED
 #: Seconds between two looks at whether rows have landed.
 _LOOK_S = 0.0002
-_NONE, _READ_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
-_MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
+_NONE = 0
+_READ_WRITE = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p

@@ -66,14 +66,15 @@ class InsideLaws:
         """`inners`: the hooks' locations. `compared`: rows of the residual hooks at the positions
         `places`, on the rank that records them.
         """
-        self._inners, self._layers, self._shape = inners, layers, shape
-        self._held, self._compared, self._places, self._shared = (
-            held,
-            compared,
-            list(places),
-            shared,
-        )
-        self._dtype, self._device = dtype, device
+        self._inners = inners
+        self._layers = layers
+        self._shape = shape
+        self._held = held
+        self._compared = compared
+        self._places = list(places)
+        self._shared = shared
+        self._dtype = dtype
+        self._device = device
 
     def findings(self, together: StageRanks) -> Iterator[LawFinding]:
         """Yield the findings of all laws whose hooks are present.
@@ -167,7 +168,8 @@ class InsideLaws:
         projections = [row for hook in ("q", "k") if (row := self._held(hook, number)) is not None]
         if len(rows) + len(projections) < 4:
             return
-        layer, attention = self._layers[number], self._inners["q"][place].module
+        layer = self._layers[number]
+        attention = self._inners["q"][place].module
         parent = next(
             (
                 part
@@ -176,7 +178,8 @@ class InsideLaws:
             ),
             layer,
         )
-        norms, width = _norms(parent), self._inners["q"][place].columns.row.width
+        norms = _norms(parent)
+        width = self._inners["q"][place].columns.row.width
         normed = [
             _normed(norms.get(letter), row, width) for letter, row in zip("qk", rows, strict=True)
         ]
@@ -220,7 +223,8 @@ def attend(
     """Return causal attention of `kind` over a whole prompt, float32 `[tokens, heads × value
     width]`. `width`: of query and key heads.
     """
-    count, heads = len(query), query.shape[1] // width
+    count = len(query)
+    heads = query.shape[1] // width
     q = query.view(count, heads, width).transpose(0, 1)
     shared = heads // (key.shape[1] // width)
     k, v = (
@@ -284,7 +288,9 @@ class Certifier:
         traced: bool,
     ) -> None:
         """`hooks`: hooks of the residual stream; `inside`: locations of the other hooks."""
-        self._inside, self._plane, self._config = inside, plane, config
+        self._inside = inside
+        self._plane = plane
+        self._config = config
         self._model: Any = worker.get_model()
         layers = dict(held_layers(self._model, adapter))
         self._stage = JudgedStage(
@@ -296,7 +302,9 @@ class Certifier:
             shape=_shape(adapter, layers, hooks, config.model_config.dtype),
             records=get_tp_group().rank_in_group == 0,
         )
-        self._layers, self._shape, self._records = layers, self._stage.shape, self._stage.records
+        self._layers = layers
+        self._shape = self._stage.shape
+        self._records = self._stage.records
         self._together = StageRanks(get_tp_group())
         self._seen = ObservedRequests(plane, worker, adapter, layers, traced=traced)
         self._kept = self._seen.kept
@@ -331,10 +339,8 @@ class Certifier:
         """Return float32 rows of a request at the hooks and layers that this rank records."""
         if not self._records:
             return []
-        kept, held = (
-            self._kept.of(request, positions),
-            [layer for layer in layers if layer in self._layers],
-        )
+        kept = self._kept.of(request, positions)
+        held = [layer for layer in layers if layer in self._layers]
         return [(hook, layer, self._raw(kept(hook, layer))) for hook in hooks for layer in held]
 
     def logits(self, request: int, positions: list[int]) -> list[bytes]:
@@ -388,10 +394,8 @@ class Certifier:
             self._edges(plan, edges)
 
     def _judge_inside(self, plan: CertificatePlan) -> None:
-        prompt, compared = (
-            range(plan.first + 1),
-            [position for position in plan.positions if position <= plan.first],
-        )
+        prompt = range(plan.first + 1)
+        compared = [position for position in plan.positions if position <= plan.first]
         rows = self._kept.of(plan.base, compared)
 
         def held(hook: Hook, number: int) -> torch.Tensor | None:
@@ -435,10 +439,8 @@ class Certifier:
 
     def _copies(self, plan: CertificatePlan) -> None:
         for copy in plan.copies:
-            got, expected = (
-                self._kept.of(copy.request, copy.positions),
-                self._kept.of(plan.base, copy.positions),
-            )
+            got = self._kept.of(copy.request, copy.positions)
+            expected = self._kept.of(plan.base, copy.positions)
             for layer in self._layers:
                 for hook in self._shape.hooks:
                     name = f"{hook}: {copy.law}"
@@ -463,20 +465,21 @@ class Certifier:
                             self._kept.of(edit.request, [position])("pre_attn", layer + 1)
                         )
                     continue
-                edited, added = self._kept.of(edit.request, [position]), self._stage.added(scale)
+                edited = self._kept.of(edit.request, [position])
+                added = self._stage.added(scale)
                 entered = (
                     edited("pre_attn", layer + 1)
                     if edit.hook == "post_block" and self._joined(layer)
                     else None
                 )
                 self._findings += judge_edit(
-                    self._shape,
-                    edit.hook,
-                    layer,
-                    edited,
-                    self._kept.of(edit.plain, [position]),
-                    added,
-                    entered,
+                    shape=self._shape,
+                    hook=edit.hook,
+                    layer=layer,
+                    edited=edited,
+                    plain=self._kept.of(edit.plain, [position]),
+                    added=added,
+                    entered=entered,
                 )
                 if edit.hook == "post_block" and entered is None:
                     edges[f"edited {layer}"] = self._raw(

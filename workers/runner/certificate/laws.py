@@ -18,51 +18,6 @@ import torch
 from ....schemas.base import by_key
 from ....schemas.prompts.selectors import HOOKS, Hook
 
-
-class EditRun(msgspec.Struct):
-    """A request that adds a vector at `hook` of each `layers[i]`, at position `positions[i]`, times
-    `scales[i]`.
-    """
-
-    request: int
-    plain: int  # a request in the same batch with the same tokens and no edits
-    hook: Hook
-    layers: list[int]
-    positions: list[int]
-    scales: list[float]
-
-
-class Copy(msgspec.Struct):
-    """A request whose rows must equal the base's at these positions."""
-
-    law: str
-    request: int
-    positions: list[int]
-
-
-class CertificatePlan(msgspec.Struct):
-    """Requests, by number, whose rows all ranks judge."""
-
-    base: int
-    tokens: list[int]  # the base's prompt and generated tokens
-    positions: list[int]  # the base's captured positions, ascending
-    first: int  # the first position with a next token: the last of the prompt
-    copies: list[Copy]
-    edits: list[EditRun]
-    final: EditRun | None = None  # an edit of the last layer's `post_block` at `first`
-
-
-def direction(hidden_size: int) -> np.ndarray:
-    """Return the vector of all edits, float32 `[hidden_size]`: standard normal elements."""
-    return np.random.default_rng(16).normal(size=hidden_size).astype(np.float32)
-
-
-def places(edit: EditRun) -> Iterator[tuple[int, tuple[int, int, float]]]:
-    """Yield (layer, (request, position, scale)) of each edit."""
-    for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True):
-        yield layer, (edit.request, position, scale)
-
-
 #: Kind of law → (tolerance in units of the model dtype's `eps` unless the reason states another
 #: unit, reason).
 TOLERANCES: Mapping[str, tuple[float, str]] = {
@@ -132,8 +87,54 @@ NEIGHBOURS: Mapping[Hook, Sequence[Hook]] = {
 }
 #: Hooks without which a model has no usable residual stream.
 STREAM: Sequence[Hook] = ("pre_attn", "post_block")
-
 RowsAt = Callable[[Hook, int], torch.Tensor]  # (hook, layer) → `[rows, hidden]`
+#: Kinds of laws that prove that rows belong to the hook that names them. The arrival of an edit, or
+#: equal rows in another batch, are no such proof.
+PROVING = frozenset({"sum", "same", "module", "logits"})
+
+
+class EditRun(msgspec.Struct):
+    """A request that adds a vector at `hook` of each `layers[i]`, at position `positions[i]`, times
+    `scales[i]`.
+    """
+
+    request: int
+    plain: int  # a request in the same batch with the same tokens and no edits
+    hook: Hook
+    layers: list[int]
+    positions: list[int]
+    scales: list[float]
+
+
+class Copy(msgspec.Struct):
+    """A request whose rows must equal the base's at these positions."""
+
+    law: str
+    request: int
+    positions: list[int]
+
+
+class CertificatePlan(msgspec.Struct):
+    """Requests, by number, whose rows all ranks judge."""
+
+    base: int
+    tokens: list[int]  # the base's prompt and generated tokens
+    positions: list[int]  # the base's captured positions, ascending
+    first: int  # the first position with a next token: the last of the prompt
+    copies: list[Copy]
+    edits: list[EditRun]
+    final: EditRun | None = None  # an edit of the last layer's `post_block` at `first`
+
+
+def direction(hidden_size: int) -> np.ndarray:
+    """Return the vector of all edits, float32 `[hidden_size]`: standard normal elements."""
+    return np.random.default_rng(16).normal(size=hidden_size).astype(np.float32)
+
+
+def places(edit: EditRun) -> Iterator[tuple[int, tuple[int, int, float]]]:
+    """Yield (layer, (request, position, scale)) of each edit."""
+    for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True):
+        yield layer, (edit.request, position, scale)
 
 
 class LawFinding(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -250,7 +251,8 @@ def named(terms: Mapping[Hook, float]) -> str:
 
 def judge_layer(shape: JudgedShape, rows: RowsAt, layer: int) -> list[LawFinding]:
     """Judge the sums of one layer, and whether each branch is visible in them."""
-    findings, tolerance = [], shape.tolerance("sum")
+    findings = []
+    tolerance = shape.tolerance("sum")
     for total, terms in sums(shape, layer):
         parts = {hook: factor * rows(hook, layer) for hook, factor in terms.items()}
         whole = rows(total, layer)
@@ -306,8 +308,10 @@ def judge_parts(
 
     Used where an MLP of several parts has no `mlp_out`, which would be their sum.
     """
-    part, tolerance = factor_of(got, leaving - entered) * got, shape.tolerance("module")
-    law, hooks = "post_block = post_attn + MLP(mlp_in)", ("mlp_in", "post_attn", "post_block")
+    part = factor_of(got, leaving - entered) * got
+    tolerance = shape.tolerance("module")
+    law = "post_block = post_attn + MLP(mlp_in)"
+    hooks = ("mlp_in", "post_attn", "post_block")
     share = visible(part, leaving, [entered], tolerance)
     return [
         LawFinding(
@@ -347,7 +351,8 @@ def judge_edit(
     before edits. `entered`: `pre_attn` of the next layer in the edited request; None if another
     rank has it, or it does not exist. `ModuleLaws.mlp` judges the reach of an edit at `mlp_in`.
     """
-    have, law = [item for item in HOOKS if item in shape.hooks], f"edit at {hook}: "
+    have = [item for item in HOOKS if item in shape.hooks]
+    law = f"edit at {hook}: "
     findings = []
     for item in have[: have.index(hook) + 1]:
         figure = rowwise(edited(item, layer), plain(item, layer), shape.tolerance("batch"))
@@ -408,10 +413,6 @@ def judge_entered(
 
 
 # --- The verdict
-
-#: Kinds of laws that prove that rows belong to the hook that names them. The arrival of an edit, or
-#: equal rows in another batch, are no such proof.
-PROVING = frozenset({"sum", "same", "module", "logits"})
 
 
 class LawFindings(msgspec.Struct, frozen=True):
@@ -509,11 +510,12 @@ def verdict_inside(
     absent: dict[str, str] = {}
     for hook in hooks:
         of_hook = [law for law in laws if hook in law.hooks]
-        if broken := [law for law in of_hook if not law.ok]:
+        broken = [law for law in of_hook if not law.ok]
+        proven = {layer for law in of_hook for layer in law.layers}
+        lacking = sorted(set(range(num_layers)) - proven)
+        if broken:
             absent[hook] = _why(broken, hook)
-        elif lacking := sorted(
-            set(range(num_layers)) - {layer for law in of_hook for layer in law.layers}
-        ):
+        elif lacking:
             absent[hook] = (
                 "the certification run did not prove it: no law speaks about its rows in layer "
                 f"{lacking[0]}"
@@ -537,11 +539,9 @@ def _smallest(hooks: Sequence[Hook], broken: Sequence[set[str]]) -> set[str]:
 def _why(broken: Sequence[LawFindings], hook: str) -> str:
     law = max((law for law in broken if hook in law.hooks), key=lambda law: law.figure)
     layers = [layer for layer in law.failing if layer >= 0]
-    where = (
-        f" in layer {layers[0]}" + (f" and {len(layers) - 1} more" if len(layers) > 1 else "")
-        if layers
-        else ""
-    )
+    where = f" in layer {layers[0]}" if layers else ""
+    if len(layers) > 1:
+        where += f" and {len(layers) - 1} more"
     error = (
         "not finite, or nothing to see"
         if math.isinf(law.figure)

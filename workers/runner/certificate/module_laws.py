@@ -92,9 +92,13 @@ class ModuleLaws:
         """`lens`: the rank's logit lens reader, if any. Results are added to `findings` and
         `skipped` (law → why it was not judged).
         """
-        self._stage, self._observed, self._lens = stage, observed, lens
-        self._shape, self._kept = stage.shape, observed.kept
-        self._findings, self._skipped = findings, skipped
+        self._stage = stage
+        self._observed = observed
+        self._lens = lens
+        self._shape = stage.shape
+        self._kept = observed.kept
+        self._findings = findings
+        self._skipped = skipped
         self.readings: dict[str, str] = {}  # kind of reading → why the run disproved it
 
     def mlp(self, plan: CertificatePlan) -> None:
@@ -135,7 +139,8 @@ class ModuleLaws:
             if not outputs:
                 self._skipped["MLP"] = "no module of the layer is its MLP"
                 continue
-            base, plain = self._kept.of(plan.base, plan.positions), len(plan.positions)
+            base = self._kept.of(plan.base, plan.positions)
+            plain = len(plan.positions)
             of_base = [
                 self._judge_mlp(base, output[:plain], number, source, as_difference=as_difference)
                 for output in outputs
@@ -144,12 +149,14 @@ class ModuleLaws:
             self._findings += of_base[best]
             if count > plain:
                 request, position, _ = edits[number]
-                edited, shown = self._kept.of(request, [position]), outputs[best]
+                edited = self._kept.of(request, [position])
+                shown = outputs[best]
                 if as_difference:
                     factor = factor_of(
                         shown[:plain], base("post_block", number) - base("post_attn", number)
                     )
-                    after, before = edited("post_block", number), edited("post_attn", number)
+                    after = edited("post_block", number)
+                    before = edited("post_attn", number)
                     tolerance = self._shape.tolerance("module")
                     figures = [
                         sumwise(after, [before, factor * row[None]], tolerance)
@@ -264,10 +271,8 @@ class ModuleLaws:
         """
         if "post_block" not in self._shape.hooks:
             return
-        last, positions = (
-            self._stage.adapter.num_layers - 1,
-            [position for position in plan.positions if position >= plan.first],
-        )
+        last = self._stage.adapter.num_layers - 1
+        positions = [position for position in plan.positions if position >= plan.first]
         places = [
             *((plan.base, position) for position in positions),
             *([(plan.final.request, plan.first)] if plan.final else []),
@@ -300,7 +305,8 @@ class ModuleLaws:
             best = min(best, errors, key=lambda item: item[0])
         if not self._stage.records:
             return
-        law, edit = "logits(last post_block) = vLLM's own", "edit at post_block: the logits have it"
+        law = "logits(last post_block) = vLLM's own"
+        edit = "edit at post_block: the logits have it"
         figures = {
             place: figure
             for place, figure in zip(places, best, strict=True)

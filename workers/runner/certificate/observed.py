@@ -77,12 +77,10 @@ class ObservedRequests:
         traced: bool,
     ) -> None:
         """`layers`: the layers of this rank's stage."""
-        self._plane, self._runner, self._adapter, self._traced = (
-            plane,
-            worker.model_runner,
-            adapter,
-            traced,
-        )
+        self._plane = plane
+        self._runner = worker.model_runner
+        self._adapter = adapter
+        self._traced = traced
         self._model: Any = worker.get_model()
         self._layers = sorted(layers)
         self.skipped = ""  # why `aux` is empty
@@ -98,7 +96,8 @@ class ObservedRequests:
         self.final: dict[tuple[int, int], torch.Tensor] = {}
         self.kept = KeptRows()
         plane.divert(self.kept)
-        plan, compute_logits = plane.plan, self._model.compute_logits
+        plan = plane.plan
+        compute_logits = self._model.compute_logits
 
         def observed_plan(view: "StepView") -> None:
             self.most = max(self.most, len(view.requests))

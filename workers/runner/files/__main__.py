@@ -65,7 +65,8 @@ def main() -> None:
     memory.map(0, end, descriptor)
     # Any thread may answer, also while it collects garbage, and none waits for the rank to listen:
     # the rank may just be waiting for room for its next message.
-    waiting, answer = queue.SimpleQueue[DeskAnswer](), partial(_answer, answers)
+    waiting = queue.SimpleQueue[DeskAnswer]()
+    answer = partial(_answer, answers)
     with open(commands, "rb", buffering=0) as source:
         received = _commands(source, memory, waiting.put)
         desk = _begun(cast(Setup, next(received)[0]), memory, answer)
@@ -80,7 +81,10 @@ def _commands(
     """Iterate over the rank's messages, each with a lease of the memory; the rank is told when
     nothing refers to that any more.
     """
-    while len(command := source.read(COMMAND.size)) == COMMAND.size:
+    while True:
+        command = source.read(COMMAND.size)
+        if len(command) != COMMAND.size:
+            return
         number, start, length = COMMAND.unpack(command)
         lease = memory.lease()
         weakref.finalize(lease, answer, Freed(number)).atexit = False
@@ -112,7 +116,8 @@ def _serve(
 
 
 def _begun(setup: Setup, memory: SharedMemory, answer: Callable[[DeskAnswer], None]) -> Desk:
-    config, rank = setup.config, setup.rank
+    config = setup.config
+    rank = setup.rank
     logs.configure(config.log_format, config.log_level, "rowd", worker=config.worker, rank=rank)
     arm(config.fault, Path(config.outbox_dir).parent)
     learn_records()

@@ -19,7 +19,6 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....broker.receipts.outbox import Outbox
 from ....schemas.base import Wire
 from ....schemas.base.store_calls import StoreCalls
 from ....schemas.jobs.receipts import Receipt
@@ -33,6 +32,7 @@ from ..base.config import PlaneConfig
 from ..base.shared_memory import SharedMemory
 from .edit_sizes import RecordedSizes
 from .finished_rows import Consumer, FinishedCapture, Origin
+from .receipt_outbox import ReceiptOutbox
 from .recorded import BlockPlace, CaptureShape, ExtentPlace, MemoryRows, Recorded, RowBlock
 from .streams import RecordingFile, StreamFiles, StreamOpened
 from .writer import InterventionError, WriteJob, make_writer
@@ -50,7 +50,7 @@ LENGTH = struct.Struct("<I")
 EXIT_NO_RECEIPTS = 70
 
 
-class EndedCapture(Wire):
+class EndedCapture(Wire, kw_only=True):
     """One capture of an ended request, as this rank recorded it."""
 
     shape: CaptureShape
@@ -66,7 +66,7 @@ class EndedCapture(Wire):
     error: str = ""  # why rows could not be recorded
 
 
-class EndedRequest(Wire, tag="ended"):
+class EndedRequest(Wire, tag="ended", kw_only=True):
     """A request that is over on its rank."""
 
     receipt: Receipt  # complete except for the captures and the sizes
@@ -102,12 +102,12 @@ class EndedRequest(Wire, tag="ended"):
         builds = [
             partial(
                 self._built,
-                capture,
-                memory,
-                wait,
-                origin,
-                streams.get(capture.stream),
-                prepared.get(capture.shape.number),
+                ended=capture,
+                memory=memory,
+                wait=wait,
+                origin=origin,
+                stream=streams.get(capture.stream),
+                prepared=prepared.get(capture.shape.number),
             )
             for capture in self.captures
         ]
@@ -177,11 +177,15 @@ class EndedRequest(Wire, tag="ended"):
             raise RuntimeError(ended.error)
         if ended.stream and stream is None:
             raise RuntimeError("rows that left before the request ended could not be written")
-        spec, token_ids, stop, shape = self.spec, self.token_ids, self.rows, ended.shape
+        spec = self.spec
+        token_ids = self.token_ids
+        stop = self.rows
+        shape = ended.shape
         capture = spec.captures[shape.number]
         expected = set[int]()
         if stop >= spec.prompt_tokens:
-            chosen, window = capture.select(0, stop, spec.prompt_tokens), capture.window
+            chosen = capture.select(0, stop, spec.prompt_tokens)
+            window = capture.window
             expected = (
                 window.keep(chosen, token_ids, ended.high) if window is not None else set(chosen)
             )
@@ -255,7 +259,7 @@ class Desk:
         self,
         memory: SharedMemory,
         config: PlaneConfig,
-        outbox: Outbox,
+        outbox: ReceiptOutbox,
         backlog: Backlog,
         *,
         begin: Callable[[], None] = lambda: None,
@@ -264,19 +268,20 @@ class Desk:
     ) -> None:
         """`backlog`, `begin`, `readings`, `works`: see `Writer`."""
         store = open_store(config.capture_root)
-        self._memory, self.outbox = memory, outbox
+        self._memory = memory
+        self.outbox = outbox
         self._origin: Origin | None = None
         self.writer = make_writer(
-            config,
-            config.capture_quota_mib,
-            store,
-            config.boot,
-            outbox,
-            config.writer_threads,
-            begin,
-            readings,
-            backlog,
-            works,
+            sizes=config,
+            quota_mib=config.capture_quota_mib,
+            captures=store,
+            boot=config.boot,
+            outbox=outbox,
+            threads=config.writer_threads,
+            begin=begin,
+            readings=readings,
+            backlog=backlog,
+            works=works,
         )
         self._files = StreamFiles(store, partial(scratch, Path(config.spill_dir)), self._of_rank)
         self._streams: dict[int, RecordingFile] = {}

@@ -32,7 +32,8 @@ class RecordedSizes(Wire):
         values = np.sort(np.abs(np.concatenate([none, *parts])), axis=0)
         rows = np.count_nonzero(~np.isnan(values), axis=0)  # NaN is sorted last
         places = np.flatnonzero(rows)
-        rows, values = rows[places], values[:, places]
+        rows = rows[places]
+        values = values[:, places]
         middle, largest = (
             np.take_along_axis(values, numbers, axis=0)
             for numbers in (np.stack([(rows - 1) // 2, rows // 2]), rows[None] - 1)

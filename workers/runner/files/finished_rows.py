@@ -40,13 +40,9 @@ class BankColumns:
         places = [
             place for place, head in enumerate(heads) if self.start <= head * width < self.stop
         ]
-        return (
-            range(places[0] * width, (places[-1] + 1) * width)
-            if self.sharded and places
-            else range(0)
-            if not places
-            else None
-        )
+        if not places:
+            return range(0)
+        return range(places[0] * width, (places[-1] + 1) * width) if self.sharded else None
 
     def chosen(self, heads: Sequence[int]) -> list[slice]:
         """Return the columns of this rank's rows that are stored, for the requested `heads`."""

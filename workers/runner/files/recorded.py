@@ -40,7 +40,9 @@ class RowBlock:
 
     def __init__(self, memory: np.ndarray, place: BlockPlace) -> None:
         """`memory`: uint8, the shared memory. It must not be used otherwise while rows are used."""
-        facts, self.place, self.dtype = DTYPES[place.dtype], place, place.dtype
+        facts = DTYPES[place.dtype]
+        self.place = place
+        self.dtype = place.dtype
         self.ports = np.frombuffer(place.ports, dtype=np.int64)
         shape = len(self.ports), place.count, place.width
         self.nbytes = shape[0] * shape[1] * shape[2] * facts.bytes
@@ -240,8 +242,10 @@ class Recorded:
         `expected`: the positions that are to be stored.
         """
         self.blocks = [RowBlock(memory, place) for place in blocks]
-        self._earlier, self._reused = extents_at(earlier, memory), extents_at(reused, memory)
-        self.dropped, self.expected = dropped, expected
+        self._earlier = extents_at(earlier, memory)
+        self._reused = extents_at(reused, memory)
+        self.dropped = dropped
+        self.expected = expected
 
     def runs(self, stop: int = sys.maxsize) -> list[Extent]:
         """Return the rows of positions below `stop` that were not recorded again."""
@@ -285,7 +289,8 @@ def _among(runs: Sequence[Extent], positions: set[int]) -> tuple[list[Extent], s
     """Return the parts of runs at these positions, of the last run that has each, and the positions
     that no run has.
     """
-    found, left = list[Extent](), set(positions)  # a copy for each run would be quadratic
+    found = list[Extent]()
+    left = set(positions)  # a copy for each run would be quadratic
     for run in reversed(runs):
         here = sorted(left.intersection(run.positions))
         left.difference_update(here)
@@ -306,7 +311,8 @@ class MemoryRows:
         chosen: Sequence[slice],
     ) -> None:
         """`dtype`: in which they are stored. `chosen`: the stored columns."""
-        self._dtype, self._chosen = dtype, list(chosen)
+        self._dtype = dtype
+        self._chosen = list(chosen)
         self._places = {(hook, layer): place for place, (hook, layer, _) in enumerate(ports)}
         self._parts = [(run, ports_in(run.block, ports)) for run in runs]
 

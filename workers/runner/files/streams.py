@@ -66,10 +66,14 @@ class RecordingFile:
         """`begin(stream)` creates the file, and returns it with the bytes reserved for its header.
         `wait`: that of `SharedMemory`.
         """
-        self.opened, self._begin, self._wait = opened, begin, wait
+        self.opened = opened
+        self._begin = begin
+        self._wait = wait
         shape = opened.shape
         self.capture = capture = opened.spec.captures[shape.number]
-        self._ports, self._dtype, self._chosen = shape.ports, shape.dtype, shape.chosen(capture)
+        self._ports = shape.ports
+        self._dtype = shape.dtype
+        self._chosen = shape.chosen(capture)
         #: Every position that may be captured, int64, ascending.
         self.order = as_array(capture.select(0, opened.end, opened.spec.prompt_tokens))
         self._stored_as = shape.stored_as(capture)
@@ -110,7 +114,8 @@ class RecordingFile:
                         self._write([run for block in blocks for run in block.runs(0, sys.maxsize)])
                     except Exception as error:
                         # dropping the draft frees its disk space immediately
-                        self._error, self._draft = error.with_traceback(None), None
+                        self._error = error.with_traceback(None)
+                        self._draft = None
             if self._dropped:
                 self._draft = None
 
@@ -184,7 +189,8 @@ class RecordingFile:
         self._written[at : at + sum(run.count for run in runs)] = True
         for run, of_run in zip(runs, ports, strict=True):
             for dtype, bad in self._bad.items():
-                unsound, part = run.unsound(dtype), bad[at : at + run.count]
+                unsound = run.unsound(dtype)
+                part = bad[at : at + run.count]
                 if unsound is not None or part.any():
                     part[:] = False if unsound is None else unsound[of_run].T
             at += run.count
@@ -193,18 +199,19 @@ class RecordingFile:
         """Close the gaps of positions that were not captured: safetensors allows no holes. Rows
         move towards the beginning in order, so none is overwritten before it has moved.
         """
-        stride, to = len(self.order) * self._row_bytes, self._header
+        stride = len(self.order) * self._row_bytes
+        to = self._header
         runs = contiguous(kept) if len(kept) else []
         for place in range(len(self._ports)):
             for first, count in runs:
-                at, remaining = (
-                    self._header + place * stride + int(kept[first]) * self._row_bytes,
-                    count * self._row_bytes,
-                )
+                at = self._header + place * stride + int(kept[first]) * self._row_bytes
+                remaining = count * self._row_bytes
                 while remaining and at != to:
                     piece = draft.read(at, min(remaining, _PIECE))
                     draft.write(to, [piece])
-                    at, to, remaining = at + len(piece), to + len(piece), remaining - len(piece)
+                    at = at + len(piece)
+                    to = to + len(piece)
+                    remaining = remaining - len(piece)
                 to += remaining
         draft.truncate(to)
 
@@ -226,9 +233,12 @@ class SealedRows:
         """`bad`: dtype → position and index of the port of rows that are not finite in that dtype,
         among others.
         """
-        self._draft, self._positions = draft, positions
+        self._draft = draft
+        self._positions = positions
         self._sites = [(hook, layer) for hook, layer, _ in ports]
-        self._tensor, self._header, self._bad = len(positions) * row_bytes, header, bad
+        self._tensor = len(positions) * row_bytes
+        self._header = header
+        self._bad = bad
         self._view: memoryview | None = None
 
     def unsound(self, dtype: str) -> Iterator[tuple[str, int, int]]:
@@ -251,10 +261,8 @@ class SealedRows:
         if not self._draft.adoptable:
             return None
         manifest = capture.manifest(capture.sites)
-        header, rows = (
-            encode_header(_tensors_of(capture), manifest, self._header),
-            self._header + self._tensor * len(self._sites),
-        )
+        header = encode_header(_tensors_of(capture), manifest, self._header)
+        rows = self._header + self._tensor * len(self._sites)
         if len(header) != self._header:
             raise RuntimeError(
                 f"a header of {len(header)} bytes does not fit the {self._header} reserved for it"
@@ -265,7 +273,9 @@ class SealedRows:
             for values in (capture.positions, capture.token_ids)
         ]
         self._draft.write(rows, ends)
-        size, crc, at = rows + sum(map(len, ends)), 0, 0
+        size = rows + sum(map(len, ends))
+        crc = 0
+        at = 0
         while at < size:
             piece = self._draft.read(at, min(_PIECE, size - at))
             crc = zlib.crc32(piece, crc)
@@ -282,11 +292,15 @@ class StreamFiles:
         """`scratch()` creates a temporary file, for captures that the store cannot adopt.
         `origin()`: that of the rows.
         """
-        self._store, self._scratch, self._origin = store, scratch, origin
+        self._store = store
+        self._scratch = scratch
+        self._origin = origin
 
     def begin(self, stream: RecordingFile) -> tuple[Draft, int]:
         """Create the file of a stream; return it with the bytes reserved for its header."""
-        opened, capture, most = stream.opened, stream.capture, stream.order.tolist()
+        opened = stream.opened
+        capture = stream.capture
+        most = stream.order.tolist()
         largest = opened.shape.finished(  # with the longest manifest that is possible
             opened.spec,
             self._origin(),
@@ -308,7 +322,8 @@ class StreamFiles:
 
 def _tensors_of(capture: FinishedCapture) -> list[tuple[str, str, list[int], int]]:
     """Return the tensors of a capture's blob: name, dtype, shape and bytes."""
-    count, width = len(capture.positions), capture.hidden_size
+    count = len(capture.positions)
+    width = capture.hidden_size
     size = count * width * ITEM_BYTES[capture.dtype]
     return [
         *(

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from ....broker.artifacts.retention import CaptureUsage
-from ....broker.receipts.outbox import Outbox
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, Consumed, Receipt
 from ....schemas.readings.stored import READER
 from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.specs import WriterWork
+from ....storage.capture_usage import CaptureUsage
 from ....storage.store import ArtifactStore
 from ..base.backlog import Backlog
 from .consumers import BUILT_IN, Logging, MemoryConsumer, installed
 from .finished_rows import Consumer, FinishedCapture, Outcome
-from .layouts import Filesystem, OpenShards, StoreConfig, each
+from .harvest_shards import OpenShards
+from .layouts import Filesystem, StoreConfig, each
+from .receipt_outbox import ReceiptOutbox
 
 if TYPE_CHECKING:
     from ....schemas.settings.tuning import Tuning
@@ -36,8 +37,10 @@ GROUP_BYTES = 64 << 20
 #: Consumers whose failure fails the capture, because its rows are lost. Failures of other consumers
 #: only make it partial.
 ESSENTIAL = frozenset({"filesystem", "memory", HARVEST, READER})
-#: The most positions that a message names, and the most characters that it has.
-_POSITIONS, _MESSAGE = 16, 1000
+#: The most positions that a message names.
+_POSITIONS = 16
+#: The most characters that it has.
+_MESSAGE = 1000
 #: Digits of the boot's id in segment names, enough that two starts of a worker share no segment.
 BOOT_DIGITS = 12
 
@@ -150,7 +153,7 @@ class CaptureWriter:
     def __init__(
         self,
         store: StoreConfig,
-        outbox: Outbox,
+        outbox: ReceiptOutbox,
         threads: int,
         memory_limit: int,
         begin: Callable[[], None] = lambda: None,
@@ -177,7 +180,8 @@ class CaptureWriter:
         }
         self._first = works[0]
         self._pending = 0
-        self.backlog, self._sends = backlog or Backlog(), backlog is None
+        self.backlog = backlog or Backlog()
+        self._sends = backlog is None
         # counts since the start
         self.totals = {"captured_rows": 0, "captured_bytes": 0, "dropped_positions": 0}
         self._diverted: Diversion | None = None
@@ -264,7 +268,8 @@ class CaptureWriter:
         while group := self._gather(work):
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
-            count, size = len(group), sum(job.size for job in group)
+            count = len(group)
+            size = sum(job.size for job in group)
             # free the rows' memory before the job is counted as written
             group.clear()
             with self._lock:
@@ -276,7 +281,9 @@ class CaptureWriter:
         """Wait for a job, and return the group of those that wait then; none at the end. Writes
         parts on the way.
         """
-        group, size, jobs = list[WriteJob](), 0, self._queues[work]
+        group = list[WriteJob]()
+        size = 0
+        jobs = self._queues[work]
         while len(group) < GROUP_REQUESTS[work] and size < GROUP_BYTES:
             try:
                 job = jobs.get(block=not group)
@@ -449,7 +456,7 @@ def make_writer(
     quota_mib: int,
     captures: ArtifactStore,
     boot: str,
-    outbox: Outbox,
+    outbox: ReceiptOutbox,
     threads: int,
     begin: Callable[[], None] = lambda: None,
     readings: Consumer | None = None,
@@ -466,12 +473,12 @@ def make_writer(
         quota=quota_mib << 20,
     )
     return CaptureWriter(
-        store,
-        outbox,
-        threads,
-        sizes.memory_limit_kib << 10,
-        begin,
-        readings,
-        backlog,
-        works,
+        store=store,
+        outbox=outbox,
+        threads=threads,
+        memory_limit=sizes.memory_limit_kib << 10,
+        begin=begin,
+        readings=readings,
+        backlog=backlog,
+        works=works,
     )

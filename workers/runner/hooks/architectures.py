@@ -152,7 +152,8 @@ def launch_groups(
     cycle = [hook for hook in (*HOOKS[1:], HOOKS[0]) if hook in variant.taps and hook in hooks]
     groups: list[list[Hook]] = []
     for hook in cycle:
-        tap, last = variant.taps[hook], variant.taps[groups[-1][-1]] if groups else None
+        tap = variant.taps[hook]
+        last = variant.taps[groups[-1][-1]] if groups else None
         same = last is not None and (tap.path, tap.side) == (last.path, last.side)
         if hook == HOOKS[0] and last is not None:
             same = (

@@ -192,9 +192,10 @@ SEPARATE_HEADS = frozenset(
 )
 #: Architectures whose Mamba layers clamp time steps to at least `time_step_min` in transformers.
 LEAST_STEP = frozenset({"NemotronHForCausalLM"})
-#: A `time_step_min` up to this has no effect, and one up to the other, transformers' default, has
-#: hardly any.
-LEAST_STEP_MATTERS, LEAST_STEP_SERVED = 1e-6, 1e-3
+#: A `time_step_min` up to this has no effect.
+LEAST_STEP_MATTERS = 1e-6
+#: One up to this, transformers' default, has hardly any.
+LEAST_STEP_SERVED = 1e-3
 #: Architectures whose window has one token more in vLLM.
 WIDER_WINDOW = frozenset({"Cohere2ForCausalLM", "Cohere2MoeForCausalLM"})
 
@@ -267,10 +268,10 @@ def caveats(
         value = getattr(config, rule.field, None)
         if value not in rule.served and (not rule.on_cpu or _on_cpu()):
             served = " or ".join("null" if item is None else repr(item) for item in rule.served)
-            valid = f"; served: {served}" if served else " on a CPU" if rule.on_cpu else ""
+            on_cpu = " on a CPU" if rule.on_cpu and not served else ""
+            valid = f"; served: {served}" if served else ""
             raise DifferentNumbersError(
-                f"{rule.field}={value!r} is not served{'' if served else valid}: "
-                f"{rule.why}{valid if served else ''}"
+                f"{rule.field}={value!r} is not served{on_cpu}: {rule.why}{valid}"
             )
     window = getattr(config, "sliding_window", None)
     if architecture in WIDER_WINDOW and window is not None and max_model_len > window:

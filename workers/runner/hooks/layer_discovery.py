@@ -109,7 +109,10 @@ class _Probe:
         device: torch.device,
         known: Sequence[float],
     ) -> None:
-        self.layer, self.hidden_size, self.dtype, self.device = layer, hidden_size, dtype, device
+        self.layer = layer
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.device = device
         self.known = known
         self.exact = _EXACT.get(dtype, _ROUNDED)
         self.residual = "residual" in list(inspect.signature(layer.forward).parameters)
@@ -142,7 +145,8 @@ class _Probe:
     def _run(self, returns: Mapping[str, int], edit: _Edit | None) -> _Run:
         generator = torch.Generator().manual_seed(0)
         calls: list[_Call] = []
-        hidden, residual = self._rows(generator), self._rows(generator) if self.residual else None
+        hidden = self._rows(generator)
+        residual = self._rows(generator) if self.residual else None
         # Random rows are independent of one another, so the multipliers of a sum are unique.
         stubs = {path: self._rows(generator) for path in returns}
         with ExitStack() as stack:
@@ -154,11 +158,8 @@ class _Probe:
                 )
             inputs = (hidden.clone(), None if residual is None else residual.clone())
             output = self.layer.forward(**self._arguments(hidden, residual))
-        tensors = [
-            item
-            for item in (output if isinstance(output, tuple) else (output,))
-            if self._is_rows(item)
-        ]
+        returned = output if isinstance(output, tuple) else [output]
+        tensors = [item for item in returned if self._is_rows(item)]
         if not tensors:
             raise NoStreamError("the layer returns no rows")
         outputs = [item.reshape(-1, self.hidden_size).clone() for item in tensors]
@@ -230,7 +231,9 @@ class _Probe:
                 result = None
             else:
                 result = returned(stub.clone().reshape(given[0].shape if given else stub.shape))
-            tensor = out if result is None else result[0] if isinstance(result, tuple) else result
+            tensor = out
+            if result is not None:
+                tensor = result[0] if isinstance(result, tuple) else result
             if tensor is not None and self._is_rows(tensor):
                 if edit is not None and (edit[0].path, edit[0].side) == (path, "output"):
                     tensor.add_(edit[1])
@@ -308,11 +311,17 @@ class _Probe:
                 f"({', '.join(run.calls[place].path for place in places)})"
             )
         if middle is None and len(places) == 1:
-            self._one_branch(run, places[0], kind, law, taps, absent, laws)
+            self._one_branch(
+                run=run, place=places[0], kind=kind, law=law, taps=taps, absent=absent, laws=laws
+            )
         elif middle is None:
-            self._parallel(run, places, kind, law, taps, absent, laws)
+            self._parallel(
+                run=run, places=places, kind=kind, law=law, taps=taps, absent=absent, laws=laws
+            )
         else:
-            self._two_branches(run, middle, kind, law, taps, absent, laws)
+            self._two_branches(
+                run=run, middle=middle, kind=kind, law=law, taps=taps, absent=absent, laws=laws
+            )
         self._check_edits(taps, laws, kind)
         return LayerShape(taps, absent, laws)
 
@@ -336,7 +345,8 @@ class _Probe:
         """Return ("pair" or "single", the stream that enters, the stream that leaves as multiples
         of the entering one and of the branches).
         """
-        (hidden, residual), (output, second) = run.inputs, run.outputs
+        (hidden, residual) = run.inputs
+        (output, second) = run.outputs
         for kind in ("pair", "single"):
             if kind == "pair" and (residual is None or second is None):
                 continue
@@ -362,10 +372,12 @@ class _Probe:
                 "stream": stream,
                 **{place: value for place, value in branches.items() if place < number},
             }
-            pair = [call.inputs[0] + call.inputs[1]] if len(call.inputs) == 2 else []
-            for kind, target in [("pair", value) for value in pair] + [
-                ("single", value) for value in call.inputs[:1]
-            ]:
+            targets = dict[Any, torch.Tensor]()  # by kind of tap
+            if len(call.inputs) == 2:
+                targets["pair"] = call.inputs[0] + call.inputs[1]
+            if call.inputs:
+                targets["single"] = call.inputs[0]
+            for kind, target in targets.items():
                 law = self.fit(target, before)
                 if (
                     law is not None
@@ -373,7 +385,7 @@ class _Probe:
                     and len(law) > 1
                     and law.keys() <= leaving.keys()
                 ):
-                    return number, Tap(call.path, "input", kind), law  # type: ignore[arg-type]
+                    return number, Tap(call.path, "input", kind), law
         return None
 
     def _two_branches(
@@ -396,10 +408,8 @@ class _Probe:
                 f"({', '.join(run.calls[place].path for place in first)})"
             )
         elif tap.kind == "pair":
-            taps["attn_out"], laws["post_attn"] = (
-                Tap(tap.path, "input"),
-                {"pre_attn": multiples["stream"], "attn_out": 1.0},
-            )
+            taps["attn_out"] = Tap(tap.path, "input")
+            laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": 1.0}
         else:
             taps["attn_out"] = Tap(run.calls[first[0]].path, "output")
             laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": multiples[first[0]]}
@@ -410,10 +420,8 @@ class _Probe:
                 f"({', '.join(run.calls[place].path for place in second)})"
             )
         elif second and kind == "pair":
-            taps["mlp_out"], laws["post_block"] = (
-                Tap("", "output"),
-                {"post_attn": kept, "mlp_out": 1.0},
-            )
+            taps["mlp_out"] = Tap("", "output")
+            laws["post_block"] = {"post_attn": kept, "mlp_out": 1.0}
         elif second:
             taps["mlp_out"] = Tap(run.calls[second[0]].path, "output")
             laws["post_block"] = {"post_attn": kept, "mlp_out": law[second[0]]}
@@ -443,10 +451,8 @@ class _Probe:
             raise NoStreamError(
                 "two branches are added in one sum to a stream that is a pair of tensors"
             )
-        taps["attn_out"], taps["mlp_out"] = (
-            Tap(run.calls[attention].path, "output"),
-            Tap(run.calls[mlp].path, "output"),
-        )
+        taps["attn_out"] = Tap(run.calls[attention].path, "output")
+        taps["mlp_out"] = Tap(run.calls[mlp].path, "output")
         computes = next((call for call in reversed(run.calls[: mlp + 1]) if not call.leaf), None)
         if computes is not None and not computes.mixes:
             taps["mlp_in"] = Tap(computes.path, "input")
@@ -489,7 +495,8 @@ class _Probe:
         }
         if "post_attn" in laws and "post_attn" in last:
             through["attn_out"] = laws["post_attn"]["attn_out"] * last["post_attn"]
-        plain, added = self.run(), self._rows(torch.Generator().manual_seed(1))
+        plain = self.run()
+        added = self._rows(torch.Generator().manual_seed(1))
         for hook, expected in through.items():
             tap = taps.get(hook)
             if tap is None or expected is None or not tap.path:

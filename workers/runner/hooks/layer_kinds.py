@@ -93,11 +93,9 @@ def _unknown(module: Any) -> str:
     impl = module.impl
     if type(impl).__name__ not in _IMPLEMENTATIONS:
         return f"attention backend {type(impl).__name__} is not known"
-    if lacking := [
-        name
-        for name in ("scale", "logits_soft_cap", "alibi_slopes", "sinks")
-        if not hasattr(impl, name)
-    ]:
+    needed = ("scale", "logits_soft_cap", "alibi_slopes", "sinks")
+    lacking = [name for name in needed if not hasattr(impl, name)]
+    if lacking:
         return f"attention backend {type(impl).__name__} has no {', '.join(lacking)}"
     if module.attn_type != AttentionType.DECODER:
         return f"its attention is of type {module.attn_type}; patterns need decoder attention"
@@ -165,7 +163,8 @@ def rule_of(router: Any, device: torch.device) -> RoutingKind | None:
     """Return the rule that reproduces the router's choices and weights on random logits; None if
     there is none.
     """
-    experts, top = int(router.global_num_experts), int(router.top_k)
+    experts = int(router.global_num_experts)
+    top = int(router.top_k)
     logits = 2 * torch.randn(_ROWS, experts, generator=torch.Generator().manual_seed(experts))
     routed_rows = router._compute_routing(
         torch.zeros(_ROWS, 1, device=device), logits.to(device), None

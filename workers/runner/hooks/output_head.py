@@ -49,7 +49,8 @@ class OutputHead:
         """`dtype`: of the rows. Raises NoHeadError."""
         root: Any = language_model(model)
         self._norm = final_norm(root, decoder(model, adapter), adapter.hidden_size)
-        self.dtype, self.device = dtype, device
+        self.dtype = dtype
+        self.device = device
         self._top, processor = _separate(root)
         lm_heads: list[Any] = []
         apply_head = processor._apply_head
@@ -67,7 +68,8 @@ class OutputHead:
                 if at is None
                 else "its vocabulary was extended"
             )
-        lm_head, processor._apply_head = lm_heads[0], apply_head
+        lm_head = lm_heads[0]
+        processor._apply_head = apply_head
         if device.type == "cpu":
             # vLLM's own product uses buffers that a concurrent forward pass uses too
             if "Unquantized" not in type(lm_head.quant_method).__name__:
@@ -100,7 +102,8 @@ class OutputHead:
         `reduce`: sums over all ranks of the stage, all of which must call this method. Raises
         NoHeadError, on all of them alike.
         """
-        weight, bias = getattr(self._lm_head, "weight", None), getattr(self._lm_head, "bias", None)
+        weight = getattr(self._lm_head, "weight", None)
+        bias = getattr(self._lm_head, "bias", None)
         if weight is None or "Unquantized" not in type(self._lm_head.quant_method).__name__:
             raise NoHeadError(
                 "its output matrix is quantised and split over ranks, so no rank can collect the "
@@ -120,7 +123,8 @@ class OutputHead:
             processor,
             lambda _, given, __: _linear(processor.head_dtype or self.dtype, only, given, shift),
         )
-        head._top, head.shard = top, VocabularyShard(0, len(tokens), 0, 1)
+        head._top = top
+        head.shard = VocabularyShard(0, len(tokens), 0, 1)
         return head
 
     def _product(self, normed: torch.Tensor) -> torch.Tensor:
@@ -161,7 +165,8 @@ def _separate(root: Any) -> tuple[nn.Module, Any]:
     processor = getattr(processor, "base_layer", processor)
     if not hasattr(processor, "_apply_head") or not hasattr(processor, "_gather_logits"):
         raise NoHeadError("it has none of vLLM's logits processors")
-    top, processor = _copied(root), _copied(processor)
+    top = _copied(root)
+    processor = _copied(processor)
     processor._gather_logits = _gather_logits
     top.__dict__.pop("compute_logits", None)  # wrappers of grading and certification
     top._modules["logits_processor"] = processor

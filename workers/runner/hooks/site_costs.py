@@ -105,7 +105,10 @@ def step_cost(
         groups = launches(shape.variant, hooks, shape.layers) if is_busy else []
         if busy_hooks <= (stream := stream_group(groups)):
             groups = [group for group in groups if not stream.isdisjoint(group)]
-    seconds, moved, host, unfused = 0.0, 0, 0, 0
+    seconds = 0.0
+    moved = 0
+    host = 0
+    unfused = 0
     for group in groups:
         busy = [hook for hook in group if hook in busy_hooks]
         transfers = _row_transfers(shape.variant, group, edited, captured) * rows if busy else 0
@@ -133,7 +136,8 @@ def _row_transfers(
     and writes one row for each edit and capture.
     """
     pair = any(variant.taps[hook].kind == "pair" for hook in group)
-    return (2 if pair else 1) + sum((hook in edited) + (hook in captured) for hook in group)
+    written = [hook for hook in group for users in (edited, captured) if hook in users]
+    return (2 if pair else 1) + len(written)
 
 
 def _between(variant: Variant, hooks: Collection[Hook], branch: Hook) -> bool:

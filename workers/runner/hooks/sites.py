@@ -35,6 +35,12 @@ from .architectures import (
 )
 from .layer_discovery import LayerShape, NoStreamError, probe
 
+_BY_SITE = ("plan", "site_rows")
+#: (hidden, residual or None) → None: runs the op of one launch.
+LaunchVisit = Callable[[torch.Tensor, torch.Tensor | None], None]
+#: Module of vLLM's Transformers backend.
+BACKEND_MODULE = "vllm.model_executor.models.transformers"
+
 
 @dataclass
 class RankSite:
@@ -88,10 +94,6 @@ class Buffers:
 #: The buffers in the order of the ops' arguments, and those of which a launch gets only the rows of
 #: its sites.
 _ORDER = tuple(field.name for field in fields(Buffers))
-_BY_SITE = ("plan", "site_rows")
-
-#: (hidden, residual or None) → None: runs the op of one launch.
-LaunchVisit = Callable[[torch.Tensor, torch.Tensor | None], None]
 
 
 def install(
@@ -244,7 +246,8 @@ def decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
 
     Some language models are this module themselves; the output head is in the model around them.
     """
-    below, (path, _, layers) = language_model(model), adapter.layers.rpartition(".")
+    below = language_model(model)
+    (path, _, layers) = adapter.layers.rpartition(".")
     return below if hasattr(below, layers) else _submodule(below, path, adapter)
 
 
@@ -293,7 +296,8 @@ def visit_of(
     belong to; empty: the residual stream's.
     """
     by_site = {name: getattr(buffers, name)[first : first + len(sites)] for name in _BY_SITE}
-    leader, branches = sites[0], _branches(sites)
+    leader = sites[0]
+    branches = _branches(sites)
     # Buffers on the module become inputs of the traced graph, as weights do. They are never saved.
     shared = f"midstream_{bank}_" if bank else "midstream_"
     names = tuple(
@@ -336,16 +340,15 @@ def _wrap(
     # some forwards return None, and write to the argument `output`
     written_at = names.index("output") if "output" in names else len(names)
     # Closed over, not read from objects, because tracing adds a guard for each read attribute.
-    inputs, outputs = tuple(before), tuple(after)
+    inputs = tuple(before)
+    outputs = tuple(after)
 
     def with_sites(*args: Any, **kwargs: Any) -> Any:
         for pair, visit in inputs:
             hidden = args[hidden_at] if hidden_at < len(args) else kwargs[hidden_name]
-            residual = (
-                (args[residual_at] if residual_at < len(args) else kwargs["residual"])
-                if pair
-                else None
-            )
+            residual = None
+            if pair:
+                residual = args[residual_at] if residual_at < len(args) else kwargs["residual"]
             visit(hidden, residual)
         output = forward(*args, **kwargs)
         for pair, visit in outputs:
@@ -382,10 +385,6 @@ def places(forward: Callable[..., Any]) -> tuple[int, int]:
     names = list(inspect.signature(forward).parameters)
     hidden = names.index("hidden_states") if "hidden_states" in names else 0
     return hidden, names.index("residual") if "residual" in names else hidden + 1
-
-
-#: Module of vLLM's Transformers backend.
-BACKEND_MODULE = "vllm.model_executor.models.transformers"
 
 
 def complete(

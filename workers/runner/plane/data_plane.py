@@ -1,8 +1,9 @@
 """Per-rank data plane: tracks requests, and calls the parts of a step in order.
 
 The runner adapters call `begin` (new and ended requests) and `plan` (the rows of each request), let
-the forward run, then call `drain`. An error in the data plane must not take the engine down: it
-fails the requests concerned, through their receipts.
+the forward run, then call `drain`; after it, `banks.found` and `probes.news` of the step. An error
+in the data plane must not take the engine down: it fails the requests concerned, through their
+receipts.
 """
 
 import sys
@@ -91,13 +92,16 @@ class DataPlane:
         above the first layer. `loras`: None if no adapters are served. `readers`: by the type of
         `StoredCapture.reading`. `connect`: where what is recorded goes.
         """
-        self._config, self._place = config, place
+        self._config = config
+        self._place = place
         arm(config.fault, Path(config.outbox_dir).parent)
-        self._hidden_size, self._dtype = buffers.pool.shape[1], buffers.pool.dtype
+        hidden_size = buffers.pool.shape[1]
+        dtype = buffers.pool.dtype
         self.actions = ActionLedger()
         every = [*sites, *(site for part in inside for site in part.sites)]
-        self.runs = RunStore(open_store(config.capture_root), every, self._hidden_size)
-        device, queue_bytes = buffers.ring.device, config.capture_queue_mib << 20
+        self.runs = RunStore(open_store(config.capture_root), every, hidden_size)
+        device = buffers.ring.device
+        queue_bytes = config.capture_queue_mib << 20
         # Page-locked memory is touched when a rank starts, and most of the ranks that share layers
         # record few rows.
         locked = (queue_bytes if inside or not place.tp else 0) + (config.row_store_mib << 20)
@@ -117,40 +121,37 @@ class DataPlane:
             readings=self.readings,
         )
         self._reports = Reports(config, place, self._delivery, self.actions, num_layers=num_layers)
-        self.describe = self._reports.describe
         self._requests = requests = Requests(place.rank, self._reports)
-        self._tracked, self.end = requests.tracked, requests.end
-        self._streams = Streams(config.capture_window_mib << 20, self._delivery)
+        self._tracked = requests.tracked
+        streams = Streams(config.capture_window_mib << 20, self._delivery)
         # tokens in a KV block, the unit in which rows are kept; set once the KV cache is known; 1:
         # no rows are kept
         self.block_size = sys.maxsize if config.row_store_mib else 1
         self._overloads = overloads(config.capture_overload, queue_bytes, self._delivery.backlog)
         residual = BankPart(RESIDUAL, sites, buffers)
         self._table = Tables(self.actions)
-        self._banks = Banks(residual, inside, self._table, self.runs, self._arena, self._overloads)
-        self.found = self._banks.found  # to be called after each step
+        self.banks = Banks(residual, inside, self._table, self.runs, self._arena, self._overloads)
         self._table.prepared.start()
         self.rank_state = RankState(every, num_layers, self._table)
         self._grading = Grading()
-        self._probes = Scorer(self._table.vectors, self._hidden_size, streams=place.stages == 1)
-        self.probe_news = self._probes.news  # to be called after each step, like `found`
+        self.probes = Scorer(self._table.vectors, hidden_size, streams=place.stages == 1)
         self._view: StepView | None = None  # the planned step, until it has run
         self.entering = (
-            Reentry(requests, gate, self.runs, self._hidden_size, self._dtype, device)
+            Reentry(requests, gate, self.runs, hidden_size, dtype, device)
             if gate is not None
             else None
         )
         self.loras = loras
         self._rows = RowsPart(
-            requests,
-            place,
-            self._banks,
-            self.rank_state,
-            self._streams,
-            self._overloads,
-            self._arena,
-            self._delivery,
-            lambda: self.block_size,
+            requests=requests,
+            place=place,
+            banks=self.banks,
+            state=self.rank_state,
+            streams=streams,
+            overloads=self._overloads,
+            arena=self._arena,
+            delivery=self._delivery,
+            block_size=lambda: self.block_size,
         )
         # One order for all phases: a tuple for each phase would allow any, and would have to be
         # read in as many places.
@@ -158,15 +159,13 @@ class DataPlane:
             # First, because nothing of a step with a wrong adapter may be used.
             Adapters(requests, loras, self.actions) if loras is not None else None,
             # Edits begin the step's plan; Rows complete and commit it.
-            EditsPart(
-                requests, self._banks, self.rank_state, self.runs, self.actions, self._probes
-            ),
+            EditsPart(requests, self.banks, self.rank_state, self.runs, self.actions, self.probes),
             self._rows,
             # After these, so that they skip requests that failed so far.
             self.entering,
             self._grading if place.grades else None,
             # Last, because probes score rows that Rows recorded.
-            ProbesPart(requests, self._probes),
+            ProbesPart(requests, self.probes),
         ]
         #: The order within each phase of a step, see `StepPart`; a part without one is not called.
         self._parts = tuple(part for part in parts if part is not None)
@@ -190,6 +189,10 @@ class DataPlane:
         self._token_rows = 0  # token rows computed so far, including rejected drafts
 
     # --- Calls of the worker
+
+    def describe(self, **changed: Any) -> None:
+        """Change fields of `Origin` for every later manifest."""
+        self._reports.describe(**changed)
 
     def forget_failures(self, steps: list[int]) -> None:
         """Forget the failures before a reset of the prefix cache, whose blocks it no longer serves.
@@ -320,8 +323,9 @@ class DataPlane:
             if finished
             else dict[str, int]()
         )
-        for begin in self._begins if ended else ():
-            begin(ended)
+        if ended:
+            for begin in self._begins:
+                begin(ended)
         if ended or new or resumed:
             requests.change()
         for request_id in sorted(ended):
@@ -330,14 +334,15 @@ class DataPlane:
                 for part in self._parts:
                     part.release(tracked)
                 tracked.count(requests.slots)
-                self._banks.erase(tracked.slot)
+                self.banks.erase(tracked.slot)
                 requests.slots.give(tracked.slot)
                 tracked.slot = 0
                 requests.finish(tracked, finished[request_id])
         for key, num_tokens in ends:
             requests.end(key, num_tokens)
         if new and not self._tracked:
-            self._schedule, self._least = 0, IDLE
+            self._schedule = 0
+            self._least = IDLE
         for packed in waiting:
             self._table.prepared.expect(lambda packed=packed: unpack(packed).spec.rows)  # type: ignore[misc]
         for request in new:
@@ -355,8 +360,13 @@ class DataPlane:
                 late[-1].done()
             else:  # no step may follow
                 late[-1].wait()
-        for prepare in self._prepares if keeping is not None or self._delivery.held else ():
-            prepare(keeping)
+        if keeping is not None or self._delivery.held:
+            for prepare in self._prepares:
+                prepare(keeping)
+
+    def end(self, request_id: str, num_tokens: int) -> None:
+        """See `Requests.end`."""
+        self._requests.end(request_id, num_tokens)
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> int:
         """Return the family of graphs (see `kernels.ops`) for the forward of these (request, first
@@ -366,10 +376,9 @@ class DataPlane:
         even if one of them records nothing or its plan fails. A forward that runs as Python, or an
         engine without the setting `graph_families`, has one family.
         """
-        self._family = WHOLE
-        if self._families:
-            self._family = IDLE
-            for request_id, first, count in windows if self._tracked else ():
+        self._family = IDLE if self._families else WHOLE
+        if self._families and self._tracked:
+            for request_id, first, count in windows:
                 if (tracked := self._tracked.get(request_id)) is not None:
                     # Conservative, and cheap at each step: gaps in the window, steps of `every_n`
                     # and sites of other stages count as work.
@@ -378,7 +387,8 @@ class DataPlane:
                         self._family = min(self._family, tracked.family)
                 if self._family == self._least:
                     break
-        self._idle_steps += self._family == IDLE
+        if self._family == IDLE:
+            self._idle_steps += 1
         return self._family
 
     def plan(self, view: StepView) -> None:
@@ -388,7 +398,7 @@ class DataPlane:
         if not self._tracked:
             self.plan_nothing()
             return
-        self._banks.precede()
+        self.banks.precede()
         requests = self._requests
         places = np.stack((view.counts, view.positions))
         # Two runs can agree bit for bit only if vLLM composed their batches identically: tests
@@ -412,15 +422,15 @@ class DataPlane:
         batch = StepBatch(view, self._tracked, without)
         for _, tracked in batch.members:
             if tracked.stale:
-                self._banks.write(tracked)
+                self.banks.write(tracked)
         return batch
 
     def plan_nothing(self) -> None:
         """Have the next forward pass, of no tracked request, do nothing."""
-        self._banks.precede()
-        if self._banks.loaded:
+        self.banks.precede()
+        if self.banks.loaded:
             with self._requests.guard((), BY_REQUEST):
-                self._banks.clear()
+                self.banks.clear()
 
     def grade(self, logits: torch.Tensor) -> None:
         """Grade the requests that are due with the logits of the planned step."""
@@ -437,14 +447,16 @@ class DataPlane:
 
         `hidden`: output of the last layer, `[tokens, hidden_size]`; None on other stages.
         """
-        step, self._view = RanStep(self._view, hidden), None
+        step = RanStep(self._view, hidden)
+        self._view = None
         for drain in self._drains:
             drain(step)
         for settle in self._settles:
             settle(step)
 
     def _admit(self, request: NewRequest) -> None:
-        requests, spec = self._requests, request.spec
+        requests = self._requests
+        spec = request.spec
         if request.unreadable:  # most likely from another version
             requests.fail(
                 Tracked(spec),

@@ -45,7 +45,8 @@ class Grading(StepPart):
         return [due.tracked for due in self._due]
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
-        self._due, self._rows = [], 0
+        self._due = []
+        self._rows = 0
         if not batch.watched:
             return
         members = dict(batch.members)
@@ -68,7 +69,8 @@ class Grading(StepPart):
         """
         # Only the first logits after a plan are the step's: warm-up precedes every plan, and logits
         # of prompt tokens come after those for the sampler.
-        due, self._due = self._due, []
+        due = self._due
+        self._due = []
         if not due:
             return []
         # The step's sampled rows are one for each request, and one more for each draft token.
@@ -119,7 +121,8 @@ class Grading(StepPart):
         ]
         tokens = [token for item in due for token in item.grade.token_ids]
         places = _on_device([rows, tokens], logprobs.device)
-        parts, ends = [logprobs[places[0], places[1]].double()], len(tokens)
+        parts = [logprobs[places[0], places[1]].double()]
+        ends = len(tokens)
         against = by_key(
             (item.grade.against, place) for place, item in enumerate(due) if item.grade.against
         )
@@ -136,8 +139,10 @@ class Grading(StepPart):
             )
             divergence |= {place: ends + number for number, place in enumerate(of_name)}
             ends += len(of_name)
-        values, begin = torch.cat(parts), 0
-        copy, landing = values, LANDED
+        values = torch.cat(parts)
+        begin = 0
+        copy = values
+        landing = LANDED
         if values.device.type != "cpu":
             copy = locked_like(values)
             copy.copy_(values, non_blocking=True)

@@ -68,7 +68,8 @@ class _Layer:
     """One loaded layer."""
 
     def __init__(self, layer: nn.Module, group: Group) -> None:
-        self._layer, self._group = layer, group
+        self._layer = layer
+        self._group = group
         self._parts = dict(layer.named_modules())
         self._latent: Any = next(
             (part for part in self._parts.values() if isinstance(part, MLAAttention)), None
@@ -89,11 +90,13 @@ class _Layer:
         return Inner(self._own_cache(), 2, self._keys(self._only_attention().head_size_v))
 
     def q_proj(self) -> Inner:
-        module, columns = self._projection("q"), self._query(self._only_attention().head_size)
+        module = self._projection("q")
+        columns = self._query(self._only_attention().head_size)
         return Inner(module, "output", columns)
 
     def k_proj(self) -> Inner:
-        module, columns = self._projection("k"), self._keys(self._only_attention().head_size)
+        module = self._projection("k")
+        columns = self._keys(self._only_attention().head_size)
         fused = isinstance(_base(module), QKVParallelLinear)
         return Inner(
             module,
@@ -191,10 +194,8 @@ class _Layer:
         return attention
 
     def _query(self, width: int) -> BankColumns:
-        heads, group = (
-            (self._only_attention() if self._latent is None else self._latent).num_heads,
-            self._group,
-        )
+        heads = (self._only_attention() if self._latent is None else self._latent).num_heads
+        group = self._group
         return BankColumns(
             RowShape(heads=heads * group.size, width=width),
             group.rank * heads * width,
@@ -202,7 +203,8 @@ class _Layer:
         )
 
     def _keys(self, width: int) -> BankColumns:
-        heads, group = self._only_attention().num_kv_heads, self._group
+        heads = self._only_attention().num_kv_heads
+        group = self._group
         fused = [
             _base(part)
             for part in self._linears(attention=True).values()
@@ -259,11 +261,8 @@ class _Layer:
     def _experts(self) -> set[int]:
         """Return the number of experts of each mixture-of-experts module in the layer."""
         configs = (getattr(part, "moe_config", None) for part in self._parts.values())
-        return {
-            number
-            for config in configs
-            if config is not None and isinstance(number := config.num_logical_experts, int)
-        }
+        numbers = {config.num_logical_experts for config in configs if config is not None}
+        return {number for number in numbers if isinstance(number, int)}
 
     def _check_split(self, module: nn.Module) -> None:
         """Raises MissingHookError unless each rank calls the module with its part of the input."""
@@ -357,10 +356,9 @@ def install_inside(
             continue
         columns = by_hook[installed[0]][0].columns
         places = [
-            (hook, number, inner)
+            (hook, number, by_hook[hook][place])
             for place, (number, _) in enumerate(layers)
             for hook in installed
-            for inner in [by_hook[hook][place]]
         ]
         sites = [RankSite(hook, number, "single") for hook, number, _ in places]
         buffers = buffers_of(len(sites), sizes(len(sites)), columns.size, dtype, device)

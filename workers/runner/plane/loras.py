@@ -36,7 +36,9 @@ class LoadedAdapters:
         """`manager`: the runner's `LRUCacheWorkerLoRAManager`. `scratch`: a folder for copies of
         adapters while they are loaded.
         """
-        self._worker, self._manager, self._scratch = manager, manager._adapter_manager, scratch
+        self._worker = manager
+        self._manager = manager._adapter_manager
+        self._scratch = scratch
         self._digests: dict[int, str] = {0: ""}  # vLLM's number → content
         # the last step whose rows were all compared, and what `_state` was then
         self._compared: tuple[StepView, tuple[Any, ...]] | None = None
@@ -116,7 +118,8 @@ class LoadedAdapters:
         at each request.
         """
         state = self._state(requests.changes, view.num_rows)
-        before, self._compared = self._compared, None
+        before = self._compared
+        self._compared = None
         if before is None or state != before[1] or not view.is_like(before[0]):
             self._compare(view, requests, actions)
         self._compared = view, state
@@ -252,14 +255,16 @@ class _BySegment(PunicaWrapperCPU):
     ) -> None:
         if self.no_lora or self.batch_size < 0:  # negative: no step has begun
             return
-        rows, out = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        rows = x.reshape(-1, x.shape[-1])
+        out = y.view(-1, y.shape[-1])
         starts, lengths, slots, *_ = self.prefill_metadata
         for start, length, slot in zip(
             starts.tolist(), lengths.tolist(), slots.tolist(), strict=True
         ):
             if slot < 0:
                 continue
-            of_request, column = rows[start : start + length].float(), 0
+            of_request = rows[start : start + length].float()
+            column = 0
             for a, b, width in zip(lora_a_stacked, lora_b_stacked, output_slices, strict=True):
                 shrunk = scale * (of_request @ a[slot, 0].float().T)
                 out[start : start + length, column : column + width] += (

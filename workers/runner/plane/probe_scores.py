@@ -21,15 +21,16 @@ from ..base.landings import LANDED
 from ..edits.steering_tables import VectorStore
 from ..probes.kinds import ProbeGroup
 from ..probes.probe_news import News
-from ..probes.watches import Watch
+from ..probes.watches import ScoreTables, Watch
 from ..probes.weight_stacks import ProbedRows, Stacks, WeightStack
 from ..rows.capture import Recording, ScoredRows
 
 #: Elements of rows that are converted to float32 at a time, so that they stay in the CPU's cache.
 _CHUNK = 2**19
-#: Rows without urgency are scored together once they come from this many steps, or have this many
-#: bytes.
-_STEPS, _BYTES = 16, 2**25
+#: Rows without urgency are scored together once they come from this many steps …
+_STEPS = 16
+#: … or have this many bytes.
+_BYTES = 2**25
 _Pending = tuple[ScoredRows, list[News]]  # rows, and the news of their step
 
 
@@ -42,6 +43,7 @@ class Scorer:
         """
         self._streams = streams
         self._stacks = Stacks(vectors, hidden_size)
+        self._tables = ScoreTables()
         #: Rows without scores, by number, in the order of the steps.
         self.pending: dict[int, _Pending] = {}
         self._numbers = itertools.count()
@@ -71,12 +73,13 @@ class Scorer:
             request_id,
             [spec.probes[number] for number in plan.numbers],
             spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1,
-            plan.kind,
+            self._tables.of(plan.kind),
             spec.prompt_tokens,
         )
         watch.settle = partial(self.settle, raises=False)
         for recording, stack in zip(scored, plan.stacks, strict=True):
-            recording.watch, recording.stack = watch, stack
+            recording.watch = watch
+            recording.stack = stack
         return watch
 
     def take(self, recorded: Sequence[ScoredRows]) -> None:
@@ -84,14 +87,17 @@ class Scorer:
         those of later steps, since scoring many takes about as long as scoring a few. The checksum
         is of all scores of a request, so it does not depend on when they are computed.
         """
-        news, landed = list[News](), bool(self.pending) or self._error is not None
+        news = list[News]()
+        landed = bool(self.pending) or self._error is not None
         self._last = news if recorded else None
         for rows in recorded:
             self.pending[next(self._numbers)] = rows, news
-            landed |= rows.landing is LANDED
+            landed = landed or rows.landing is LANDED
             self._bytes += 0 if rows.readers.urgent else rows.nbytes
-        self._steps += bool(self.pending)
-        if full := self._steps >= _STEPS or self._bytes >= _BYTES:
+        if self.pending:
+            self._steps += 1
+        full = self._steps >= _STEPS or self._bytes >= _BYTES
+        if full:
             self._steps = self._bytes = 0
         if landed or full:
             self.settle({}, full=full)
@@ -112,9 +118,12 @@ class Scorer:
         `needed`: watch → number of its rows; `kinds`: of watches that need all rows; `news`: of a
         step that needs its rows.
         """
-        pending, last, due = list(self.pending.items()), dict[WeightStack, int](), list[int]()
+        pending = list(self.pending.items())
+        last = dict[WeightStack, int]()
+        due = list[int]()
         for number, (rows, of_step) in pending:
-            readers, stack = rows.readers, rows.readers.stack
+            readers = rows.readers
+            stack = rows.readers.stack
             wanted = of_step is news or stack.kind in kinds or (needed and rows.has(needed))
             if wanted or ((readers.urgent or full) and rows.landing.done()):
                 last[stack] = number
@@ -141,7 +150,8 @@ class Scorer:
 
         The function may be called in any thread, and waits for the step.
         """
-        last, self._last = self._last, None
+        last = self._last
+        self._last = None
         if last is None:
             return None
 
@@ -155,14 +165,16 @@ class Scorer:
         """Score the rows with these numbers that have no scores yet, and put their scores into the
         watches, in this order; add to the news.
         """
-        items, stacks = list[_Pending](), dict[WeightStack, list[ScoredRows]]()
+        items = list[_Pending]()
+        stacks = dict[WeightStack, list[ScoredRows]]()
         scores = dict[int, np.ndarray]()
         for number in due:
             if (item := self.pending.pop(number, None)) is not None:
                 items.append(item)
                 stacks.setdefault(item[0].readers.stack, []).append(item[0])
         for stack, parts in stacks.items():
-            numbers, at = parts[0].numbers, 0
+            numbers = parts[0].numbers
+            at = 0
             if parts[1:]:
                 numbers = np.concatenate([part.numbers for part in parts], axis=1)
             found = _products(parts[0].memory, numbers, stack)
@@ -170,8 +182,12 @@ class Scorer:
                 scores[id(part)] = found[at : at + len(part.positions)]
                 at += len(part.positions)
         for rows, news in items:
-            readers, positions, stack = rows.readers, rows.positions, rows.readers.stack
-            slots, table, found = readers.slots, readers.table, scores[id(rows)]
+            readers = rows.readers
+            positions = rows.positions
+            stack = rows.readers.stack
+            slots = readers.slots
+            table = readers.table
+            found = scores[id(rows)]
             table.put(stack.columns, slots, positions, found, now=stack.last and readers.urgent)
             if readers.tells:
                 news += table.news(readers.watches, slots, positions, readers.streams_from)

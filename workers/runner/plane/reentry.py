@@ -44,7 +44,8 @@ class ReentryGate:
 
     def close(self) -> None:
         """Have the next forward begin at the first layer again."""
-        self.begin, self.stream = 0, None
+        self.begin = 0
+        self.stream = None
 
     def entering(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return a new tensor with the stream that enters the first computed layer, in the shape of
@@ -162,8 +163,12 @@ class Reentry(StepPart):
         device: torch.device,
     ) -> None:
         """`hidden_size` and `dtype`: of the stream."""
-        self._requests, self._gate, self._runs = requests, gate, runs
-        self._hidden_size, self._dtype, self._device = hidden_size, dtype, device
+        self._requests = requests
+        self._gate = gate
+        self._runs = runs
+        self._hidden_size = hidden_size
+        self._dtype = dtype
+        self._device = device
         self.block_size = 1  # tokens of a KV cache block; set once it is known
         self.steps = 0  # steps that began above the first layer
         self.skipped = 0  # (token row, layer of this rank) pairs that were not computed

@@ -5,13 +5,15 @@ import logging
 import math
 from typing import Any
 
+from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.base import __version__
 from ....schemas.jobs.receipts import Receipt
 from ..base.actions import ActionLedger
 from ..base.config import PlaneConfig, RankPlace
 from ..files.desk import EndedRequest
 from ..files.finished_rows import Origin
-from ..probes.watches import ProbeError, Watch, shown
+from ..probes.gates import shown
+from ..probes.watches import ProbeError, Watch
 from ..rows.capture import Recording
 from ..rows.delivery import RowDelivery
 from ..rows.planner import Tracked
@@ -32,15 +34,18 @@ class Reports:
         num_layers: int,
     ) -> None:
         """`num_layers`: of the whole model."""
-        self._config, self._place, self._delivery, self._actions = config, place, delivery, actions
+        self._config = config
+        self._place = place
+        self._delivery = delivery
+        self._actions = actions
         self._origin = Origin(
-            config.worker,
-            place.rank,
-            place.pp,
-            place.stages,
-            num_layers,
-            tuple(config.caveats),
-            config.identity,
+            worker=config.worker,
+            rank=place.rank,
+            pp=place.pp,
+            stages=place.stages,
+            num_layers=num_layers,
+            caveats=tuple(config.caveats),
+            identity=config.identity,
         )
         self.describe()
 
@@ -72,20 +77,20 @@ class Reports:
             if not recording.capture.scored
         }
         request = EndedRequest(
-            self._receipt(step, tracked),
-            tracked.spec,
-            [
+            receipt=self._receipt(step, tracked),
+            spec=tracked.spec,
+            captures=[
                 recording.ended(number, _high(tracked, recording))
                 for number, recording in recordings.items()
             ],
-            token_ids,
-            rows,
-            tracked.unsound,
-            [sizes.recorded for sizes in tracked.sizes.values()],
-            self._place.tp == 0,
-            tracked.results,
-            self._actions.state,
-            sum(recording.nbytes for recording in recordings.values()),
+            token_ids=token_ids,
+            rows=rows,
+            unsound=tracked.unsound,
+            sizes=[sizes.recorded for sizes in tracked.sizes.values()],
+            shown=self._place.tp == 0,
+            results=tracked.results,
+            state=self._actions.state,
+            nbytes=sum(recording.nbytes for recording in recordings.values()),
         )
         self._delivery.submit(request, recordings, list(tracked.sizes.values()))
         tracked.reported = True
@@ -102,13 +107,16 @@ class Reports:
                 _score(tracked, tracked.watch, rows)
         except Exception:
             logger.exception("a failed request is reported without the decisions of its policies")
-        tracked.failure, tracked.failure_kind = message, kind
+        tracked.failure = message
+        tracked.failure_kind = kind
         tracked.forget()
-        self._delivery.submit(EndedRequest(self._receipt(step, tracked), tracked.spec), {})
+        request = EndedRequest(receipt=self._receipt(step, tracked), spec=tracked.spec)
+        self._delivery.submit(request, {})
         tracked.reported = True
 
     def _receipt(self, step: int, tracked: Tracked) -> Receipt:
-        spec, place = tracked.spec, self._place
+        spec = tracked.spec
+        place = self._place
         return Receipt(
             version=__version__,
             worker=self._config.worker,
@@ -131,14 +139,18 @@ class Reports:
             epoch=self._actions.epoch,
             graded=tracked.graded() if tracked.graded is not None and not tracked.failure else [],
             trace=spec.trace,
-            # of a failure those of policies, from every rank: only the first such receipt counts
-            scores=[score for score in tracked.scores if score.policy is not None]
-            if tracked.failure
-            else tracked.scores
-            if place.tp == 0
-            else [],
+            scores=_reported_scores(tracked, place),
             identity=self._config.identity,
         )
+
+
+def _reported_scores(tracked: Tracked, place: RankPlace) -> list[ProbeScore]:
+    """Return the scores that the receipt has. Of a failure they are those of policies, from every
+    rank, because only the first such receipt counts.
+    """
+    if tracked.failure:
+        return [score for score in tracked.scores if score.policy is not None]
+    return tracked.scores if place.tp == 0 else []
 
 
 def _score(tracked: Tracked, watch: Watch, rows: int) -> None:

@@ -31,8 +31,12 @@ class EditsPart(StepPart):
         actions: ActionLedger,
         scorer: Scorer,
     ) -> None:
-        self._requests, self._banks, self._scorer = requests, banks, scorer
-        self._state, self._runs, self._actions = state, runs, actions
+        self._requests = requests
+        self._banks = banks
+        self._scorer = scorer
+        self._state = state
+        self._runs = runs
+        self._actions = actions
         self._rows = banks.table
         self._searches = SearchTable()
 
@@ -48,7 +52,8 @@ class EditsPart(StepPart):
 
     def acquire(self, tracked: Tracked) -> None:
         """Acquire the table rows of a request's steering, or fail the request with the reason."""
-        spec, step = tracked.spec, self._requests.step
+        spec = tracked.spec
+        step = self._requests.step
         entries = spec.steering
         try:
             if self._requests.taints.affects(spec, tracked.cached_tokens):
@@ -80,7 +85,8 @@ class EditsPart(StepPart):
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
         """Decide the gates and triggers of the step's positions, then plan its edits."""
-        requests, tokens = self._requests, batch.tokens
+        requests = self._requests
+        tokens = batch.tokens
         if batch.gated and tokens.closed is not None:
             try:
                 self._scorer.settle({}, batch.deciding)

@@ -15,7 +15,9 @@ class Adapters(StepPart):
     """Step part of a rank that serves LoRA adapters."""
 
     def __init__(self, requests: Requests, loras: "LoadedAdapters", actions: ActionLedger) -> None:
-        self._requests, self._loras, self._actions = requests, loras, actions
+        self._requests = requests
+        self._loras = loras
+        self._actions = actions
 
     def drain(self, step: RanStep) -> None:
         """Compare adapters. Raises WrongAdapterError."""

@@ -12,7 +12,8 @@ import torch
 from ..base.engine_step import NewRequest, StepView
 from ..base.row_index import Keeping
 from ..edits.triggers import SharedSearches
-from ..probes.watches import SharedGates, Watch
+from ..probes.gates import SharedGates
+from ..probes.watches import Watch
 from ..rows.capture import ScoredRows
 from ..rows.planner import Tracked
 from ..rows.slot_table import StepTokens

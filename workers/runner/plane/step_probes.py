@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ..base.engine_step import NewRequest
 from ..base.row_index import Keeping
-from ..probes.watches import gates_of
+from ..probes.gates import gates_of
 from ..rows.capture import reused_rows
 from ..rows.planner import Tracked
 from .probe_scores import Scorer
@@ -16,7 +16,8 @@ class ProbesPart(StepPart):
     """Step part for probes."""
 
     def __init__(self, requests: Requests, scorer: Scorer) -> None:
-        self._requests, self._scorer = requests, scorer
+        self._requests = requests
+        self._scorer = scorer
         self._serves = False  # stored rows were served since the last scores
 
     def begin(self, ended: Mapping[str, int]) -> None:
@@ -40,11 +41,12 @@ class ProbesPart(StepPart):
             tracked.gates = gates_of(tracked.spec, tracked.watch)
 
     def prepare(self, keeping: Keeping | None) -> None:
-        self._serves |= keeping is not None and bool(keeping.serve)
+        self._serves = self._serves or (keeping is not None and bool(keeping.serve))
 
     def drain(self, step: RanStep) -> None:
         """Score the step's rows that probes read, and stored rows served for cached tokens."""
-        recorded, watched = step.recorded, self._requests.kinds.watched
+        recorded = step.recorded
+        watched = self._requests.kinds.watched
         if recorded is None or not (watched or self._scorer.pending):
             return
         try:

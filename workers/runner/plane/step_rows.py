@@ -14,12 +14,13 @@ from ..base.engine_step import NewRequest, StepView
 from ..base.row_index import Keeping, KeptBlock
 from ..edits.model_state import RankState
 from ..rows.arena import Arena
-from ..rows.banks import Bank, Banks, RowStore
+from ..rows.banks import Bank, Banks
 from ..rows.capture import Recording
 from ..rows.delivery import RowDelivery
 from ..rows.finite_check import Miscount, NonFiniteRow, StepSizes, reason
 from ..rows.overload import Overloads
 from ..rows.planner import Tracked
+from ..rows.row_store import RowStore
 from ..rows.streams import Streams
 from .requests import Requests
 from .step_parts import RanStep, StepBatch, StepPart
@@ -49,10 +50,16 @@ class RowsPart(StepPart):
         block_size: Callable[[], int],
     ) -> None:
         """`block_size`: returns the tokens in a KV block, the unit in which rows are kept."""
-        self._requests, self._place, self._banks = requests, place, banks
+        self._requests = requests
+        self._place = place
+        self._banks = banks
         self._grades = place.grades
-        self._state, self._streams, self._block_size = state, streams, block_size
-        self._overloads, self._arena, self._delivery = overloads, arena, delivery
+        self._state = state
+        self._streams = streams
+        self._block_size = block_size
+        self._overloads = overloads
+        self._arena = arena
+        self._delivery = delivery
         self.store = RowStore(arena)
         self._keeping: Keeping | None = None  # the scheduler's orders for this step
         self._edited: dict[str, _Edited] = {}  # by bank
@@ -71,15 +78,15 @@ class RowsPart(StepPart):
             for capture in spec.captures:
                 for hook, layers in capture.sites.items():
                     self._state.check_sites(hook, layers)
+            first = self._place.tp == 0
+            recordings = [
+                self._banks.recording(capture, spec.prompt_tokens, first)
+                for capture in spec.captures
+            ]
             tracked.recordings = {
                 number: recording
-                for number, capture in enumerate(spec.captures)
-                if (
-                    recording := self._banks.recording(
-                        capture, spec.prompt_tokens, self._place.tp == 0
-                    )
-                )
-                is not None
+                for number, recording in enumerate(recordings)
+                if recording is not None
             }
         except ValueError as error:
             self._requests.fail(tracked, str(error), "capture_failed")
@@ -99,10 +106,12 @@ class RowsPart(StepPart):
         are behind.
         """
         self._keeping = keeping
-        for block in keeping.serve if keeping else ():
-            self._with_recording(block, self.store.serve)
-        # nothing waits for the writers if they have read all messages
-        for work, stored in self._requests.kinds.stored.items() if self._delivery.held else ():
+        if keeping is not None:
+            for block in keeping.serve:
+                self._with_recording(block, self.store.serve)
+        if not self._delivery.held:  # nothing waits for the writers: they have read all messages
+            return
+        for work, stored in self._requests.kinds.stored.items():
             try:
                 self._overloads[work].check()
             except Exception as error:
@@ -228,9 +237,8 @@ class RowsPart(StepPart):
         been served stored rows of that step.
         """
         requests = self._requests
-        concerned = [
-            tracked for tracked in [requests.tracked.get(miscount.id)] if tracked is not None
-        ]
+        counted = requests.tracked.get(miscount.id)
+        concerned = [] if counted is None else [counted]
         # Rows may have been kept for later requests before their step was judged.
         if miscount.kind == "capture_failed":
             self.store.clear()

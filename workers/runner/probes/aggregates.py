@@ -31,7 +31,8 @@ def _exponential(
     powers = decay ** np.arange(_BLOCK + 1)
     places = np.arange(min(_BLOCK, len(flat)))
     mixing = np.tril((1 - decay) * powers[np.abs(places[:, None] - places)])
-    averages, last = np.empty_like(flat), flat[0] if before is None else before.reshape(-1)
+    averages = np.empty_like(flat)
+    last = flat[0] if before is None else before.reshape(-1)
     for start in range(0, len(flat), _BLOCK):
         block = flat[start : start + _BLOCK]
         averages[start : start + _BLOCK] = (

@@ -26,9 +26,10 @@ from ....schemas.base.limits import MAX_DECISIONS
 #: Bound of the error of an aggregate of `quiet`, relative to the largest score: a sum of n numbers
 #: in float64 is off by at most n² · 2⁻⁵³ times the largest, and n is at most 256.
 _ERROR = 1e-10
-#: Bits of a part of a score, so that sums of 256 are exact in float64; and how many tokens are
-#: faster decided without arrays.
-_BITS, _FEW = 44, 8
+#: Bits of a part of a score, so that sums of 256 are exact in float64.
+_BITS = 44
+#: So many tokens are faster decided without arrays.
+_FEW = 8
 #: Of a probe without a policy.
 _NEVER = Condition(at_least=0.0, schedule=Schedule(stop=0))
 
@@ -69,11 +70,13 @@ class Deciders:
         `of`: the request's entry in `ScoreTable.of`; `scores`: of its positions from 0 on.
         `states`: `[1 + positions, probes]`, from the last one that is decided on.
         """
-        first, turns = int(of["filled"]), np.zeros(states.shape, bool)
-        turns[0], until = states[0], first + len(states) - 1
+        first = int(of["filled"])
+        turns = np.zeros(states.shape, bool)
+        turns[0] = states[0]
+        until = first + len(states) - 1
         for number in np.flatnonzero(self.policies).tolist():
             condition = self.conditions[number]
-            shift = int(of["tokens"]) * (condition.schedule.tokens == "generated")
+            shift = int(of["tokens"]) if condition.schedule.tokens == "generated" else 0
             scheduled = range(
                 condition.schedule.start + shift,
                 sys.maxsize if condition.schedule.stop is None else condition.schedule.stop + shift,
@@ -84,7 +87,9 @@ class Deciders:
             )
             read = scheduled[max(0, begin + 1 - (condition.window or 1)) : end]
             values = scores[read.start : read.stop : read.step, self.columns[number]]
-            new, on, ready = scheduled[begin:end], bool(turns[0, number]), int(of["ready"][number])
+            new = scheduled[begin:end]
+            on = bool(turns[0, number])
+            ready = int(of["ready"][number])
             below = float(self.below[number])
             aggregates = self._aggregates(number, of, values.astype(np.float64), len(new))
             for position, aggregate in zip(new, aggregates, strict=True):
@@ -106,7 +111,8 @@ class Deciders:
         """Return the aggregates of the last `count` of these scores. The last score is the mean of
         a window of one.
         """
-        condition, average = self.conditions[number], float(of["averages"][number])
+        condition = self.conditions[number]
+        average = float(of["averages"][number])
         if (decay := condition.decay) is None:
             return _windowed(
                 values, count, condition.window or 1, largest=condition.aggregation == "max"
@@ -128,7 +134,8 @@ class Deciders:
         `of`: the requests' entries in `ScoreTable.of`; `scores`: of all rows of the table; `on`:
         the states before the tokens.
         """
-        place, first = positions[:, None], of["first"][:, None]
+        place = positions[:, None]
+        first = of["first"][:, None]
         since = place - of["tokens"][:, None] * self.generated - self.start
         scheduled = (since >= 0) & (since < self.stop - self.start) & (since % self.every == 0)
         values = scores[first + np.maximum(place - self.ages, 0), self.places].astype(np.float64)
@@ -142,18 +149,23 @@ class Deciders:
             largest = np.maximum.reduceat(values, self.begins, axis=1)
             aggregates = np.where(self.largest, largest, aggregates)
         averages = of["averages"]
-        if (average := self.decay > 0).any():
+        average = self.decay > 0
+        if average.any():
             new = self.decay * averages + (1.0 - self.decay) * latest
             averages = np.where(scheduled & average, new, averages)
             aggregates = np.where(average, averages, aggregates)
         error = _ERROR * np.abs(values).max(axis=1, keepdims=True)
-        above, below = aggregates > self.below + error, aggregates < self.at_least - error
+        above = aggregates > self.below + error
+        below = aggregates < self.at_least - error
         return (~scheduled | np.where(on, above, below)).all(axis=1), averages
 
 
 def _numbers(condition: Condition) -> tuple[float, ...]:
     """Return what a condition is in `Rules`. Floats hold all these integers exactly."""
-    schedule, below = condition.schedule, condition.release_below
+    schedule = condition.schedule
+    below = condition.release_below
+    if below is None:
+        below = condition.at_least
     return (
         schedule.tokens == "generated",
         schedule.start,
@@ -161,7 +173,7 @@ def _numbers(condition: Condition) -> tuple[float, ...]:
         schedule.every,
         condition.window or 1,
         condition.at_least,
-        -inf if condition.latch != "none" else condition.at_least if below is None else below,
+        below if condition.latch == "none" else -inf,
         condition.decay or 0.0,
         condition.aggregation == "max",
     )
@@ -181,7 +193,8 @@ def _windowed(values: np.ndarray, count: int, window: int, *, largest: bool) -> 
         return [*sliding_window_view(rest, window).max(axis=1).tolist()]
     # Parts of few bits, whose sums are exact in any order; one part, but for extreme values.
     # A running sum would be faster, but one large score would spoil it.
-    sums, rest = [np.zeros(count)], np.pad(values, missing)
+    sums = [np.zeros(count)]
+    rest = np.pad(values, missing)
     while rest.any():
         unit = 2.0 ** (frexp(np.abs(rest).max())[1] - _BITS)
         part = np.rint(rest / unit) * unit

@@ -11,10 +11,12 @@ from typing import Any, NamedTuple
 
 #: Attribute of a step's output.
 NEWS = "midstream_probe_news"
-#: Keys in the `kv_transfer_params` that vLLM passes from scheduler to worker with a request's
-#: tokens: their scores, and the probe that ended the request. (vLLM's `stop_reason` cannot name the
-#: probe: it may be a user's stop string, which is any text.)
-SCORES, STOPPED_BY = "midstream_scores", "midstream_stopped_by"
+#: Key in the `kv_transfer_params` that vLLM passes from scheduler to worker with a request's
+#: tokens: their scores.
+SCORES = "midstream_scores"
+#: Another: the probe that ended the request. (vLLM's `stop_reason` cannot name it: that may be a
+#: user's stop string, which is any text.)
+STOPPED_BY = "midstream_stopped_by"
 
 
 class Scored(NamedTuple):
@@ -98,15 +100,11 @@ class ProbeNews:
         """Attach scores of kept tokens, and probes that ended requests, to the outputs of this
         step: client → `EngineCoreOutputs`.
         """
-        for output in (
-            (output for item in outputs.values() for output in item.outputs)
-            if self._scored or self._ended
-            else ()
-        ):
-            scored, limit = (
-                self._scored.pop(output.request_id, []),
-                self._limits.get(output.request_id, 0),
-            )
+        if not self._scored and not self._ended:
+            return
+        for output in (output for item in outputs.values() for output in item.outputs):
+            scored = self._scored.pop(output.request_id, [])
+            limit = self._limits.get(output.request_id, 0)
             # a position that was computed again keeps its last scores
             kept = {item.position: item for item in scored if item.position < limit}
             more: dict[str, Any] = (

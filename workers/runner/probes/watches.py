@@ -3,11 +3,6 @@ many requests are in one table, to which a step adds all its scores at once.
 
 A probe is on at a token up to which an aggregate of its scores is at or above its threshold, or at
 which its policy is on. What it does then (`StoredProbe.actions`) is read from these states alone.
-
-Gates are the generated tokens of a request at which its probes let steering be applied: that of
-position p is open if the probe is on at p − 1. A state is decided once: a preempted request that is
-computed again gets the same edits, even if its scores round differently then. Gated steering never
-edits prompt tokens.
 """
 
 import sys
@@ -21,10 +16,7 @@ import numpy as np
 
 from ....schemas.artifacts.conditions import Decision
 from ....schemas.artifacts.probes import ProbeScore, StoredProbe
-from ....schemas.base.limits import MAX_GATE_RUNS
-from ....schemas.requests.specs import RankSpec
 from ..base.position_table import PositionTable
-from ..files.recorded import contiguous
 from .kinds import ProbeGroup
 from .probe_news import News, Scored
 
@@ -38,8 +30,8 @@ class ScoreTable(PositionTable):
 
     def __init__(self, kind: ProbeGroup) -> None:
         self.kind = kind
-        _TABLES[kind] = self
-        columns, probes = (kind.width,), (len(kind.columns),)
+        columns = (kind.width,)
+        probes = (len(kind.columns),)
         # NaN: not computed. `on`: whether each probe is on at this position.
         row = np.dtype(
             [
@@ -76,7 +68,8 @@ class ScoreTable(PositionTable):
         with self.lock:
             for row in np.flatnonzero(positions >= self.of["room"][slots]).tolist():
                 self.reserve(int(slots[row]), int(positions[row]) + 1)
-            rows, of = self.of["first"][slots] + positions, self.of
+            rows = self.of["first"][slots] + positions
+            of = self.of
             if self.kind.once:
                 earlier = self.rows["scores"][rows[:, None], columns]
                 scores = np.where(np.isnan(earlier), scores, earlier)
@@ -86,9 +79,14 @@ class ScoreTable(PositionTable):
             np.maximum.at(of["reached"], slots, positions + 1)
             # those that follow decided positions, and are the only ones of their watches
             ahead = (of["filled"][slots] == positions) & (of["reached"][slots] == positions + 1)
-            if now and (ahead := ahead & (positions > 0)).any():
-                rows, slots, positions = rows[ahead], slots[ahead], positions[ahead]
-                new, before = self.rows["scores"][rows][None], self.rows["aggregates"][rows - 1]
+            if now:
+                ahead &= positions > 0
+            if now and ahead.any():
+                rows = rows[ahead]
+                slots = slots[ahead]
+                positions = positions[ahead]
+                new = self.rows["scores"][rows][None]
+                before = self.rows["aggregates"][rows - 1]
                 (after,), (on,) = self.kind.aggregated(new, before, positions[:, None])
                 known = np.isfinite(after).all(axis=1)
                 if (deciders := self.kind.deciders) is not None:
@@ -100,8 +98,12 @@ class ScoreTable(PositionTable):
                     of["averages"][slots[known]] = averages[known]
                     on = np.where(deciders.policies, states, on)
                 if not known.all():
-                    rows, slots, after, on = rows[known], slots[known], after[known], on[known]
-                self.rows["aggregates"][rows], self.rows["on"][rows] = after, on
+                    rows = rows[known]
+                    slots = slots[known]
+                    after = after[known]
+                    on = on[known]
+                self.rows["aggregates"][rows] = after
+                self.rows["on"][rows] = on
                 of["filled"][slots] += 1
 
     def news(
@@ -118,7 +120,8 @@ class ScoreTable(PositionTable):
         changed = dict.fromkeys(map(watches.__getitem__, late.tolist()))
         for watch in changed:
             watch.decide()
-        rows, found = self.of["first"][slots] + positions, dict[str, News]()
+        rows = self.of["first"][slots] + positions
+        found = dict[str, News]()
         for item in np.flatnonzero((streams_from >= 0) & (streams_from <= positions)).tolist():
             request = watches[item].request_id
             scored = (self.rows[name][rows[item]].tolist() for name in ("scores", "aggregates"))
@@ -132,8 +135,19 @@ class ScoreTable(PositionTable):
         return list(found.values())
 
 
-#: Of the kinds that have watches.
-_TABLES = weakref.WeakValueDictionary[ProbeGroup, ScoreTable]()
+class ScoreTables:
+    """The tables of one rank: those of the kinds that have watches."""
+
+    def __init__(self) -> None:
+        self._tables = weakref.WeakValueDictionary[ProbeGroup, ScoreTable]()
+
+    def of(self, kind: ProbeGroup) -> ScoreTable:
+        """Return the table of a kind; it lasts as long as one of its watches."""
+        table = self._tables.get(kind)
+        if table is None:
+            table = ScoreTable(kind)
+            self._tables[kind] = table
+        return table
 
 
 class Watch:
@@ -144,16 +158,18 @@ class Watch:
         request_id: str,
         probes: Sequence[StoredProbe],
         streams_from: int = -1,
-        kind: ProbeGroup | None = None,
+        table: ScoreTable | None = None,
         prompt_tokens: int = 0,
     ) -> None:
         """`request_id`: the engine's id. `streams_from`: the first position whose scores are
-        streamed; -1: none are. `kind`: the kind of these probes, if it exists already.
+        streamed; -1: none are. `table`: of the kind of these probes; None: one of its own.
         """
-        self.request_id, self.probes, self.streams_from = request_id, list(probes), streams_from
+        self.request_id = request_id
+        self.probes = list(probes)
+        self.streams_from = streams_from
         self.prompt_tokens = prompt_tokens
-        self.kind = kind or ProbeGroup(probes)
-        self.table = _TABLES.get(self.kind) or ScoreTable(self.kind)
+        self.table = table or ScoreTable(ProbeGroup(probes))
+        self.kind = self.table.kind
         self.slot = self.table.take(0, prompt_tokens, np.nan, 0)
         weakref.finalize(self, self.table.returned.append, self.slot).atexit = False
         #: Whether each probe is on before the first token.
@@ -183,7 +199,8 @@ class Watch:
 
     def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
         """Store `scores` `[positions, columns]`, from position `first` on, see `ScoreTable.put`."""
-        positions, columns = first + np.arange(len(scores)), np.arange(self.kind.width)[columns]
+        positions = first + np.arange(len(scores))
+        columns = np.arange(self.kind.width)[columns]
         self.table.put(columns, np.full(len(scores), self.slot), positions, scores)
 
     def decide(self, stop: int = sys.maxsize) -> int:
@@ -192,7 +209,8 @@ class Watch:
         """
         kind = self.kind
         with self.table.lock:
-            of, rows = self.table.of[self.slot], self.rows
+            of = self.table.of[self.slot]
+            rows = self.rows
             first = int(of["filled"])
             new = rows[first : min(stop, int(of["reached"]))]
             finite = np.isfinite(new["scores"]).all(axis=1)
@@ -262,8 +280,10 @@ class Watch:
         """
         self.check(positions)
         self.decide(positions)
-        rows, triggers = self.rows[:positions], self._triggers(positions)
-        scores, crossing = rows["scores"], rows["aggregates"] >= self.kind.thresholds
+        rows = self.rows[:positions]
+        triggers = self._triggers(positions)
+        scores = rows["scores"]
+        crossing = rows["aggregates"] >= self.kind.thresholds
         # Each rank decides by itself. One that decided otherwise may have equal scores by the end.
         checksum = zlib.crc32(rows["on"].tobytes(), zlib.crc32(scores.tobytes()))
         decided: dict[int, dict[str, Any]] = {}
@@ -300,86 +320,3 @@ class Watch:
             )
         ]
         return results, checksum
-
-
-def gates_of(spec: RankSpec, watch: Watch | None) -> list[str]:
-    """Return the names of the probes that gate a request's steering, each once.
-
-    Raises LookupError for one that this rank does not score.
-    """
-    probes = sorted({row.gate for row in spec.rows} - {""})
-    scored = [] if watch is None else [probe.name for probe in watch.probes]
-    for probe in probes:
-        if probe not in scored:
-            raise LookupError(
-                f"its steering is gated by the probe {probe!r}, which this rank does not score"
-            )
-    return probes
-
-
-def open_among(watch: Watch, probe: str, positions: Sequence[int]) -> list[int]:
-    """Return the positions, out of ascending `positions`, at which the gate of a probe is open.
-
-    Undecided gates are closed.
-    """
-    decided, first = watch.decided, watch.prompt_tokens
-    on = watch.rows["on"][:decided, watch.number(probe)].tolist()
-    return [place for place in positions if first <= place <= decided and on[place - 1]]
-
-
-def shown(watch: Watch, score: ProbeScore, stop: int) -> ProbeScore:
-    """Return the `score` of a gate's probe with the positions below `stop` at which it was open."""
-    positions = open_among(watch, score.name, range(watch.prompt_tokens, stop))
-    runs = contiguous(np.array(positions))[:MAX_GATE_RUNS] if positions else []
-    found = [(positions[at], positions[at] + count - 1) for at, count in runs]
-    return msgspec.structs.replace(score, gate=found, gated=len(positions))
-
-
-class SharedGates:
-    """The gates of requests of a step with the same probes, which are decided together."""
-
-    def __init__(
-        self,
-        members: Sequence[tuple[int, Watch]],
-        probes: Sequence[str],
-        of_tokens: np.ndarray,
-        *,
-        decides: bool,
-    ) -> None:
-        """`members`: with the number of each request in the step; `probes`: that gate their
-        steering; `of_tokens`: the numbers of all tokens. `decides`: the requests have not failed.
-        """
-        self._watches, self.decides = members, decides
-        self.kind, self._table = members[0][1].kind, members[0][1].table
-        self._numbers = [members[0][1].number(probe) for probe in probes]
-        self._members = np.array([number for number, _ in members])
-        self._slots = np.array([watch.slot for _, watch in members])
-        self._tokens = np.flatnonzero(np.isin(of_tokens, self._members))
-        self._of = self._slots[np.searchsorted(self._members, of_tokens[self._tokens])]
-
-    def decide(
-        self, stops: np.ndarray, positions: np.ndarray, closed: np.ndarray
-    ) -> list[tuple[int, str]]:
-        """Decide the gates of the requests' positions below `stops` `[requests]`; set whether those
-        of the tokens at `positions` are `closed` `[tokens, 1 + gates]`.
-
-        Returns (number, reason) of requests that cannot be decided.
-        """
-        failed = list[tuple[int, str]]()
-        with self._table.lock:
-            of, stops, places = self._table.of, stops[self._members], positions[self._tokens]
-            needed = np.where(stops > of["tokens"][self._slots], stops - 1, 0)
-            late = np.flatnonzero((of["filled"][self._slots] < needed) & self.decides)
-            for item in late.tolist():
-                number, watch = self._watches[item]
-                if watch.decide(int(needed[item])) < needed[item]:
-                    try:
-                        watch.check(int(needed[item]))
-                    except ProbeError as error:
-                        why = f"{error}, which decides the edits of the next position"
-                        failed.append((number, why))
-            of_token, at = of[self._of], np.minimum(places, of["filled"][self._of]) - 1
-            on = self._table.rows["on"][(of_token["first"] + at)[:, None], self._numbers]
-            known = (of_token["tokens"] <= places) & (places <= of_token["filled"])
-            closed[self._tokens, 1 : 1 + len(self._numbers)] = ~(on & known[:, None])
-        return failed

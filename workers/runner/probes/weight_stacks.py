@@ -53,7 +53,8 @@ class Stacks:
     """Plans of one rank. Recordings continue to use a plan that is no longer kept."""
 
     def __init__(self, vectors: VectorStore, hidden_size: int) -> None:
-        self._vectors, self._hidden_size = vectors, hidden_size
+        self._vectors = vectors
+        self._hidden_size = hidden_size
         self._kept: OrderedDict[Any, ScorePlan | None] = OrderedDict()
 
     def plan(self, probes: Sequence[StoredProbe], sides: Sequence[ProbedRows]) -> ScorePlan | None:

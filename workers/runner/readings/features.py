@@ -29,7 +29,8 @@ class FeatureReader:
         """`sites`: (hook, layer) whose rows this rank reads; autoencoders of other sites are not
         loaded. `device`: of the model.
         """
-        self._sites, self._device = frozenset(sites), device
+        self._sites = frozenset(sites)
+        self._device = device
         self._loaded: dict[str, Autoencoder] = {}
 
     def put(self, digest: str, hook: str, layer: int, folder: str) -> None:
@@ -61,7 +62,8 @@ class FeatureReader:
 
     def __call__(self, capture: FinishedCapture, number: int) -> FeaturesPart:
         """Encode every row of the capture. `number`: index of the capture in the request."""
-        reading, sae = capture.capture.reading, capture.prepared
+        reading = capture.capture.reading
+        sae = capture.prepared
         assert isinstance(reading, StoredFeatures)
         if sae is None:
             raise ReadingError(

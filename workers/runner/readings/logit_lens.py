@@ -30,7 +30,9 @@ class LensReader:
         """`reduce` sums over all ranks of the stage. `tuned`: the maps of tuned lenses; None: tuned
         lenses are not served.
         """
-        self.head, self._reduce, self._tuned = head, reduce, tuned or TunedMaps("")
+        self.head = head
+        self._reduce = reduce
+        self._tuned = tuned or TunedMaps("")
 
     def prepare(self, reading: StoredLens) -> OutputHead | None:
         """Return a head for the named tokens if ranks share the vocabulary, so that each rank can

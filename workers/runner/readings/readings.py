@@ -51,7 +51,8 @@ class ReadingConsumer:
 
     def __init__(self, readers: Mapping[type, Reader], limit: int) -> None:
         """`readers`: by the type of `StoredCapture.reading`. `limit`: bytes of a part."""
-        self._readers, self._limit = dict(readers), limit
+        self._readers = dict(readers)
+        self._limit = limit
         by_type: Mapping[type, object] = readers
         self._preparing = {
             kind: reader for kind, reader in by_type.items() if isinstance(reader, Preparing)

@@ -76,7 +76,8 @@ class Autoencoder:
     """One autoencoder. Its tensors are float32, with sae-lens' names and shapes."""
 
     def __init__(self, form: SaeForm, tensors: Mapping[str, torch.Tensor]) -> None:
-        self.form, self._tensors = form, tensors
+        self.form = form
+        self._tensors = tensors
         self._bias = tensors["b_dec"] if form.apply_b_dec_to_input else None
         self._lengths = (
             torch.linalg.vector_norm(tensors["W_dec"], dim=1)

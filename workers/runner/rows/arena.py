@@ -32,7 +32,8 @@ from ..files.recorded import BlockPlace, RowBlock
 
 #: Addresses for spilled rows; the disk may have less room.
 SPILLED = 1 << 40
-_MADV_REMOVE, _MADV_DONTFORK = 9, 10
+_MADV_REMOVE = 9
+_MADV_DONTFORK = 10
 
 
 class Arena:
@@ -50,9 +51,11 @@ class Arena:
         room = room or host_bytes()
         locked = -(-max(locked, VOID) // PAGE) * PAGE if locked else 0
         disk = SPILLED if spill_dir is not None else 0
-        self._spill_dir, self._lock = spill_dir, threading.Lock()
+        self._spill_dir = spill_dir
+        self._lock = threading.Lock()
         end = -(-(max(locked, VOID) + room) // PAGE) * PAGE
-        self.locked, self._keep = locked, max(keep, locked)
+        self.locked = locked
+        self._keep = max(keep, locked)
         self._parts = [FreeRanges(VOID, max(locked, VOID)), FreeRanges(max(locked, VOID), end)]
         self._disk = FreeRanges(end, end + disk)
         self.spilled = 0  # bytes spilled so far
@@ -63,7 +66,8 @@ class Arena:
         # Filled from any thread, also by garbage collection, so no lock may be taken there.
         self._returned: deque[tuple[int, int, Landing]] = deque()
         self._dirty = queue.SimpleQueue[Any]()  # pages to give back, and what to call then
-        self.size, self.end = end + disk, end
+        self.size = end + disk
+        self.end = end
         self.memory = SharedMemory(self.size)
         self.bytes = self.memory.bytes
         #: Of the file that is the memory, `[0, end)`, and once rows are spilled of theirs, which is
@@ -131,7 +135,8 @@ class Arena:
         return next((first for first in found if first is not None), None)
 
     def _release(self, start: int, stop: int) -> None:
-        first, last = -(-max(start, self._keep) // PAGE) * PAGE, stop // PAGE * PAGE
+        first = -(-max(start, self._keep) // PAGE) * PAGE
+        last = stop // PAGE * PAGE
         # Not before rows on their way have landed: a late copy would overwrite another request's.
         returned = start, stop, self.landing
         if first < last:
@@ -185,7 +190,8 @@ class RecordedBlock(RowBlock):
         """`ports`: as in `BlockPlace`; `positions`: the captured ones in `span`, ascending. Raises
         what `Arena.take` raises.
         """
-        self.span, self.all = span, memory.all
+        self.span = span
+        self.all = memory.all
         self.kept = False  # rows of it are kept for other requests, so that none may change
         count = len(positions)
         size = len(ports) // np.dtype(np.int64).itemsize * count * memory.row_bytes
@@ -197,14 +203,14 @@ class RecordedBlock(RowBlock):
         super().__init__(
             memory.arena.bytes,
             BlockPlace(
-                start,
-                start + size,
-                ports,
-                memory.all.shape[1],
-                memory.dtype,
-                positions[0] if count else 0,
-                count,
-                [] if dense else list(positions),
+                start=start,
+                mark=start + size,
+                ports=ports,
+                width=memory.all.shape[1],
+                dtype=memory.dtype,
+                first=positions[0] if count else 0,
+                count=count,
+                positions=[] if dense else list(positions),
             ),
         )
         #: The number of the first row in the bank's rows.
@@ -222,7 +228,9 @@ class BankRows:
         spills: Callable[[], bool] = lambda: False,
     ) -> None:
         """`spills()`: whether new memory is to be in a file."""
-        self.arena, self.all, self._spills = arena, arena.rows(width, dtype), spills
+        self.arena = arena
+        self.all = arena.rows(width, dtype)
+        self._spills = spills
         self.dtype = str(dtype).removeprefix("torch.")
         self.row_bytes = width * DTYPES[self.dtype].bytes
 

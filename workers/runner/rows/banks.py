@@ -1,6 +1,5 @@
 """Banks of a rank: tables, planner and checks for the sites whose rows have one width, and all
-banks together as the data plane uses them; and the store of captured rows of cached prompts, under
-numbers that the scheduler assigns (see `row_index`).
+banks together as the data plane uses them.
 
 The residual bank is the first, and the only bank if no hooks inside layers are served. See
 `schemas.model.banks`.
@@ -18,7 +17,6 @@ from ..base.engine_step import StepView
 from ..edits.source_runs import RunStore
 from ..edits.steering_tables import RowTable, Tables
 from ..files.finished_rows import BankColumns
-from ..files.recorded import Extent
 from ..hooks.sites import Buffers, RankSite
 from .arena import Arena, BankRows
 from .capture import Ports, Recording, ScoredRows
@@ -27,44 +25,6 @@ from .finite_check import FiniteCheck, Miscount, NonFiniteRow, StepSizes
 from .overload import Overloads
 from .planner import Planner, Tracked
 from .slot_table import Slots, StepTokens
-
-
-class RowStore:
-    """Captured rows that are kept, on the CPU. The scheduler decides which are kept and dropped.
-
-    A recording's blocks of prompt tokens are those of the KV cache, so that rows are shared with
-    the recording, not copied.
-    """
-
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._kept: dict[int, list[Extent]] = {}
-
-    @property
-    def held(self) -> int:
-        """Return the bytes of the kept rows."""
-        return sum(run.nbytes for runs in self._kept.values() for run in runs)
-
-    def keep(self, number: int, recording: Recording, first: int, stop: int) -> None:
-        """Keep those rows of positions `first … stop` that were recorded."""
-        self._kept[number] = recording.keep(first, stop, self._arena.landing)
-
-    def serve(self, number: int, recording: Recording, first: int, stop: int) -> None:
-        """Give a recording the kept rows. Raises LookupError when they are not available."""
-        if not (runs := self._kept.get(number)):
-            raise LookupError(
-                f"the rows of positions {first} to {stop - 1}, served by the prefix cache, are not "
-                "available"
-            )
-        recording.reused += runs
-
-    def drop(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            self._kept.pop(number, None)
-
-    def clear(self) -> None:
-        """Drop all rows: a step did not capture what it should have, so any may be wrong."""
-        self._kept.clear()
 
 
 class BankPart(NamedTuple):
@@ -87,7 +47,10 @@ class Bank:
         overloads: Overloads,
         copies: "torch.cuda.Stream | None",
     ) -> None:
-        self.name, self.sites, self.columns, self.table = part.name, part.sites, part.columns, table
+        self.name = part.name
+        self.sites = part.sites
+        self.columns = part.columns
+        self.table = table
         pool = part.buffers.pool
         memory = BankRows(
             arena,
@@ -142,7 +105,8 @@ class Banks:
         overloads: Overloads,
     ) -> None:
         """`table`: gets the tables of the banks."""
-        parts, device = [residual, *inside], residual.buffers.ring.device
+        parts = [residual, *inside]
+        device = residual.buffers.ring.device
         self._device = device
         copies = None if device.type == "cpu" else torch.cuda.Stream(device)
         self.table = table
@@ -225,10 +189,12 @@ class Banks:
 
     def commit(self) -> None:
         try:
-            self.busy, self.loaded = False, True  # unless clear() says otherwise
+            self.busy = False  # unless clear() says otherwise
+            self.loaded = True
             for bank in self._banks:
                 bank.planner.commit()
-                self.busy |= bank.planner.due is not None
+                if bank.planner.due is not None:
+                    self.busy = True
         except Exception:  # the others would do what they did in the last step
             for bank in self._banks:
                 bank.planner.abandon()
@@ -236,7 +202,8 @@ class Banks:
             raise
 
     def drain(self) -> list[ScoredRows]:
-        recorded, errors = list[ScoredRows](), list[Exception]()
+        recorded = list[ScoredRows]()
+        errors = list[Exception]()
         self.busy = False
         for bank in self._banks:
             try:
@@ -252,7 +219,8 @@ class Banks:
     def precede(self) -> None:
         """Have the next forward wait until the last one's observations are over."""
         for bank in self._banks:
-            over, bank.finite.over = bank.finite.over, None
+            over = bank.finite.over
+            bank.finite.over = None
             if over is not None and not over.query():
                 torch.cuda.current_stream(self._device).wait_event(over)
 
@@ -277,8 +245,9 @@ class Banks:
     ) -> list[tuple[Bank, NonFiniteRow | Miscount | StepSizes]]:
         found = list[tuple[Bank, NonFiniteRow | Miscount | StepSizes]]()
         for bank in self._banks:
-            for finding in bank.finite.settle(needed) if bank.finite.pending else ():
-                found.append((bank, finding))
+            if bank.finite.pending:
+                for finding in bank.finite.settle(needed):
+                    found.append((bank, finding))
         return found
 
     def found(self) -> Callable[[], list[tuple[str, int]]] | None:

@@ -30,7 +30,8 @@ class Staging:
         self, buffers: Buffers, memory: BankRows, copies: "torch.cuda.Stream | None" = None
     ) -> None:
         """`copies`: an accelerator's stream for captured rows, which all banks share."""
-        self._buffers, self._memory = buffers, memory
+        self._buffers = buffers
+        self._memory = memory
         self._on_cpu = copies is None
         self._token_rows = np.zeros(tuple(buffers.token_rows.shape), dtype=np.int32)
         self._changed = False  # `_token_rows` is not what the last `commit` uploaded
@@ -54,7 +55,8 @@ class Staging:
         tokens, depth = rows.shape
         self._token_rows[: max(tokens, self._end)] = 0
         self._token_rows[:tokens, :depth] = rows
-        self._end, self._changed = tokens, True
+        self._end = tokens
+        self._changed = True
 
     # --- Captures
 
@@ -82,7 +84,8 @@ class Staging:
         if self._halves is not None:
             return self._halves.take(row, places.rows)
         if len(row) > places.layout.rows:
-            first, rows = places.of_rows()[row], self._memory.all
+            first = places.of_rows()[row]
+            rows = self._memory.all
             again = (places.rows != first) & (places.rows > 0)
             found = rows.index_select(0, torch.from_numpy(first[again]))
             rows.index_copy_(0, torch.from_numpy(places.rows[again]), found)
@@ -118,13 +121,16 @@ class Staging:
         for buffer, values in uploads:
             # The caching allocator keeps pinned memory until the copies queued from it are over.
             buffer.copy_(locked_copy(torch.from_numpy(values)), non_blocking=True)
-        self._end_on_device, self._changed, self._slots = self._end, False, ()
+        self._end_on_device = self._end
+        self._changed = False
+        self._slots = ()
 
     def abandon(self) -> None:
         """Undo a failed `commit`, so that the next forward does nothing. Allocates no memory."""
         self._buffers.plan.zero_()
         # some token rows and slots may have been uploaded, so the next commit overwrites all
-        self._end_on_device, self._changed = len(self._token_rows), True
+        self._end_on_device = len(self._token_rows)
+        self._changed = True
         self._slots = ()
         self._slots_end = np.array(self._buffers.capture_slots.shape)
 
@@ -133,7 +139,9 @@ class _Halves:
     """The two halves of an accelerator's ring, from which a stream copies rows to the arena."""
 
     def __init__(self, ring: torch.Tensor, memory: BankRows, stream: torch.cuda.Stream) -> None:
-        self._ring, self._memory, self._stream = ring, memory, stream
+        self._ring = ring
+        self._memory = memory
+        self._stream = stream
         self._rows = len(ring) // 2
         locked = memory.arena.locked // memory.row_bytes
         self._locked = memory.all[:locked]
@@ -181,7 +189,8 @@ class _Halves:
         The device cannot write outside of page-locked memory: such rows take a way around, and the
         host copies them when their forward is over, after the next one has been launched.
         """
-        arena, around = self._memory.arena, list[tuple[torch.Tensor, torch.Tensor]]()
+        arena = self._memory.arena
+        around = list[tuple[torch.Tensor, torch.Tensor]]()
         if arena.late:
             self._last.wait()
         ring = self._ring[self._current * self._rows :]
@@ -198,7 +207,8 @@ class _Halves:
                         found = locked_like(self._memory.all[: len(part)])
                         self._scatter(on_device(found), ring, rows[part], np.arange(len(part)))
                         around.append((found, torch.from_numpy(places[part])))
-                    rows, places = rows[locked], places[locked]
+                    rows = rows[locked]
+                    places = places[locked]
                 if len(rows):
                     self._scatter(self._on_device, ring, rows, places)
         finally:

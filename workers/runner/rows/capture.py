@@ -50,7 +50,9 @@ class Ports:
         """`width`: elements of a row on this rank. `dtype`: of the rows. `columns`: the columns of
         rows that this rank holds; None: the residual bank, whose rows every rank holds whole.
         """
-        self.width, self.dtype, self.columns = width, dtype, columns
+        self.width = width
+        self.dtype = dtype
+        self.columns = columns
         self.count = 2 * len(sites)
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
 
@@ -77,12 +79,15 @@ class RowStream:
         """`send`: that of the channel to what writes them, see `delivery`. `part`: bytes of rows
         that leave together, at least.
         """
-        self._send, self._opened, self.part = send, opened, part
+        self._send = send
+        self._opened = opened
+        self.part = part
         self.begun = 0  # the stream's number, once rows have left
 
     def push(self, blocks: list[RecordedBlock], landing: Landing) -> None:
         """Have these blocks written, whose rows are `landing`."""
-        nbytes, opened = sum(block.nbytes for block in blocks), self._opened
+        nbytes = sum(block.nbytes for block in blocks)
+        opened = self._opened
         places = [block.place for block in blocks]
         self._send(
             StreamedRows(
@@ -155,7 +160,8 @@ class Recording:
     @classmethod
     def of(cls, capture: StoredCapture, source: Ports, prompt_tokens: int) -> "Recording | None":
         """Return a capture's recording; None if this rank holds none of its sites or heads."""
-        recording, columns = cls(capture, source, prompt_tokens), source.columns
+        recording = cls(capture, source, prompt_tokens)
+        columns = source.columns
         held = recording.ports and (columns is None or columns.chosen(capture.heads))
         return recording if held else None
 
@@ -181,7 +187,8 @@ class Recording:
         if self.stream is not None:
             self.stream.drop()
         self._blocks.clear()
-        self.earlier, self.reused = [], []
+        self.earlier = []
+        self.reused = []
 
     # --- In a step
 
@@ -259,15 +266,15 @@ class Recording:
         `high`: see `EndedCapture`.
         """
         return EndedCapture(
-            self.shape(number),
-            self.landing,
-            [block.place for block in self._blocks.values()],
-            places_of(self.earlier),
-            places_of(self.reused),
-            sorted(self.dropped),
-            high,
-            0 if self.stream is None else self.stream.begun,
-            self._error,
+            shape=self.shape(number),
+            landing=self.landing,
+            blocks=[block.place for block in self._blocks.values()],
+            earlier=places_of(self.earlier),
+            reused=places_of(self.reused),
+            dropped=sorted(self.dropped),
+            high=high,
+            stream=0 if self.stream is None else self.stream.begun,
+            error=self._error,
         )
 
     @property
@@ -283,7 +290,8 @@ def _between(
     request ends at token `stop`, or later.
     """
     blocks = [(first, block) for first, block in sorted(passed.items()) if block.span.stop <= stop]
-    between, before = dict[int, RecordedBlock](), 0
+    between = dict[int, RecordedBlock]()
+    before = 0
     after = sum(block.place.count for _, block in blocks)
     for first, block in blocks:
         after -= block.place.count
@@ -303,7 +311,9 @@ class Readers:
     """The watches of positions whose rows the same probes read."""
 
     def __init__(self, stack: WeightStack, watches: Sequence[Watch]) -> None:
-        self.stack, self.watches, self.table = stack, watches, watches[0].table
+        self.stack = stack
+        self.watches = watches
+        self.table = watches[0].table
         self.slots = np.array([watch.slot for watch in watches])
         self.streams_from = np.array([watch.streams_from for watch in watches])
         streams = bool((self.streams_from >= 0).any())
@@ -324,7 +334,8 @@ class ScoredRows(NamedTuple):
 
     def has(self, needed: Mapping[Watch, int]) -> bool:
         """Return whether a row is among the first `needed` of its watch."""
-        readers, positions = self.readers, self.positions
+        readers = self.readers
+        positions = self.positions
         return any(
             watch.table is readers.table
             and bool((positions[readers.slots == watch.slot] < n).any())
@@ -338,10 +349,13 @@ class ScoredRows(NamedTuple):
 
 def reused_rows(recording: Recording) -> Iterator[ScoredRows]:
     """Yield the rows that an earlier request recorded for this one, once."""
-    reused, recording.reused = recording.reused, []
-    stack, watch = cast(WeightStack, recording.stack), cast(Watch, recording.watch)
+    reused = recording.reused
+    recording.reused = []
+    stack = cast(WeightStack, recording.stack)
+    watch = cast(Watch, recording.watch)
     for extent in reused:
-        block, positions = cast(RecordedBlock, extent.block), np.array(extent.positions)
+        block = cast(RecordedBlock, extent.block)
+        positions = np.array(extent.positions)
         first = block.row + np.searchsorted(block.ports, stack.ports) * block.place.count
         numbers = first[:, None] + extent.at + np.arange(extent.count)
         readers = Readers(stack, [watch] * extent.count)

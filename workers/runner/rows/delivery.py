@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from ....broker.receipts.outbox import Outbox
 from ....schemas.base import from_msgpack, to_msgpack
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec
@@ -78,13 +77,16 @@ class Link:
         """Start the process. `backlog`: counts what is sent. `give_up(error)` is called if it ends
         before `close`. `gives_way`: see `begin_helper`.
         """
-        self._arena, self._backlog, self._give_up = arena, backlog, give_up
+        self._arena = arena
+        self._backlog = backlog
+        self._give_up = give_up
         self._numbers = itertools.count(1)
         # message → what it refers to, until the process has read it
         self.held: dict[int, object] = {}
         self._spills = self._closing = False
         self._received = bytearray()
-        self._last, self._patience_s = DeskStatus(), config.answer_s
+        self._last = DeskStatus()
+        self._patience_s = config.answer_s
         self._asked = 0.0  # when it was asked for its status; 0: it answered
         theirs, self._commands = os.pipe()
         self._answers, answers = os.pipe()
@@ -132,7 +134,8 @@ class Link:
         self._put(message, held)
 
     def _put(self, message: DeskCommand, held: Sequence[object] = ()) -> None:
-        raw, number = to_msgpack(message), next(self._numbers)
+        raw = to_msgpack(message)
+        number = next(self._numbers)
         start, memory = self._arena.take(len(raw), 1)
         memory[:] = memoryview(raw)
         self.held[number] = memory, held
@@ -150,7 +153,8 @@ class Link:
         """Hear what the process has done."""
         for answer in self._hear():
             if isinstance(answer, DeskStatus):
-                self._last, self._asked = answer, 0.0
+                self._last = answer
+                self._asked = 0.0
 
     def status(self) -> DeskStatus:
         """Return what the process said when it was last asked, and ask it again: the model's thread
@@ -206,7 +210,8 @@ class Near:
 
     def __init__(self, arena: Arena, desk: Desk, held: dict[int, object] | None = None) -> None:
         """`held`: that of another channel, whose numbers are positive."""
-        self._arena, self.desk = arena, desk
+        self._arena = arena
+        self.desk = desk
         self._numbers = itertools.count(-1, -1)
         self.held: dict[int, object] = {} if held is None else held
 
@@ -217,7 +222,8 @@ class Near:
         prepared: Mapping[int, Any] | None = None,
     ) -> None:
         """Like `Link.send`. `prepared`: what readers prepared for the request."""
-        number, lease = next(self._numbers), self._arena.memory.lease()
+        number = next(self._numbers)
+        lease = self._arena.memory.lease()
         self.held[number] = held
         weakref.finalize(lease, self.held.pop, number).atexit = False
         if isinstance(message, EndedRequest | StreamedRows):
@@ -243,7 +249,9 @@ class ForwardedReceipts:
     """The outbox of a desk whose receipts another process keeps."""
 
     def __init__(self, worker: str, rank: int, channel: RowChannel) -> None:
-        self.worker, self.rank, self._channel = worker, rank, channel
+        self.worker = worker
+        self.rank = rank
+        self._channel = channel
 
     def append(self, receipt: Receipt) -> None:
         self._channel.send(Delivered(receipt))
@@ -264,11 +272,15 @@ class RowDelivery:
 
     def __init__(self, far: RowChannel, near: Near, backlog: Backlog) -> None:
         """`far`: of what needs no model; may be `near`. `backlog`: of all."""
-        self._far, self._near, self.backlog, self._diverted = far, near, backlog, False
+        self._far = far
+        self._near = near
+        self.backlog = backlog
+        self._diverted = False
         self._channels: list[RowChannel] = [near] if far is near else [near, far]
         self._streams = itertools.count(1)
         #: Messages that are not read yet, with what they refer to; `turn` hears which are.
-        self.held, self.turn = far.held, far.turn
+        self.held = far.held
+        self.turn = far.turn
 
     def set_origin(self, origin: Origin) -> None:
         """Set what every later capture says about its origin."""
@@ -291,7 +303,8 @@ class RowDelivery:
 
     def stream(self, spec: RankSpec, number: int, recording: Recording, part: int) -> RowStream:
         """Return the stream of a capture. `number`: in the request. `part`: see `RowStream`."""
-        shape, stream = recording.shape(number), next(self._streams)
+        shape = recording.shape(number)
+        stream = next(self._streams)
         opened = StreamOpened(stream, spec, shape, recording.end)
         channel = self._near if self._is_near(spec) else self._far
         return RowStream(channel.send, opened, part)
@@ -342,7 +355,7 @@ def connected(
     """
     backlog = Backlog.begin(config, rank)
     far = Link(arena, config, rank, backlog, _give_up, gives_way=gives_way)
-    receipts = cast(Outbox, ForwardedReceipts(config.worker, rank, far))
+    receipts = ForwardedReceipts(config.worker, rank, far)
     desk = Desk(
         arena.memory,
         config,

@@ -21,13 +21,18 @@ from ..hooks.sites import RankSite
 from .arena import Arena, BankRows
 from .finite_check import StepSizes
 
+_OF = ("first", "stop", "ahead", "reached", "beyond", "site")
+#: Of a slot in `SizeTable._of`: no edit of the last step exceeded its limit.
+_NONE = sys.maxsize
+
 
 class RequestSizes:
     """The sizes of one request in one bank."""
 
     def __init__(self, table: "SizeTable", slot: int) -> None:
         """`slot`: of the request in the table."""
-        self._table, self.slot = table, slot
+        self._table = table
+        self.slot = slot
         self.too_large = ""  # the first edit that exceeded its limit, by position and site
         # number → the block's place in the arena, and its memory
         self.blocks: dict[int, tuple[int, np.ndarray]] = {}
@@ -43,11 +48,6 @@ class RequestSizes:
         if self.slot >= 0:
             self._table.close(self, stop)
             self.slot = -1
-
-
-_OF = ("first", "stop", "ahead", "reached", "beyond", "site")
-#: Of a slot in `SizeTable._of`: no edit of the last step exceeded its limit.
-_NONE = sys.maxsize
 
 
 # Each size is kept (a thousandth of the KV cache), so that the median is exact. A histogram took
@@ -85,19 +85,23 @@ class SizeTable:
         Returns whether edits of earlier steps exceeded their limits. Raises HostMemoryError.
         """
         view = step.view
-        counts, firsts = view.counts[places], view.positions[places]
+        counts = view.counts[places]
+        firsts = view.positions[places]
         waits = bool((self._of["beyond"][slots] < _NONE).any())
         exceeded = waits and self._accept(slots, firsts)
         member = np.repeat(np.arange(len(counts)), counts)  # of each row
         within = np.arange(len(member)) - (np.cumsum(counts) - counts)[member]
         columns = (np.cumsum(view.counts) - view.counts)[places][member] + within
-        slot, positions = slots[member], firsts[member] + within
+        slot = slots[member]
+        positions = firsts[member] + within
         values = np.full((len(slot), len(self.sites)), np.nan, dtype=np.float32)
         values[:, step.sites] = step.values[:, columns].T
         # a row without edits matters where the request had one before
         matters = (positions < self._of["reached"][slot]) | ~np.isnan(values).all(axis=1)
         if not matters.all():
-            slot, positions, values = slot[matters], positions[matters], values[matters]
+            slot = slot[matters]
+            positions = positions[matters]
+            values = values[matters]
         of = self._of[slot]
         rows = of["ahead"] + positions
         if ((positions < of["first"]) | (positions >= of["stop"])).any():
@@ -109,7 +113,8 @@ class SizeTable:
         found, first = np.unique(slot[beyond], return_index=True)  # the first one of each request
         row = beyond[first]
         site = (values[row] < 0).argmax(axis=1)
-        self._of["beyond"][found], self._of["site"][found] = positions[row], site
+        self._of["beyond"][found] = positions[row]
+        self._of["site"][found] = site
         self._of["size"][found] = -values[row, site]
         return exceeded
 
@@ -130,7 +135,8 @@ class SizeTable:
         exceeded = slots[self._of["beyond"][slots] < stops]
         for slot in exceeded.tolist():  # their requests fail
             *_, position, number, size = self._of[slot].item()
-            sizes, site = self._sizes_at(slot), self.sites[number]
+            sizes = self._sizes_at(slot)
+            site = self.sites[number]
             sizes.too_large = sizes.too_large or (
                 f"the edit at {site.hook} of layer {site.layer}, position {position} is "
                 f"{size:.4g} times as long as its row: more than its limit"
@@ -156,5 +162,7 @@ class SizeTable:
         first = number * SPAN
         ahead = blocks[number][0] // self._memory.row_bytes - first
         place = self._of[slot]
-        place["first"], place["stop"], place["ahead"] = first, first + SPAN, ahead
+        place["first"] = first
+        place["stop"] = first + SPAN
+        place["ahead"] = ahead
         return ahead

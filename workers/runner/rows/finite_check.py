@@ -35,6 +35,10 @@ _WHAT = {
     CAPTURED_AFTER: "rows captured after edits",
 }
 
+#: Of a step without edits: `Due.edited` and `Due.sites`.
+_NO_EDITS = frozenset[str](), np.zeros(0, dtype=np.int64)
+_DTYPES = {"counts": np.int32, "sizes": np.float32, "sums": np.float32}
+
 
 @dataclass(frozen=True, slots=True)
 class Miscount:
@@ -112,16 +116,14 @@ class Due:
         none, all requests of the step with edits or captures.
         """
         if column == EDITED:
-            members, place = self.edits, site
+            members = self.edits
+            place = site
         else:
-            members, place = self.captures, 2 * site + (column == CAPTURED_AFTER)
+            members = self.captures
+            place = 2 * site + (column == CAPTURED_AFTER)
         return [request for request, mask in members if mask[place]] or [
             request for request, _ in (*self.edits, *self.captures)
         ]
-
-
-#: Of a step without edits: `Due.edited` and `Due.sites`.
-_NO_EDITS = frozenset[str](), np.zeros(0, dtype=np.int64)
 
 
 class StepSizes(NamedTuple):
@@ -154,9 +156,6 @@ class _Seen(NamedTuple):
     sums: np.ndarray | None = None  # float32 [rows]
 
 
-_DTYPES = {"counts": np.int32, "sizes": np.float32, "sums": np.float32}
-
-
 class _Finding:
     """The observations of a step, complete once `event` has occurred."""
 
@@ -174,8 +173,13 @@ class _Finding:
         this step. `record`: after the event, the observations one after the other, int32, in the
         shapes of `parts`.
         """
-        self.step, self.view, self.due, self.expected = step, view, due, expected
-        self.event, self._record, self._parts = event, record, parts
+        self.step = step
+        self.view = view
+        self.due = due
+        self.expected = expected
+        self.event = event
+        self._record = record
+        self._parts = parts
         self._seen: _Seen | None = None
         self.sound = True  # all rows are finite, once `read`
 
@@ -184,17 +188,21 @@ class _Finding:
         if self._seen is None:
             if self.event is not None:
                 self.event.synchronize()
-            values, at, sound = dict[str, np.ndarray](), 0, True
+            values = dict[str, np.ndarray]()
+            at = 0
+            sound = True
             for name, part in self._parts.items():
                 bits = self._record[at : at + part.numel()].numpy()
-                values[name], at = bits.view(_DTYPES[name]).reshape(part.shape), at + len(bits)
+                values[name] = bits.view(_DTYPES[name]).reshape(part.shape)
+                at = at + len(bits)
             if self.due is not None and self.due.edits:
                 edited = values["sizes"][self.due.sites - self.due.span[0]]
                 values["sizes"] = np.where(self.due.edited_rows, edited, np.nan)
                 sound = not bool((np.abs(values["sizes"]) > LARGEST_SIZE).any())
             if "sums" in values:
                 sound = sound and math.isfinite(float(values["sums"].sum(dtype=np.float64)))
-            self.sound, self._seen = sound, _Seen(**values)
+            self.sound = sound
+            self._seen = _Seen(**values)
         return self._seen
 
     def found(self, sites: Sequence[RankSite]) -> list[tuple[str, int]]:
@@ -209,12 +217,14 @@ class _Finding:
         """Return each request's first rows that are not finite, by position; at one position the
         row at a site precedes the row after the last layer. Waits for the event.
         """
-        seen, found = self.read(), list[NonFiniteRow]()
+        seen = self.read()
+        found = list[NonFiniteRow]()
         if self.due is not None and seen.sizes is not None:
             bad = np.abs(seen.sizes) > LARGEST_SIZE
             for id_, row, position in self._first_bad(bad.any(axis=0)):
                 place = int(bad[:, row].argmax())
-                site, edited = sites[self.due.sites[place]], np.isinf(seen.sizes[place, row])
+                site = sites[self.due.sites[place]]
+                edited = np.isinf(seen.sizes[place, row])
                 found.append(NonFiniteRow(id_, self.step, position, site, bool(edited)))
         if seen.sums is not None:
             found += [
@@ -242,8 +252,11 @@ class FiniteCheck:
 
     def __init__(self, sites: Sequence[RankSite], buffers: Buffers, *, whole: bool = True) -> None:
         """`whole`: this rank holds whole rows; the sizes of parts of rows mean nothing."""
-        self._sites, self._counts, self._sizes = list(sites), buffers.counts, buffers.sizes
-        self._whole, self._device = whole, buffers.counts.device
+        self._sites = list(sites)
+        self._counts = buffers.counts
+        self._sizes = buffers.sizes
+        self._whole = whole
+        self._device = buffers.counts.device
         self._side = None if self._device.type == "cpu" else torch.cuda.Stream(self._device)
         #: Counts of all work that was planned, and by how much those that were read differ from it.
         self._expected = np.zeros(tuple(buffers.counts.shape), dtype=np.int32)
@@ -266,7 +279,8 @@ class FiniteCheck:
         `hidden`: output of the last layer, `[rows or more, hidden_size]`. `again`: positions were
         computed again, whose sizes are no longer what they were.
         """
-        self.last, parts = None, dict[str, torch.Tensor]()
+        self.last = None
+        parts = dict[str, torch.Tensor]()
         if due is not None:
             # first: an observation that fails must not have later steps blamed
             self._expected = self._expected + due.counts
@@ -289,8 +303,17 @@ class FiniteCheck:
                 parts["sums"] = hidden.sum(dim=-1, dtype=torch.float32)
             if not parts:
                 return
-            record, event = _flat(parts).clone(), None
-        self.last = _Finding(step, view, due, self._expected, record, parts, event)
+            record = _flat(parts).clone()
+            event = None
+        self.last = _Finding(
+            step=step,
+            view=view,
+            due=due,
+            expected=self._expected,
+            record=record,
+            parts=parts,
+            event=event,
+        )
         self.pending.append(self.last)
 
     def _copied(
@@ -322,7 +345,8 @@ class FiniteCheck:
 
         `needed`: request → number of its rows: waits for the steps that computed them.
         """
-        findings, last = list[NonFiniteRow | Miscount | StepSizes](), -1
+        findings = list[NonFiniteRow | Miscount | StepSizes]()
+        last = -1
         for number, item in enumerate(self.pending if needed else ()):
             places = zip(item.view.ids, item.view.positions.tolist(), strict=True)
             if any(first < (needed or {}).get(request, 0) for request, first in places):
@@ -337,7 +361,8 @@ class FiniteCheck:
 
     def _found_in(self, item: _Finding) -> list[NonFiniteRow | Miscount | StepSizes]:
         """Return what a step's observations show; they are read in the order of the steps."""
-        seen, due = item.read(), item.due
+        seen = item.read()
+        due = item.due
         found: list[NonFiniteRow | Miscount | StepSizes] = []
         if due is not None and seen.counts is not None:
             # Counts are never set back, so a difference stays in all later sums; later steps are

@@ -30,11 +30,15 @@ class Overload:
         work: WriterWork = "writer",
         patience_s: float = PATIENCE_S,
     ) -> None:
-        self._policy, self._limit, self._patience_s = policy, limit, patience_s
-        self._backlog, self._work = backlog, work
+        self._policy = policy
+        self._limit = limit
+        self._patience_s = patience_s
+        self._backlog = backlog
+        self._work = work
         self.dropping = policy == "drop"
         # what was freed when the backlog last exceeded the limit, and since when nothing more is
-        self._freed, self._since = -1, 0.0
+        self._freed = -1
+        self._since = 0.0
         self._gave_up = False
 
     @property
@@ -43,11 +47,13 @@ class Overload:
         backlog exceeded the limit, and it still does: then captures fail, and the worker admits
         none.
         """
-        now, freed = time.monotonic(), self._backlog.freed(self._work)
+        now = time.monotonic()
+        freed = self._backlog.freed(self._work)
         if self._size <= self._limit:
             self._gave_up = False
         elif freed != self._freed:
-            self._freed, self._since = freed, now
+            self._freed = freed
+            self._since = now
         elif now - self._since > self._patience_s:
             self._gave_up = self._policy == "block"
         return self._gave_up

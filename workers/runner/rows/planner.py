@@ -22,7 +22,8 @@ from ....schemas.requests.specs import RankSpec, SteeringRow, WriterWork
 from ..edits.steering_tables import RowTable
 from ..edits.triggers import Search, TriggeredGate
 from ..hooks.sites import Buffers, RankSite
-from ..probes.watches import Watch, open_among
+from ..probes.gates import open_among
+from ..probes.watches import Watch
 from .arena import BankRows
 from .buffers import Staging
 from .capture import Recording, ScoredRows
@@ -31,6 +32,10 @@ from .finite_check import Due
 from .overload import Overloads
 from .slot_table import Slots, SlotTable, StepTokens, entry_of
 from .step_places import FEW, Places, PositionRun, StepLayout, layout_of, runs_at_most
+
+_PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
+_COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
+_ROW_COLUMNS = [columns.BEFORE.ROW, columns.AFTER.ROW]
 
 
 @dataclass
@@ -69,15 +74,14 @@ class Tracked:
 
     def set_rows(self, rows: list[tuple[int, SteeringRow]]) -> None:
         """Set the rows that edit the request's tokens from now on, in this order."""
-        self.rows, self.stale = rows, True
+        self.rows = rows
+        self.stale = True
 
     def count(self, slots: Slots) -> None:
         """Count what its rows edited so far."""
         if self.slot:
-            self.applied, self.reached = (
-                int(slots.applied[self.slot]),
-                int(slots.reached[self.slot]),
-            )
+            self.applied = int(slots.applied[self.slot])
+            self.reached = int(slots.reached[self.slot])
 
     def forget(self) -> None:
         """Drop what was recorded of it, because nobody will have it."""
@@ -118,15 +122,11 @@ class Tracked:
         """Return how many positions of a row `applied` counts too many: edits after the first
         `rows` tokens, and what rejected drafts changed.
         """
-        search, prompt = self.searches.get(row.condition), self.spec.prompt_tokens
+        search = self.searches.get(row.condition)
+        prompt = self.spec.prompt_tokens
         first = rows if search is None else 0
         positions = self.open_of(row, select(row.positions, first, self.reached, prompt))
         return len(positions) if search is None else search.miscounted(positions, rows)
-
-
-_PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
-_COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
-_ROW_COLUMNS = [columns.BEFORE.ROW, columns.AFTER.ROW]
 
 
 def _captured(recording: Recording, prompt_tokens: int, first: int, stop: int) -> Sequence[int]:
@@ -155,12 +155,15 @@ class Planner:
         self._bank = bank
         self._memory = memory
         self._dropping = {work: each for work, each in overloads.items() if each.dropping}
-        self._sites, self._table = list(sites), table
+        self._sites = list(sites)
+        self._table = table
         self._staging = Staging(buffers, memory, copies)
-        self._steering, self._captures = SlotTable(), SlotTable()
+        self._steering = SlotTable()
+        self._captures = SlotTable()
         self._recordings: dict[int, list[Recording]] = {}  # slot → in the order of their values
         # what the tables had for the last step's tokens, and the edits of each of these
-        self._named = self._chosen = np.zeros((0, 1), dtype=np.int64)
+        self._named = np.zeros((0, 1), dtype=np.int64)
+        self._chosen = np.zeros((0, 1), dtype=np.int64)
         self._edits_of = np.zeros(0, dtype=np.int64)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
         # this step has the last step's edits; all of its plan, at later positions
@@ -187,7 +190,8 @@ class Planner:
 
     def write(self, tracked: Tracked) -> None:
         """Write the request's slot in the tables."""
-        slot, prompt = tracked.slot, tracked.spec.prompt_tokens
+        slot = tracked.slot
+        prompt = tracked.spec.prompt_tokens
         gates = tracked.columns_of_gates()
         self._steering.write(
             slot,
@@ -224,7 +228,8 @@ class Planner:
         self._same = tokens.again and np.array_equal(named, self._named)
         if not self._same:
             self.clear_plan()
-            self._named, self._edits_of = named, self._table.num_sites[named].sum(axis=1)
+            self._named = named
+            self._edits_of = self._table.num_sites[named].sum(axis=1)
             if named.any():
                 self._plan_edits(tokens, named)
         if self._edited:
@@ -259,7 +264,8 @@ class Planner:
         """Plan nothing: neither the last step again nor what was planned of this step so far."""
         self._same = self.repeats = False
         self._plan[:] = 0
-        self._edited_tokens, self._edited = self._edited_tokens[:0], []
+        self._edited_tokens = self._edited_tokens[:0]
+        self._edited = []
         self._named = np.zeros((0, 1), dtype=np.int64)
         self._edit_counts[:] = 0
         self._staging.set_rows(self._named)
@@ -318,7 +324,8 @@ class Planner:
         """Have rows leave the recordings with a new block. Called once it is known which of the
         last step's rows are kept for other requests.
         """
-        begun, self.begun = self.begun, {}
+        begun = self.begun
+        self.begun = {}
         for recording, reached in begun.values():
             recording.leave(reached, self._memory.arena.landing)
 
@@ -329,7 +336,8 @@ class Planner:
 
     def _runs_of(self, tokens: StepTokens) -> list[PositionRun]:
         """Return the runs of consecutive tokens that this step's recordings capture."""
-        chosen, window = self._chosen > 0, list[PositionRun]()
+        chosen = self._chosen > 0
+        window = list[PositionRun]()
         if not chosen.any():
             return window
         joins = (np.diff(tokens.members) == 0)[:, None] & chosen[1:] & chosen[:-1]
@@ -339,7 +347,8 @@ class Planner:
         for (column, token), (_, last) in zip(begins.tolist(), ends.tolist(), strict=True):
             member = int(tokens.members[token])
             recording = self._recordings[int(tokens.of_requests[member])][column]
-            skip, count = token - int(tokens.first_rows[member]), last - token + 1
+            skip = token - int(tokens.first_rows[member])
+            count = last - token + 1
             run = PositionRun(tokens.ids[member], member, recording, skip, token, count)
             first = int(tokens.firsts[member]) + skip
             window += runs_at_most(run, first, self._memory) if count > FEW else [run]
@@ -390,7 +399,8 @@ class Planner:
         """Complete the plan of this step, which the next one may repeat."""
         for site in self._launched:
             site.busy = False
-        self._planned, self._launched = None, []
+        self._planned = None
+        self._launched = []
         self._plan[:, columns.SITE] = 0
         captured = self._plan[:, _COUNT_COLUMNS]
         active = captured.any(axis=1)
@@ -433,7 +443,8 @@ class Planner:
 
     def drain(self) -> list[ScoredRows]:
         """Take the captured rows of the last forward, and return those that probes read."""
-        due, places = self.due, self._places
+        due = self.due
+        places = self._places
         self.due = None
         if due is None or places is None:
             return []

@@ -46,7 +46,8 @@ def entry_of(
     gate: int = 0,
 ) -> SlotValue:
     """Return the entry of a selector's positions, of which `chosen` may leave some out."""
-    first, stop = lowest_position(positions, prompt_tokens), end_position(positions, prompt_tokens)
+    first = lowest_position(positions, prompt_tokens)
+    stop = end_position(positions, prompt_tokens)
     if chosen is None and (isinstance(positions, list) or getattr(positions, "step", 1) > 1):
         chosen = partial(_selected, positions, prompt_tokens)
     return SlotValue(column, value, first, stop, chosen, gate)
@@ -94,7 +95,8 @@ class SlotTable:
         """Return the values at the tokens, int64 `[tokens, columns]`, 0 where there is none."""
         if not self._used:
             return np.zeros((len(tokens.slots), 1), dtype=np.int64)
-        slots, positions = tokens.slots, tokens.positions[:, None]
+        slots = tokens.slots
+        positions = tokens.positions[:, None]
         firsts, stops, each, gates = self._parts
         inside = (positions >= firsts[slots]) & (positions < stops[slots])
         values: np.ndarray = np.where(inside, each[slots], 0)
@@ -139,7 +141,8 @@ class Slots:
             self.touched = np.pad(self.touched, ((0, _SLOTS), (0, 0)))
         slot = self._free.pop()
         self.reached[slot] = self.applied[slot] = 0
-        self.touched[slot], self.family[slot] = touched, family
+        self.touched[slot] = touched
+        self.family[slot] = family
         return slot
 
     def give(self, slot: int) -> None:
@@ -158,13 +161,16 @@ class StepTokens:
 
     def __init__(self, view: StepView, of_requests: np.ndarray) -> None:
         """`of_requests`: the slot of each request."""
-        self.ids, self.of_requests, self._counts = view.ids, of_requests, view.counts
+        self.ids = view.ids
+        self.of_requests = of_requests
+        self._counts = view.counts
         self.first_rows = np.cumsum(view.counts) - view.counts
         self.members = np.repeat(np.arange(len(view.ids)), view.counts)  # [tokens]
         self.slots = of_requests[self.members]
         self._within = np.arange(view.num_rows) - self.first_rows[self.members]
         # [requests]: the first position, and the one after the last
-        self.firsts, self.stops = view.positions, view.positions + view.counts
+        self.firsts = view.positions
+        self.stops = view.positions + view.counts
         self.positions = self.firsts[self.members] + self._within
         self.again = False  # the last step had the same requests and counts
         #: Whether each gate of the token's request is closed, then each gate with a trigger:
@@ -175,7 +181,9 @@ class StepTokens:
         """Have the tokens of another step; return False if that has other requests or counts."""
         if view.ids != self.ids or not np.array_equal(view.counts, self._counts):
             return False
-        self.firsts, self.stops, self.again = view.positions, view.positions + view.counts, True
+        self.firsts = view.positions
+        self.stops = view.positions + view.counts
+        self.again = True
         self.positions = self.firsts[self.members] + self._within
         return True
 

@@ -42,7 +42,8 @@ def runs_at_most(run: PositionRun, first: int, memory: BankRows) -> Iterator[Pos
     while left.count > FEW and (block := run.recording.block_of(first, memory)) is not None:
         count = min(left.count, block.span.stop - first)
         yield replace(left, count=count)
-        skip, token = left.skip + count, left.first_token + count
+        skip = left.skip + count
+        token = left.first_token + count
         left = replace(left, skip=skip, first_token=token, count=left.count - count)
         first += count
     if left.count:
@@ -150,7 +151,8 @@ class Places:
     """
 
     def __init__(self, layout: StepLayout, runs: Sequence[PositionRun], memory: BankRows) -> None:
-        self.layout, self._memory = layout, memory
+        self.layout = layout
+        self._memory = memory
         self._recordings = recordings = [run.recording for run in runs]
         #: Request → the ports that capture its rows.
         self.captures = [(run.request, run.recording.mask) for run in runs]
@@ -174,45 +176,53 @@ class Places:
         self._ends = np.array([recording.end for recording in recordings])
         self._dropped = [number for number, item in enumerate(recordings) if item.dropped]
         self.positions = np.zeros(len(runs), dtype=np.int64)  # of the runs' first tokens
-        self._positions = self._needed = np.zeros(0, dtype=np.int64)  # [positions]
+        self._positions = np.zeros(0, dtype=np.int64)  # [positions]
+        self._needed = np.zeros(0, dtype=np.int64)  # [positions]
         self.rows = np.zeros(0, dtype=np.int64)  # [entries]: number of the row in the bank's rows
         self.marks = np.zeros(0, dtype=np.int64)  # [positions]: place of the mark in the arena
 
     def move_to(self, positions: np.ndarray) -> None:
         """Set the places of the step whose requests begin at these positions."""
-        self.begun, self.positions = {}, positions[self._members] + self._skips
+        self.begun = {}
+        self.positions = positions[self._members] + self._skips
         firsts = self.positions
         stops = np.minimum(firsts + self._counts, self._ends)
         for run in np.flatnonzero((stops > self._known) & (stops > firsts)).tolist():
             self._find(run, int(firsts[run]), int(stops[run]))
         entries = self.layout.entries
-        run, position = entries.run, firsts[entries.run] + entries.within
+        run = entries.run
+        position = firsts[entries.run] + entries.within
         block = (position >= self._stops[:, run]).sum(axis=0)
         needed = position < self._ends[run]
         block = np.where(needed, block, 0)
         rows = np.where(needed, self._rows[block, run] + position, 0)
         self.marks = np.where(needed, self._marks[block, run] + position, 0)
         strides = np.where(needed, self._strides[block, run], 0)
-        self._positions, self._needed = position, needed
+        self._positions = position
+        self._needed = needed
         self.rows = rows[entries.position] + entries.ordinal * strides[entries.position]
 
     def _find(self, run: int, first: int, stop: int) -> None:
         """Find the blocks of a run's positions `first … stop`."""
-        recording, before = self._recordings[run], self._blocks[run]
-        blocks, at = list[RecordedBlock](), first
+        recording = self._recordings[run]
+        before = self._blocks[run]
+        blocks = list[RecordedBlock]()
+        at = first
         self._stops[:, run] = sys.maxsize
         while at < stop:
             if (block := recording.block_of(at, self._memory)) is None:  # it failed
                 self._ends[run] = 0
                 return
-            number, slot = len(blocks), block.slot(at) - at
+            number = len(blocks)
+            slot = block.slot(at) - at
             self._stops[number, run] = block.span.stop
             self._rows[number, run] = block.row + slot
             self._strides[number, run] = block.place.count
             self._marks[number, run] = block.place.mark + slot
             blocks.append(block)
             at = block.span.stop
-        self._blocks[run], self._known[run] = blocks, at
+        self._blocks[run] = blocks
+        self._known[run] = at
         if not before or blocks[-1] is not before[-1]:
             # rows of drafts may be recorded again in the block that they are in now
             reached = max(first + 1, min(stop, recording.prompt_tokens))
@@ -232,7 +242,8 @@ class Places:
         """Return what probes read: of each set of them the readers, their positions among those of
         the step, the entries `[ports, positions]`, and what takes their blocks from `_blocks`.
         """
-        entries, found = self.layout.entries, []
+        entries = self.layout.entries
+        found = []
         stacks = [recording.stack for recording in self._recordings]
         for stack in dict.fromkeys(stack for stack in stacks if stack is not None):
             # [positions, ports of a recording]: index of the row among the entries
@@ -249,7 +260,8 @@ class Places:
 
     def drain(self, landing: Landing) -> list[ScoredRows]:
         """Count the rows of this step as recorded; return those that probes read."""
-        found, memory = list[ScoredRows](), self._memory.all
+        found = list[ScoredRows]()
+        memory = self._memory.all
         self._memory.arena.bytes[self.marks] = 1
         for run in self._dropped:
             first = int(self.positions[run])
@@ -257,9 +269,12 @@ class Places:
                 range(first, first + int(self._counts[run]))
             )
         for readers, places, entries, blocks in self._read:
-            positions, numbers = self._positions[places], self.rows[entries]
-            if not (needed := self._needed[places]).all():
-                positions, numbers = positions[needed], numbers[:, needed]
+            positions = self._positions[places]
+            numbers = self.rows[entries]
+            needed = self._needed[places]
+            if not needed.all():
+                positions = positions[needed]
+                numbers = numbers[:, needed]
                 if not len(positions):
                     continue
                 readers = Readers(readers.stack, [*compress(readers.watches, needed.tolist())])

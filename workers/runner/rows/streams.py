@@ -16,7 +16,8 @@ class Streams:
 
     def __init__(self, window: int, delivery: RowDelivery) -> None:
         """`window`: bytes of a capture's rows that may stay in memory."""
-        self._window, self._delivery = window, delivery
+        self._window = window
+        self._delivery = delivery
 
     def prepare(
         self, spec: RankSpec, number: int, recording: Recording, max_tokens: int, block: int

@@ -65,7 +65,8 @@ class KeptForWorker(logging.Handler):
 
     def __init__(self, folder: str, boot: str) -> None:
         super().__init__(logging.ERROR)
-        self._folder, self._boot = folder, boot
+        self._folder = folder
+        self._boot = boot
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None

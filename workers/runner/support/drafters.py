@@ -135,7 +135,8 @@ def verdict(config: VllmConfig) -> Verdict:
 
 def _misfits(config: VllmConfig) -> Iterator[str]:
     """Yield why a drafting model does not fit, judged before its weights are read."""
-    drafting, target = config.speculative_config, config.model_config
+    drafting = config.speculative_config
+    target = config.model_config
     head = drafting.draft_model_config.hf_config
     for name, needed in (
         ("hidden_size", target.get_hidden_size()),
@@ -185,7 +186,9 @@ def check_loaded(drafter: nn.Module | None, read: Sequence[int], adapter: Adapte
             ) from error
     if (offsets := getattr(drafter, "draft_id_to_target_id", None)) is not None:
         tokens = offsets.data.cpu() + torch.arange(len(offsets))
-        first, last, size = int(tokens.min()), int(tokens.max()), int(drafter.config.vocab_size)
+        first = int(tokens.min())
+        last = int(tokens.max())
+        size = int(drafter.config.vocab_size)
         if not 0 <= first <= last < size:
             raise UnsupportedDrafterError(
                 f"the drafter drafts tokens {first} to {last}, valid: 0 to {size - 1}"

@@ -2,6 +2,10 @@
 
 from dataclasses import dataclass
 
+_SCHEDULER = "vllm/scheduler.py"
+_ADAPTERS = "vllm/runner_adapters.py"
+_BLOCKS = "vllm/kept_blocks.py, vllm/quarantine.py, vllm/scheduler.py"
+
 
 @dataclass(frozen=True)
 class Seam:
@@ -23,10 +27,6 @@ class Seam:
         """Return the names without parameters."""
         return [name.partition("(")[0] for name in self.has]
 
-
-_SCHEDULER = "vllm/scheduler.py"
-_ADAPTERS = "vllm/runner_adapters.py"
-_BLOCKS = "vllm/kept_blocks.py, vllm/quarantine.py, vllm/scheduler.py"
 
 SEAMS: tuple[Seam, ...] = (
     # Workers and runners

@@ -82,10 +82,8 @@ class VllmFolder:
         """
         match = _CALL.match(needed)
         assert match is not None, needed
-        name, takes = (
-            match["name"],
-            [part.strip() for part in (match["takes"] or "").split(",") if part.strip()],
-        )
+        name = match["name"]
+        takes = [part.strip() for part in (match["takes"] or "").split(",") if part.strip()]
         if (result := self.member(module, owner, name)) is None:
             return f"expected {needed}, found no {name}"
         if not takes:
@@ -120,7 +118,8 @@ class VllmFolder:
             or f"{place[0]}:{owner}" in visited
         ):
             return None
-        home, node = place[0], place[1]
+        home = place[0]
+        node = place[1]
         assert isinstance(node, ast.ClassDef)
         for statement in _statements(node.body):
             if name in _assigned(statement) or (
@@ -144,7 +143,9 @@ class VllmFolder:
         if not node.level:
             return node.module or ""
         parts = module.split(".")
-        above = node.level - self.folder.joinpath(*parts[1:], "__init__.py").is_file()
+        above = node.level
+        if self.folder.joinpath(*parts[1:], "__init__.py").is_file():
+            above -= 1  # of a package, the first level is the module itself
         return ".".join([*parts[: len(parts) - above], *([node.module] if node.module else [])])
 
 
@@ -161,15 +162,15 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
     return statements
 
 
+def _targets(node: ast.stmt) -> list[ast.expr]:
+    """Return what a statement assigns to; nothing if it is no assignment."""
+    if isinstance(node, ast.Assign):
+        return node.targets
+    return [node.target] if isinstance(node, ast.AnnAssign) else []
+
+
 def _assigned(node: ast.stmt) -> set[str]:
-    targets = (
-        node.targets
-        if isinstance(node, ast.Assign)
-        else [node.target]
-        if isinstance(node, ast.AnnAssign)
-        else []
-    )
-    return {target.id for target in targets if isinstance(target, ast.Name)}
+    return {target.id for target in _targets(node) if isinstance(target, ast.Name)}
 
 
 def _attributes(node: ast.ClassDef) -> dict[str, ast.stmt]:
@@ -183,11 +184,9 @@ def _attributes(node: ast.ClassDef) -> dict[str, ast.stmt]:
 
 
 def _set_on_self(node: ast.Assign | ast.AnnAssign) -> set[str]:
-    flat = [
-        item
-        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
-        for item in (target.elts if isinstance(target, ast.Tuple) else [target])
-    ]
+    flat = list[ast.expr]()
+    for target in _targets(node):
+        flat += target.elts if isinstance(target, ast.Tuple) else [target]
     return {
         item.attr
         for item in flat
@@ -241,10 +240,8 @@ def refusals(
     own.
     """
     for name, function in ours:
-        theirs, extends = (
-            source.member(module, owner, function.name),
-            f"super().{function.name}" in ast.unparse(function),
-        )
+        theirs = source.member(module, owner, function.name)
+        extends = f"super().{function.name}" in ast.unparse(function)
         if theirs is None:
             if extends:
                 yield f"{name} extends {function.name}, which is not there"
@@ -258,7 +255,8 @@ def refusals(
 
 def signature_of(function: ast.FunctionDef) -> inspect.Signature:
     """Return the parameters of a function, without `self`, annotations and values of defaults."""
-    taken, one = function.args, inspect.Parameter
+    taken = function.args
+    one = inspect.Parameter
     named = [*taken.posonlyargs, *taken.args]
     required = len(named) - len(taken.defaults)
     made = [
@@ -303,11 +301,10 @@ def _calls(function: inspect.Signature) -> Iterator[tuple[list[str], list[str]]]
     for each in function.parameters.values():
         kinds.setdefault(each.kind, []).append(each)
     one = inspect.Parameter
-    only_first, either = (
-        kinds.get(one.POSITIONAL_ONLY, []),
-        kinds.get(one.POSITIONAL_OR_KEYWORD, []),
-    )
-    more, named = kinds.get(one.VAR_POSITIONAL, []), kinds.get(one.KEYWORD_ONLY, [])
+    only_first = kinds.get(one.POSITIONAL_ONLY, [])
+    either = kinds.get(one.POSITIONAL_OR_KEYWORD, [])
+    more = kinds.get(one.VAR_POSITIONAL, [])
+    named = kinds.get(one.KEYWORD_ONLY, [])
     named_more = kinds.get(one.VAR_KEYWORD, [])
     for first, last in (
         ([*only_first, *either, *more], [*named, *named_more]),

@@ -34,7 +34,9 @@ class CellSteps:
 
     def __init__(self, bases: Mapping[str, RepeatedPrompt], kept: KeptBlocks, most: int) -> None:
         """`bases`: the live requests with a base, by id. `most`: tokens in a step at most."""
-        self._bases, self._kept, self._most = bases, kept, most
+        self._bases = bases
+        self._kept = kept
+        self._most = most
         self._enough = ENOUGH_TOKENS if current_platform.is_cpu() else most
 
     @contextmanager
@@ -57,7 +59,8 @@ class CellSteps:
             yield
         finally:
             rest = list(waiting)
-            remaining, known = set(rest), set(order)
+            remaining = set(rest)
+            known = set(order)
             waiting.remove_requests(remaining)
             # preempted requests come first, as in vLLM; a queue of priorities sorts them itself
             again = [request for request in rest if request not in known]

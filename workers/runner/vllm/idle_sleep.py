@@ -14,10 +14,12 @@ from vllm.platforms import current_platform
 
 #: Length of a sleep as a share of the time waited so far, which bounds the delay of an answer.
 SHARE = 0.02
-SHORTEST_S, LONGEST_S = 20e-6, 1e-3
+SHORTEST_S = 20e-6
+LONGEST_S = 1e-3
 #: Linux wakes a sleeping thread up to 50 µs late unless configured otherwise
 #: (prctl(2), PR_SET_TIMERSLACK).
-_PR_SET_TIMERSLACK, _SLACK_NS = 29, 1000
+_PR_SET_TIMERSLACK = 29
+_SLACK_NS = 1000
 
 #: Attribute of a condition: when the current wait began.
 _WAIT_BEGAN = "midstream_wait_began"

@@ -21,7 +21,8 @@ class KeptBlocks:
 
     def __init__(self, manager: Any) -> None:
         """`manager`: vLLM's `KVCacheManager`."""
-        self._manager, self._pool = manager, manager.block_pool
+        self._manager = manager
+        self._pool = manager.block_pool
         # name → tokens and blocks of the prompt, in order
         self._kept: OrderedDict[str, tuple[list[int], list[Any]]] = OrderedDict()
         # Other kinds of caches free blocks in the middle, or hold states instead of positions.

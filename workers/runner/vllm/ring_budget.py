@@ -44,12 +44,13 @@ class CapturedRows:
         sizes: Callable[[StoredCapture], Sequence[int]] = lambda capture: [0] * len(WORKS),
     ) -> None:
         """`sizes(capture)`: bytes of a row that the writers of each kind of work take."""
-        self._captures = [
-            (capture, [*sites, *(count * size for size in sizes(capture) for count in sites)])
-            for capture in captures
-            for sites in [stage_sites(capture, stages)]
-        ]
-        self._prompt_tokens, self._columns = prompt_tokens, (1 + len(WORKS)) * len(stages)
+        self._captures = list[tuple[StoredCapture, list[int]]]()
+        for capture in captures:
+            sites = stage_sites(capture, stages)
+            nbytes = [count * size for size in sizes(capture) for count in sites]
+            self._captures.append((capture, [*sites, *nbytes]))
+        self._prompt_tokens = prompt_tokens
+        self._columns = (1 + len(WORKS)) * len(stages)
 
     def of(self, start: int, stop: int) -> StageRows:
         """Return the number of rows of the positions `[start, stop)`, and their bytes.
@@ -94,8 +95,11 @@ class RingBudget:
         of one request in a step, at most. `row_bytes(capture)`: bytes of a row on a rank, at most.
         `queues`: of each rank, the rows that wait for its writers.
         """
-        self._room, self._stages, self._tokens = room or sys.maxsize, stages, 1 + drafts
-        self._row_bytes, self._queues = row_bytes, queues
+        self._room = room or sys.maxsize
+        self._stages = stages
+        self._tokens = 1 + drafts
+        self._row_bytes = row_bytes
+        self._queues = queues
         # of each kind of work the bytes of rows that this step may capture; negative: none
         self._queued = dict.fromkeys(WORKS, sys.maxsize)
         # requests whose rows writers take
@@ -193,7 +197,8 @@ class RingBudget:
 
     def _reserve(self) -> StageRows:
         """Reserve the rows of all next tokens; return the rows that remain free."""
-        stages, self._reserved = len(self._stages), {}
+        stages = len(self._stages)
+        self._reserved = {}
         free = [self._room] * stages
         for queued in self._queued.values():
             free += [max(0, queued)] * stages

@@ -61,7 +61,8 @@ def _resumed(scheduler_output: Any) -> dict[str, int]:
 
 def _windows(scheduler_output: Any) -> Iterable[tuple[str, int, int]]:
     """Return (request, first position, count) of a step as the scheduler sends it to all ranks."""
-    counts, cached = scheduler_output.num_scheduled_tokens, scheduler_output.scheduled_cached_reqs
+    counts = scheduler_output.num_scheduled_tokens
+    cached = scheduler_output.scheduled_cached_reqs
     new = [
         (data.req_id, data.num_computed_tokens, counts[data.req_id])
         for data in scheduler_output.scheduled_new_reqs
@@ -100,13 +101,13 @@ class _Adapter:
             preempted = len(scheduler_output.preempted_req_ids or ())
             self.midstream.load = load(scheduler_output)
             self.midstream.begin(
-                _new_requests(scheduler_output),
-                finishes(scheduler_output),
-                preempted,
-                keeping(scheduler_output),
-                _resumed(scheduler_output),
-                ends(scheduler_output),
-                waiting(scheduler_output),
+                new=_new_requests(scheduler_output),
+                finished=finishes(scheduler_output),
+                preempted=preempted,
+                keeping=keeping(scheduler_output),
+                resumed=_resumed(scheduler_output),
+                ends=ends(scheduler_output),
+                waiting=waiting(scheduler_output),
             )
             chosen = self.midstream.choose(_windows(scheduler_output))
         return in_family(chosen)
@@ -122,9 +123,9 @@ class _Adapter:
         output = super().sample_tokens(*args, **kwargs)  # type: ignore[misc]
         if self.midstream is None:
             return output
-        if (found := self.midstream.found()) is not None:
+        if (found := self.midstream.banks.found()) is not None:
             output = attach(output, found)
-        if (news := self.midstream.probe_news()) is not None:
+        if (news := self.midstream.probes.news()) is not None:
             output = attach(output, news, NEWS)
         return output
 
@@ -160,7 +161,8 @@ class V1Adapter(_Adapter):
         if self.midstream is not None:
             batch = self.input_batch  # type: ignore[attr-defined]
             many = len(num_scheduled_tokens)
-            req_ids, drafts = batch.req_ids[:many], scheduler_output.scheduled_spec_decode_tokens
+            req_ids = batch.req_ids[:many]
+            drafts = scheduler_output.scheduled_spec_decode_tokens
             self.midstream.plan(
                 StepView(
                     req_ids,

@@ -114,8 +114,10 @@ class _Midstream:
         self._midstream_filling: set[str] = set()
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         vllm_config = self.vllm_config  # type: ignore[attr-defined]
-        config, model = plane_config(), vllm_config.model_config
-        hidden, item = model.get_hidden_size(), model.dtype.itemsize
+        config = plane_config()
+        model = vllm_config.model_config
+        hidden = model.get_hidden_size()
+        item = model.dtype.itemsize
         block = manager.block_pool.hash_block_size
         self._midstream_rows = RowIndex(config.row_store_mib << 20, hidden * item, block, item)
         stages = stage_layers(
@@ -239,7 +241,8 @@ class _Midstream:
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._midstream_blocks.make_room(stuck=False)
-        running, filling = self.running, self._midstream_filling  # type: ignore[attr-defined]
+        running = self.running  # type: ignore[attr-defined]
+        filling = self._midstream_filling
         waits = self._midstream_ring.look()
         self._bind("_reserve_prefill_lookahead", ours=bool(filling or waits))
         with self._midstream_cells.composing(
@@ -343,7 +346,8 @@ class _Midstream:
             )
         if probe and not stopped:
             # With the status of a stop token, vLLM would omit the last token from the text.
-            request.status, stopped = RequestStatus.FINISHED_LENGTH_CAPPED, True
+            request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+            stopped = True
             self._midstream_probes.end(request.request_id, probe)
         return kept, stopped
 
@@ -370,7 +374,8 @@ class _Midstream:
         _rehash(request)
 
     def _keeping(self, output: Any) -> Keeping:
-        keeping, rows = Keeping(), self._midstream_rows
+        keeping = Keeping()
+        rows = self._midstream_rows
         for data in output.scheduled_new_reqs:
             if (captures := self._midstream_capturing.get(data.req_id)) is not None:
                 keeping.serve += rows.serve(
@@ -407,17 +412,11 @@ class _Midstream:
             captures = self._midstream_capturing.get(request.request_id)
             base = self._midstream_bases.get(request.request_id, RepeatedPrompt("", 0, 0))
             limits = [] if max_cache_hit_length is None else [max_cache_hit_length]
-            if (
-                # A capture would lack the rows of skipped positions.
-                captures is None
-                and (
-                    result := self._midstream_blocks.find(
-                        base.run, request, min([base.touched, *limits])
-                    )
-                )
-                is not None
-            ):
-                return *result, 0
+            if captures is None:  # a capture would lack the rows of skipped positions
+                limit = min([base.touched, *limits])
+                result = self._midstream_blocks.find(base.run, request, limit)
+                if result is not None:
+                    return *result, 0
             if base.layer:
                 limits.append(base.touched)
             if captures is not None:
@@ -440,7 +439,8 @@ class _Shortened:
     """
 
     def __init__(self, request: Any, limit: int) -> None:
-        self._request, self.num_tokens = request, min(request.num_tokens, limit + 1)
+        self._request = request
+        self.num_tokens = min(request.num_tokens, limit + 1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)

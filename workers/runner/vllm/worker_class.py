@@ -113,7 +113,8 @@ class MidstreamWorker(PlatformWorker):
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         # The worker has checked its own copy, for a clear error; the runner obeys this one.
         caveats = check(self.vllm_config)
-        config, model = plane_config(), self.vllm_config.model_config
+        config = plane_config()
+        model = self.vllm_config.model_config
         # the ranks of another machine may have another vLLM or other variables
         if unknown := [caveat for caveat in caveats if caveat not in config.caveats]:
             raise UnsupportedConfigurationError(
@@ -155,7 +156,8 @@ class MidstreamWorker(PlatformWorker):
             # The worker reads this and ends the engine with the reason; an exception here would
             # end the engine without one.
             self._found = Found(refused=error.detail)
-        pp, tp = get_pp_group(), get_tp_group()
+        pp = get_pp_group()
+        tp = get_tp_group()
         if not self._found.refused:
             kinds = attention_kinds(
                 self.get_model(),
@@ -377,7 +379,8 @@ class MidstreamWorker(PlatformWorker):
             )
             return None
         if action == "end":
-            certifier, self._certifier = self._certifier, None
+            certifier = self._certifier
+            self._certifier = None
             return certifier.end(**arguments) if certifier is not None else None
         if action == "judge" and self._certifier is not None:
             config = plane_config()

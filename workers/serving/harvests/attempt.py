@@ -13,7 +13,6 @@ from contextlib import aclosing
 import msgspec
 
 from ....broker.artifacts.global_capture import QUOTA_SPARE, count_skipped
-from ....broker.artifacts.retention import CaptureUsage
 from ....broker.ledger.recovery.harvests import LedgerHarvests, PartFate
 from ....broker.telemetry import metrics
 from ....schemas.base import (
@@ -43,10 +42,11 @@ from ....schemas.jobs.harvests import (  # fmt: skip
 from ....schemas.jobs.jobs import Job, Sampling
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ....schemas.jobs.works import HarvestWork
-from ....schemas.prompts.selectors import PositionWindow
+from ....schemas.prompts.selectors import PositionSelector, PositionWindow
 from ....schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
 from ....schemas.requests.specs import StoredCapture
 from ....schemas.settings.faults import crash_point
+from ....storage.capture_usage import CaptureUsage
 from ....storage.harvests import checked, checksum, put
 from ....storage.store import ArtifactStore, open_store
 from ...engine.admission import CellSlots
@@ -60,7 +60,8 @@ from .process import SURVEY_MIB, SourceProcess, SourceReader
 logger = logging.getLogger(__name__)
 
 #: Seconds before a write to an unavailable store is retried; the pause doubles with each try.
-PAUSE_S, LONGEST_PAUSE_S = 1.0, 30.0
+PAUSE_S = 1.0
+LONGEST_PAUSE_S = 30.0
 #: A shard may take this many times `capture_timeout_s` after its last token, because it is written
 #: as a whole.
 WRITE_PATIENCE = 10
@@ -68,7 +69,9 @@ WRITE_PATIENCE = 10
 SOURCES = SourceProcess()
 #: Computes surveys, one at a time, so that neither this process nor the model's waits for them.
 SURVEYS = SourceProcess(SURVEY_MIB)
-SHARDS, PARTS, PLANS = "shards", "parts", "plans"
+SHARDS = "shards"
+PARTS = "parts"
+PLANS = "plans"
 
 
 class ShardNotStored(Exception):
@@ -86,10 +89,14 @@ class HarvestAttempt:
         shards: asyncio.Semaphore,
     ) -> None:
         settings = bench.ledger.settings
-        self._ledger, self._engine, self._fetch = bench.ledger, bench.engine, bench.fetch
-        self._attempt, self._part = attempt, attempt.job.work_as(HarvestWork).part
+        self._ledger = bench.ledger
+        self._engine = bench.engine
+        self._fetch = bench.fetch
+        self._attempt = attempt
+        self._part = attempt.job.work_as(HarvestWork).part
         self._harvests = LedgerHarvests(bench.ledger)
-        self._slots, self._shards = slots, shards
+        self._slots = slots
+        self._shards = shards
         self._usage = CaptureUsage(open_store(settings.artifacts), settings.capture_quota_mib << 20)
         self._numbers = itertools.count()  # of requests
 
@@ -99,7 +106,8 @@ class HarvestAttempt:
             lambda: self._harvests.stored(self._part.harvest), f"harvest {self._part.harvest}"
         )
         store = open_store(harvest.uri)
-        roots, info = self._ledger.settings.harvest_sources, self._engine.info
+        roots = self._ledger.settings.harvest_sources
+        info = self._engine.info
         process = SOURCES if self._part.survey is None else SURVEYS
         source = SourceReader(process, harvest, self._engine.tokenizer, roots, info.vocab_size)
         if self._part.survey is not None:
@@ -115,7 +123,8 @@ class HarvestAttempt:
         self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader, survey: Survey
     ) -> None:
         """Run a survey of the finished harvest, and record it."""
-        job, settings = self._attempt.job, self._ledger.settings
+        job = self._attempt.job
+        settings = self._ledger.settings
         task = SurveyTask(
             job=job.id,
             survey=survey,
@@ -139,7 +148,8 @@ class HarvestAttempt:
         self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader
     ) -> None:
         plan = await source.plan()
-        job, attempt = self._attempt.job, self._attempt.number
+        job = self._attempt.job
+        attempt = self._attempt.number
         key = f"{PLANS}/{job.id}.a{attempt}.msgpack"
         # The input is cut into units before anything is computed: a unit then means the same
         # documents to every attempt and worker.
@@ -174,7 +184,8 @@ class HarvestAttempt:
             self._manifest, harvest, store, [done[part] for part in sorted(done)], plan, file
         )
         crash_point("harvest.sealing")
-        job, attempt = self._attempt.job, self._attempt.number
+        job = self._attempt.job
+        attempt = self._attempt.number
 
         async def close() -> None:
             self._check(
@@ -283,7 +294,8 @@ class HarvestAttempt:
         """Publish the reason and wait `pause` seconds; returns the next pause."""
         logger.warning("harvest %s waits for its store: %s", harvest.id, reason)
         metrics.HARVEST_WAITS.labels(harvest.model).inc()
-        job, attempt = self._attempt.job, self._attempt.number
+        job = self._attempt.job
+        attempt = self._attempt.number
         self._check(
             await patiently(
                 lambda: self._harvests.trouble(job, attempt, reason), f"trouble of {harvest.id}"
@@ -334,7 +346,13 @@ class HarvestAttempt:
                     begun = asyncio.Event()
                     group.create_task(
                         self._unit(
-                            harvest, number, plan.units[number], len(documents), shards, begun, kept
+                            harvest=harvest,
+                            number=number,
+                            unit=plan.units[number],
+                            documents=len(documents),
+                            shards=shards,
+                            begun=begun,
+                            kept=kept,
                         )
                     )
                     # read the next unit while the last shards of this one are computed
@@ -349,7 +367,8 @@ class HarvestAttempt:
         key = f"{PARTS}/{self._part.part:04d}.json"
         file = await self._put(harvest, store, key, to_json(manifest))
         crash_point("harvest.part")
-        job, attempt = self._attempt.job, self._attempt.number
+        job = self._attempt.job
+        attempt = self._attempt.number
         self._check(
             await patiently(
                 lambda: self._harvests.keep_part(job, attempt, file), f"part of {harvest.id}"
@@ -405,11 +424,19 @@ class HarvestAttempt:
             ),
         )
         crash_point("harvest.written")
-        job, attempt, engine = self._attempt.job, self._attempt.number, self._engine
+        job = self._attempt.job
+        attempt = self._attempt.number
+        engine = self._engine
         self._check(
             await patiently(
                 lambda: self._harvests.keep_unit(
-                    job, attempt, entry, unit.weight, requests, engine.world, engine.info.pp
+                    job=job,
+                    attempt=attempt,
+                    entry=entry,
+                    weight=unit.weight,
+                    requests=requests,
+                    ranks=engine.world,
+                    stages=engine.info.pp,
                 ),
                 f"unit {number} of {harvest.id}",
             )
@@ -515,7 +542,8 @@ class HarvestAttempt:
         """Returns the part's job; without its global capture if that would exceed the capture
         quota, since no user requested it.
         """
-        job, quota = self._attempt.job, self._ledger.settings.capture_quota_mib << 20
+        job = self._attempt.job
+        quota = self._ledger.settings.capture_quota_mib << 20
         if not quota or not job.global_captures:
             return job
         try:
@@ -554,13 +582,12 @@ class HarvestAttempt:
             prompt=chosen if harvest.generate is not None else None,
             metadata={"id": harvest.id, "model": harvest.model, "format": FORMAT},
         )
+        positions: PositionSelector = generating
+        if harvest.generate is None:
+            positions = "all" if sequence.whole else chosen
         capture = StoredCapture(
             sites=harvest.sites,
-            positions=generating
-            if harvest.generate is not None
-            else "all"
-            if sequence.whole
-            else chosen,
+            positions=positions,
             tag=HARVEST,
             at=harvest.at,
             dtype=dtype,

@@ -88,17 +88,21 @@ def _packed(
     for document in documents:
         if not len(document.token_ids):
             continue
-        stream, tokens = np.concatenate([document.token_ids, between]), len(document.token_ids)
+        stream = np.concatenate([document.token_ids, between])
+        tokens = len(document.token_ids)
         at = 0
         while at < len(stream):
             take = min(harvest.max_length - filled, len(stream) - at)
             parts.append(stream[at : at + take])
             if of_document := max(0, min(tokens, at + take) - at):  # without `eos`
                 spans.append((document.number, at, filled, of_document))
-            filled, at = filled + take, at + take
+            filled = filled + take
+            at = at + take
             if filled == harvest.max_length:
                 yield np.concatenate(parts), spans
-                parts, spans, filled = [], [], 0
+                parts = []
+                spans = []
+                filled = 0
     if spans:
         yield np.concatenate(parts), spans
 

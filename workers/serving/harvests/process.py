@@ -46,8 +46,10 @@ SURVEY_MIB = 1 << 15
 TRIES = 2
 #: Seconds without a request after which the process ends; the next request starts another.
 IDLE_S = 600.0
-#: Exit status of the process when it runs out of memory, and the seconds that it gets to exit.
-EXIT_MEMORY, ENDING_S = 3, 5.0
+#: Exit status of the process when it runs out of memory.
+EXIT_MEMORY = 3
+#: Seconds that it gets to exit.
+ENDING_S = 5.0
 #: Sources that the process keeps open: as many as a worker runs parts at a time.
 OPEN = 2
 
@@ -99,7 +101,8 @@ class SourceReader:
         roots: str,
         vocabulary: int,
     ) -> None:
-        self._process, self._opening = process, Opening(harvest, bundle, roots, vocabulary)
+        self._process = process
+        self._opening = Opening(harvest, bundle, roots, vocabulary)
 
     async def plan(self) -> HarvestPlan:
         """See `SourceFiles.plan`."""
@@ -150,9 +153,11 @@ class SourceProcess:
     """The process that reads sources, started at the first request. Thread-safe."""
 
     def __init__(self, limit_mib: int = LIMIT_MIB, idle_s: float = IDLE_S) -> None:
-        self._limit, self._idle_s = limit_mib, idle_s
+        self._limit = limit_mib
+        self._idle_s = idle_s
         self._process: subprocess.Popen[bytes] | None = None
-        self._asking, self._killing = threading.Lock(), threading.Lock()
+        self._asking = threading.Lock()
+        self._killing = threading.Lock()
         self._current: threading.Event | None = None  # `stopped` of the running request
 
     def ask(
@@ -185,10 +190,13 @@ class SourceProcess:
         the kernel or a library also means, or an internal failure.
         """
         if code < 0 or code == EXIT_MEMORY:
+            field = "source"
+            if task is not None:
+                field = "against" if task.survey.against else "sae"
             return MidstreamError(
                 "invalid_request",
                 f"{place} takes more than {self._limit} MiB of memory",
-                field="source" if task is None else "against" if task.survey.against else "sae",
+                field=field,
             )
         return MidstreamError(
             "internal",
@@ -207,7 +215,8 @@ class SourceProcess:
 
     def close(self, wait_s: float = 0.0) -> int:
         """Kill the process after `wait_s` seconds, in which it may exit; returns its exit code."""
-        process, self._process = self._process, None
+        process = self._process
+        self._process = None
         code = 0
         if process is not None:
             with suppress(subprocess.TimeoutExpired):
@@ -325,7 +334,8 @@ class ReadingServer:
 
 
 def main() -> None:
-    limit, idle_s = int(sys.argv[1]) << 20, float(sys.argv[2])
+    limit = int(sys.argv[1]) << 20
+    idle_s = float(sys.argv[2])
     die_with_parent(int(sys.argv[3]))
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -27,11 +27,13 @@ from .tokens import HarvestTokenizer, SourceValue
 #: Approximate bytes of text per token.
 TOKEN_BYTES = 4
 #: Least and most bytes that a unit's documents should have.
-LEAST_WEIGHT, MOST_WEIGHT = 4 << 10, 16 << 20
+LEAST_WEIGHT = 4 << 10
+MOST_WEIGHT = 16 << 20
 #: A JSONL file is planned in pieces of this many bytes.
 PIECE = 8 << 20
 #: Units of a part; parts get more where there would be more than `MOST_PARTS` of them.
-PART_UNITS, MOST_PARTS = 8, 1000
+PART_UNITS = 8
+MOST_PARTS = 1000
 
 
 @dataclass
@@ -54,7 +56,8 @@ class SourceFiles:
         is about to be read.
         """
         self._show = show
-        self._harvest, self._source = harvest, harvest.source
+        self._harvest = harvest
+        self._source = harvest.source
         self.tokens = HarvestTokenizer(harvest, bundle, vocabulary)
         self._roots = roots_of(settings, [harvest.root])
         self._store: ArtifactStore | None = open_store(harvest.root) if harvest.root else None
@@ -86,11 +89,11 @@ class SourceFiles:
             self._show(repr(key))
             with self._guarded(key), self._open(key) as handle:
                 files.append(SourceFile(key=key, size=handle.size, stamp=handle.stamp))
-                for unit in (
-                    self._plan_lines(handle)
-                    if kind == "jsonl"
-                    else self._grouped(self._table(kind, handle))
-                ):
+                if kind == "jsonl":
+                    units = self._plan_lines(handle)
+                else:
+                    units = self._grouped(self._table(kind, handle))
+                for unit in units:
                     yield msgspec.structs.replace(unit, file=number, document=first)
                     self._show(f"{key!r} from document {first} on")
                     first += unit.documents
@@ -119,7 +122,8 @@ class SourceFiles:
         while piece := memoryview(handle.read(at, PIECE)):
             ends = np.flatnonzero(np.frombuffer(piece, np.uint8) == 0x0A) + at + 1
             lengths = np.diff(np.concatenate([[line_start], ends, [at + len(piece)]]))
-            if (long := lengths > MAX_DOCUMENT_BYTES).any():
+            long = lengths > MAX_DOCUMENT_BYTES
+            if long.any():
                 raise ValueError(
                     f"line {lines + int(np.argmax(long)) + 1} is longer than "
                     f"{MAX_DOCUMENT_BYTES >> 20} MiB"
@@ -135,12 +139,17 @@ class SourceFiles:
                         end - begun,
                         zlib_ng.crc32(piece[summed - at : end - at], crc32),
                     )
-                    begun, planned, summed, crc32 = end, lines, end, 0
+                    begun = end
+                    planned = lines
+                    summed = end
+                    crc32 = 0
             crc32 = zlib_ng.crc32(piece[summed - at :], crc32)
             line_start = int(ends[-1]) if len(ends) else line_start
             at += len(piece)
-        if begun < at:  # the last line may lack a newline
-            yield _unit(begun, at, lines + (line_start < at) - planned, at - begun, crc32)
+        if begun < at:
+            if line_start < at:  # the last line has no newline
+                lines += 1
+            yield _unit(begun, at, lines - planned, at - begun, crc32)
 
     # A table's checksum is of its values as MessagePack: its bytes depend on how pyarrow batches
     # them. So planning reads a table once, and cuts by what its values really hold.
@@ -149,10 +158,13 @@ class SourceFiles:
         start = row = weight = crc32 = 0
         for row, value in enumerate(values, 1):
             data = to_msgpack(value)
-            weight, crc32 = weight + len(data), zlib_ng.crc32(data, crc32)
+            weight = weight + len(data)
+            crc32 = zlib_ng.crc32(data, crc32)
             if weight >= self._target:
                 yield _unit(start, row, row - start, weight, crc32)
-                start, weight, crc32 = row, 0, 0
+                start = row
+                weight = 0
+                crc32 = 0
         if start < row:
             yield _unit(start, row, row - start, weight, crc32)
 
@@ -173,11 +185,8 @@ class SourceFiles:
                 (row, lines[row], f"source.lines[{row}]") for row in range(unit.start, unit.stop)
             )
         else:
-            values = self._named(
-                unit,
-                file,
-                (self._lines if self._source.format == "jsonl" else self._rows)(file, unit),
-            )
+            read = self._lines if self._source.format == "jsonl" else self._rows
+            values = self._named(unit, file, read(file, unit))
         yield from self.tokens.documents(values, unit.tokens)
         for _ in values:  # the checksum also covers documents beyond the limit of tokens
             pass

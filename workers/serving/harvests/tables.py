@@ -11,8 +11,10 @@ from ....schemas.base.limits import MAX_DOCUMENT_BYTES
 from ....storage.formats.csv_rows import CsvRows
 from ....storage.store import Handle
 
-#: Rows of a Parquet file that are decoded together at most, and about how many bytes.
-BATCH_ROWS, BATCH_BYTES = 1024, 4 << 20
+#: Rows of a Parquet file that are decoded together at most.
+BATCH_ROWS = 1024
+#: About how many bytes these have at most.
+BATCH_BYTES = 4 << 20
 #: Bytes of a CSV file that are read together.
 PIECE = 1 << 20
 #: First bytes of an Arrow file in the file format; the stream format has none.
@@ -71,13 +73,12 @@ def arrow_values(handle: Handle, mapped: bool, field: str, start: int) -> Iterat
     )
     if handle.read(0, len(MAGIC)) == MAGIC:
         file = pa.ipc.open_file(source)
-        schema, batches = (
-            file.schema,
-            (file.get_batch(number) for number in range(file.num_record_batches)),
-        )
+        schema = file.schema
+        batches = (file.get_batch(number) for number in range(file.num_record_batches))
     else:  # files of Hugging Face's `datasets` have the stream format
         stream = pa.ipc.open_stream(source)
-        schema, batches = stream.schema, iter(stream)
+        schema = stream.schema
+        batches = iter(stream)
     _check_field(field, schema.names)
     at = 0
     for batch in batches:
@@ -135,7 +136,8 @@ class HandleFile(io.RawIOBase):
     """A store's object as a readable, seekable file."""
 
     def __init__(self, handle: Handle) -> None:
-        self._handle, self._at = handle, 0
+        self._handle = handle
+        self._at = 0
 
     def readable(self) -> bool:
         return True

@@ -25,9 +25,10 @@ from .cut import CutDocument, fed, within
 #: Characters, of one or several texts, that are tokenised in one call: the tokenizer needs about
 #: 200 bytes of memory per character.
 SLICE = 1 << 18
-#: Characters in which two slices of a text overlap; a seam is not in the first and last `MARGIN` of
-#: them.
-OVERLAP, MARGIN = 1 << 12, 1 << 9
+#: Characters in which two slices of a text overlap.
+OVERLAP = 1 << 12
+#: A seam is in none of so many of them at either end.
+MARGIN = 1 << 9
 #: Characters of a conversation that take as long to render as a message.
 MESSAGE_CHARACTERS = 1 << 12
 #: Tokens after a seam that must be equal in both slices.
@@ -59,7 +60,9 @@ class HarvestTokenizer:
 
     def __init__(self, harvest: StoredHarvest, bundle: TokenizerBundle, vocabulary: int) -> None:
         """`vocabulary`: the size of the model's vocabulary."""
-        self._harvest, self._bundle, self._vocabulary = harvest, bundle, vocabulary
+        self._harvest = harvest
+        self._bundle = bundle
+        self._vocabulary = vocabulary
         self._template = ChatTemplate(bundle)
         self._rendering = Rendering(opened=harvest.generate is not None)
         self._spans = harvest.positions.spans or []
@@ -108,11 +111,13 @@ class HarvestTokenizer:
                 size += len(prepared)
                 continue
             yield from self._together(texts)
-            texts, size = [], 0
+            texts = []
+            size = 0
             if not isinstance(prepared, str):
                 yield CutDocument(number, prepared)
             elif len(prepared) <= SLICE:
-                texts, size = [(value, prepared)], len(prepared)
+                texts = [(value, prepared)]
+                size = len(prepared)
             else:
                 tokens = self._sliced(prepared, min(remaining(), self._longest))
                 yield self._document(value, prepared, tokens)
@@ -188,9 +193,11 @@ class HarvestTokenizer:
         cut after a token and the second begins there.
         """
         before, after = self._around
-        parts, count = [before], len(before.ids)
+        parts = [before]
+        count = len(before.ids)
         size = min(SLICE, max(4 * OVERLAP, 8 * most))
-        start, piece = 0, self._slice(text, 0, size)
+        start = 0
+        piece = self._slice(text, 0, size)
         while count < most:
             end = start + size
             if end >= len(text):
@@ -199,7 +206,8 @@ class HarvestTokenizer:
             following = self._slice(text, end - OVERLAP, size)
             if (seam := _seam(piece, following, end - OVERLAP + MARGIN, end - MARGIN)) is not None:
                 taken, skipped = seam
-                start, rest = end - OVERLAP, following.between(skipped)
+                start = end - OVERLAP
+                rest = following.between(skipped)
             else:
                 taken = int(np.searchsorted(piece.ends, end - MARGIN))
                 start = int(piece.ends[taken - 1])
@@ -272,7 +280,8 @@ def _seam(first: _Slice, second: _Slice, low: int, high: int) -> tuple[int, int]
     begin, stop = np.searchsorted(first.starts, [low, high])
     for at in range(int(begin), int(stop) - AGREED):
         other = int(np.searchsorted(second.starts, first.starts[at]))
-        in_first, in_second = slice(at, at + AGREED), slice(other, other + AGREED)
+        in_first = slice(at, at + AGREED)
+        in_second = slice(other, other + AGREED)
         if (
             (at == 0 or first.ends[at - 1] <= first.starts[at])
             and np.array_equal(first.starts[in_first], second.starts[in_second])

@@ -9,10 +9,10 @@ prompt, and never ends the sweep.
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ....broker.ledger.results.sweep_result import (
     cells_to_compute,
@@ -30,10 +30,11 @@ from ....schemas.jobs.works import SweepWork
 from ....schemas.requests.source_runs import RunFiles, parse_key
 from ....storage.store import open_store
 from ...engine.admission import CellSlots
-from ...engine.protocol import EngineRequest, GeneratingEngine
+from ...engine.protocol import EngineRequest, GeneratingEngine, Locate
 from ...engine.requests import tensors_of
-from ..attempt import Attempt, Bench, SourceRunLeases, StoreUnavailable, ending_for_retry
+from ..attempt import Attempt, Bench, StoreUnavailable, ending_for_retry
 from ..redis_retry import end_tasks
+from ..source_run_leases import SourceRunLeases
 from .features import FeatureRows
 from .neurons import order_by_difference
 from .requests import SweepRequests
@@ -72,11 +73,15 @@ class SweepAttempt:
         attempt: Attempt,
         cells_in_flight: CellSlots,
     ) -> None:
-        ledger, engine, settings = bench.ledger, bench.engine, bench.ledger.settings
-        self._ledger, self._engine, self._sources = ledger, engine, sources
-        self._attempt, self._fetch = attempt, bench.fetch
+        settings = bench.ledger.settings
+        engine = bench.engine
+        self._ledger = bench.ledger
+        self._engine = engine
+        self._sources = sources
+        self._attempt = attempt
+        self._fetch = bench.fetch
         self._sweep = attempt.job.work_as(SweepWork).sweep
-        self._records = UnitRecords(ledger, engine, attempt)
+        self._records = UnitRecords(bench.ledger, engine, attempt)
         self._known = self._records.known
         self._everyone = attempt.job.global_steering
         # Global steering may apply below the layer at which a forward pass would begin.
@@ -141,7 +146,8 @@ class SweepAttempt:
 
     def _require_values(self) -> None:
         """Raise what failed if no cell has a value and nothing was estimated."""
-        records, first = self._known.values(), self._units.first_cell
+        records = self._known.values()
+        first = self._units.first_cell
         cells = [record for record in records if record.unit >= first]
         if self._failed and all(cell.value is None and cell.estimated is None for cell in cells):
             reason = next(record.reason for record in records if record.reason)
@@ -165,12 +171,17 @@ class SweepAttempt:
 
     # Submitting
 
-    async def _all_pairs(self) -> None:
-        for pair in range(len(self._sweep.pairs)):
-            for unit in self._units.cells(pair) if self._sweep.attributed is None else ():
-                column = self._sweep.pairs[pair].columns[unit.column]
+    def _decide_skipped(self) -> None:
+        """Decide the cells of columns that are not computed."""
+        for number, pair in enumerate(self._sweep.pairs):
+            for unit in self._units.cells(number):
+                column = pair.columns[unit.column]
                 if not column.places and unit.number not in self._known:
                     self._decide(unit, column.reason or "the column is skipped")
+
+    async def _all_pairs(self) -> None:
+        if self._sweep.attributed is None:
+            self._decide_skipped()
         begun = asyncio.Semaphore(PAIRS_AT_ONCE)
         async with asyncio.TaskGroup() as group:
             for pair in range(len(self._sweep.pairs)):
@@ -180,7 +191,8 @@ class SweepAttempt:
 
     async def _pair(self, pair: int) -> None:
         """Compute all units of a pair that have no record."""
-        state, missing = self._pairs[pair], self._missing(pair)
+        state = self._pairs[pair]
+        missing = self._missing(pair)
         if self._sweep.attributed is not None and not any(u.kind == "cell" for u in missing):
             if not self._attempt.job.probes:
                 return
@@ -221,7 +233,8 @@ class SweepAttempt:
 
     async def _of_features(self, features: FeatureRows, pair: int, missing: Sequence[Unit]) -> None:
         """Compute a pair's features: their rows are computed from its runs, and sent in batches."""
-        locate, runs = self._locate(pair), self._requests.control_runs(pair)
+        locate = self._locate(pair)
+        runs = self._requests.control_runs(pair)
         of_base = await locate(runs[0])
         of_source = await locate(runs[1]) if self._sweep.ablation is None else None
         async with self._holding(pair, self._requests.runs(pair)):
@@ -276,8 +289,9 @@ class SweepAttempt:
         cells = [unit for unit in missing if unit.kind == "cell"]
         for start in range(0, max(len(cells), 1), FIRST_PASSES):
             async with self._holding(pair, runs), asyncio.TaskGroup() as group:
-                for unit in controls if not start else ():
-                    await self._begin(group, unit)
+                if start == 0:
+                    for unit in controls:
+                        await self._begin(group, unit)
                 firsts = [
                     await self._begin(group, unit, [self._requests.first(unit)], first=True)
                     for unit in cells[start : start + FIRST_PASSES]
@@ -305,7 +319,8 @@ class SweepAttempt:
         most = max(column.ranks[1] if column.ranks else 0 for column in columns)
         if not most or not columns[0].places:
             return
-        locate, runs = self._locate(pair), self._requests.control_runs(pair)
+        locate = self._locate(pair)
+        runs = self._requests.control_runs(pair)
         base, source = [await locate(key) for key in runs]
         sites = {
             (number, place): (hook, layer)
@@ -322,12 +337,12 @@ class SweepAttempt:
         ):
             ordering = asyncio.to_thread(
                 order_by_difference,
-                store,
-                base,
-                source,
-                list(sites.values()),
-                columns[0].places,
-                most,
+                store=store,
+                base=base,
+                source=source,
+                sites=list(sites.values()),
+                places=columns[0].places,
+                most=most,
             )
             order = await self._sources.reading(ordering)
         self._requests.rank(pair, {numbers: order[site] for numbers, site in sites.items()})
@@ -454,7 +469,9 @@ class SweepAttempt:
 
     async def _request(self, ask: EngineRequest) -> str:
         """Run a request in the engine; return why the engine did not do it, or ""."""
-        finished, reason, totals = False, "", self._attempt.progress.totals
+        finished = False
+        reason = ""
+        totals = self._attempt.progress.totals
         totals.prompt_tokens += len(ask.token_ids)
         try:
             async with aclosing(self._engine.generate(ask)) as stream:
@@ -496,29 +513,8 @@ class SweepAttempt:
             await self._records.add(record, unit)
         return _Settled(unit, requests, report if first else [], record)
 
-    def _locate(self, pair: int) -> "Callable[[str], Coroutine[Any, Any, RunFiles]]":
-        async def locate(key: str) -> RunFiles:
-            request, sender = parse_key(key)[1], self._units.sender(pair)
-            receipts = [
-                receipt
-                for unit in (
-                    self._units.base(pair),
-                    self._units.source(pair),
-                    *([sender] if sender else []),
-                )
-                if (record := self._known.get(unit.number)) is not None
-                for receipt in record.receipts
-            ]
-            with Translated(
-                ValueError, lambda error: MidstreamError("intervention_failed", str(error))
-            ):
-                if request in self._firsts:
-                    return self._requests.first_files(*self._firsts[request])
-                if sender is not None and key == self._requests.first_key(sender):
-                    return self._requests.first_files(sender, receipts)
-                return self._requests.files(pair, key, receipts)
-
-        return locate
+    def _locate(self, pair: int) -> Locate:
+        return _locator(self._requests, self._known, self._firsts, pair)
 
     def _reason_or_raise(self, error: MidstreamError) -> str:
         """Return the text of an error that concerns one request, and note it; raise any other."""
@@ -542,3 +538,33 @@ class SweepAttempt:
     def _decide(self, unit: Unit, reason: str) -> None:
         """Record the unit without a value, for `reason`; the engine need not compute it."""
         self._decisions.append(self._records.add(self._records.new(unit, reason), unit))
+
+
+def _locator(
+    requests: SweepRequests,
+    known: Mapping[int, UnitRecord],
+    firsts: Mapping[int, tuple[Unit, list[Receipt]]],
+    pair: int,
+) -> Locate:
+    """Return what finds the files of a pair's runs by their key. `firsts`: by request."""
+    units = requests.units
+
+    async def locate(key: str) -> RunFiles:
+        request = parse_key(key)[1]
+        sender = units.sender(pair)
+        receipts = [
+            receipt
+            for unit in (units.base(pair), units.source(pair), *([sender] if sender else []))
+            if (record := known.get(unit.number)) is not None
+            for receipt in record.receipts
+        ]
+        with Translated(
+            ValueError, lambda error: MidstreamError("intervention_failed", str(error))
+        ):
+            if request in firsts:
+                return requests.first_files(*firsts[request])
+            if sender is not None and key == requests.first_key(sender):
+                return requests.first_files(sender, receipts)
+            return requests.files(pair, key, receipts)
+
+    return locate

@@ -62,7 +62,9 @@ class FeatureRows:
     def __init__(self, settings: Settings, sweep: StoredSweep) -> None:
         assert sweep.attributed is not None
         assert sweep.attributed.sae is not None
-        self._settings, self._sweep, self._named = settings, sweep, sweep.attributed.sae
+        self._settings = settings
+        self._sweep = sweep
+        self._named = sweep.attributed.sae
 
     def batches(self, units: Sequence[Unit]) -> Iterator[list[Unit]]:
         """Yield units of one pair in batches of about `ROWS` rows, those of a column together."""
@@ -72,7 +74,8 @@ class FeatureRows:
             more = len(self._sweep.pairs[unit.pair].columns[unit.column].places)
             if place > start and rows + more > ROWS:
                 yield ordered[start:place]
-                start, rows = place, 0
+                start = place
+                rows = 0
             rows += more
         if ordered:
             yield ordered[start:]
@@ -106,7 +109,8 @@ class FeatureRows:
 
         # Not the gradient worker's rows, which differ from vLLM's by rounding: an exact value would
         # be that of rows that vLLM never computed.
-        ours, theirs = read(base), None if source is None else read(source)
+        ours = read(base)
+        theirs = None if source is None else read(source)
         mean = None
         if self._sweep.ablation == "mean":
             theirs = ours.mean(0).expand_as(ours)

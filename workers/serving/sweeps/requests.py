@@ -23,7 +23,9 @@ from ...engine.protocol import EngineRequest
 from ...engine.requests import unit_request
 
 # tags of captures; FIRST: what the receivers of a path compute in its first pass
-BASE, SOURCE, FIRST = "base", "source", "first"
+BASE = "base"
+SOURCE = "source"
+FIRST = "first"
 
 
 class SweepRequests:
@@ -40,10 +42,13 @@ class SweepRequests:
         position, after the KV blocks that the base runs keep.
         """
         work = job.work_as(SweepWork)
-        self._job, self._attempt, self._sweep = job, attempt, work.sweep
+        self._job = job
+        self._attempt = attempt
+        self._sweep = work.sweep
         self._info = info
         self.units = work.units
-        self._enters, self._reuses = enters and "pre_attn" in info.hooks, reuses
+        self._enters = enters and "pre_attn" in info.hooks
+        self._reuses = reuses
         # pair → whether its base runs capture rows for entry; as `_enters` for pairs not named
         self._for_entry: dict[int, bool] = {}
         self._captures: dict[tuple[int, int, str], StoredCapture | None] = {}
@@ -70,7 +75,8 @@ class SweepRequests:
 
     def control(self, unit: Unit, *, captures: bool = True) -> list[EngineRequest]:
         """Return the requests of a base or source unit, one per node."""
-        stored, tag = self._sweep.pairs[unit.pair], SOURCE if unit.kind == "source" else BASE
+        stored = self._sweep.pairs[unit.pair]
+        tag = SOURCE if unit.kind == "source" else BASE
         keeps = self._sweep.metric == "kl" and unit == self.reference(unit.pair)
         asks = []
         for place, node in enumerate(self.units.nodes[unit.pair]):
@@ -97,7 +103,8 @@ class SweepRequests:
         """Return the requests of a cell or a noise unit, one per node; for a cell with two passes,
         those of its second pass.
         """
-        stored, path = self._sweep.pairs[unit.pair], self._sweep.path
+        stored = self._sweep.pairs[unit.pair]
+        path = self._sweep.path
         layers, places = self.units.patched(unit)
         asks = []
         for place, node in enumerate(self.units.nodes[unit.pair]):
@@ -137,12 +144,15 @@ class SweepRequests:
         base: str,
     ) -> list[StoredSteering]:
         """Return the patches of a path's cell: of its second pass, or of its only pass."""
-        sweep, (layer,), hook = self._sweep, layers, self._sweep.hooks[unit.hook]
+        sweep = self._sweep
+        (layer,) = layers
+        hook = self._sweep.hooks[unit.hook]
         if path.sender is not None:
             sender = self.units.sender(unit.pair)
             assert sender is not None
             run = run_key(self._job.id, self.units.first_request(sender), FIRST)
-            mask, written = self._mask(unit), [to for to, _ in places]
+            mask = self._mask(unit)
+            written = [to for to, _ in places]
             return [
                 _patch(1.0, mask, hook, [layer], [to], row_name(RunRow(run, hook, layer, to)))
                 for to in written
@@ -201,14 +211,19 @@ class SweepRequests:
         """Return the first pass of a cell with two passes, or of the sender that all cells of a
         pair share; it captures what the receivers compute.
         """
-        sweep, path, pair = self._sweep, self._sweep.path, self._sweep.pairs[unit.pair]
+        sweep = self._sweep
+        path = self._sweep.path
+        pair = self._sweep.pairs[unit.pair]
         assert path is not None
         base = self._key(self.units.base(unit.pair), 0, BASE)
         if path.sender is None:
             (layer,), places = self.units.patched(unit)
-            steering, hook = self._patches(unit, [layer], places, base), sweep.hooks[unit.hook]
+            steering = self._patches(unit, [layer], places, base)
+            hook = sweep.hooks[unit.hook]
         else:
-            layer, hook, places = path.sender.layer, path.sender.hook, pair.sender
+            layer = path.sender.layer
+            hook = path.sender.hook
+            places = pair.sender
             source = self._key(self.units.source(unit.pair), 0, SOURCE)
             mask = dims_name(path.sender.dims) if path.sender.dims else ""
             steering = [
@@ -227,7 +242,9 @@ class SweepRequests:
         )
 
     def _first_capture(self, unit: Unit) -> StoredCapture:
-        sweep, path, pair = self._sweep, self._sweep.path, self._sweep.pairs[unit.pair]
+        sweep = self._sweep
+        path = self._sweep.path
+        pair = self._sweep.pairs[unit.pair]
         assert path is not None
         needed: dict[Hook, set[int]] = {}
         if path.sender is None:
@@ -237,7 +254,8 @@ class SweepRequests:
                     needed.setdefault(end.hook, set()).add(end.layer)
             first = places[0][0]
         else:
-            needed, first = {hook: set(sweep.layers) for hook in sweep.hooks}, 0
+            needed = {hook: set(sweep.layers) for hook in sweep.hooks}
+            first = 0
         sites = {hook: sorted(needed[hook]) for hook in sorted(needed, key=place_of)}
         return StoredCapture(sites=sites, positions=list(range(first, len(pair.base))), tag=FIRST)
 
@@ -283,10 +301,8 @@ class SweepRequests:
             for hook, layers in file.sites.items()
             for layer in layers
         }
-        positions, tokens = (
-            max((file.positions for file in files), default=0),
-            len(self._sweep.pairs[pair].base),
-        )
+        positions = max((file.positions for file in files), default=0)
+        tokens = len(self._sweep.pairs[pair].base)
         for for_entry in (self._enters, not self._enters):
             capture = self._base_capture(pair, 0, for_entry)
             needed = (
@@ -397,7 +413,9 @@ class SweepRequests:
         self, unit: Unit, layers: list[int], places: list[tuple[int, int]], base: str
     ) -> list[StoredSteering]:
         """Return the unit's patches. `base`: the key of the unpatched run of the same tokens."""
-        sweep, hook, mask = self._sweep, self._sweep.hooks[unit.hook], self._mask(unit)
+        sweep = self._sweep
+        hook = self._sweep.hooks[unit.hook]
+        mask = self._mask(unit)
         everywhere = [position for position, _ in places]
         # The prompt's own row, written into itself, takes the path of a cell: the same batches,
         # entry and rows. A plain rerun would show less noise than a cell is subject to.
@@ -474,18 +492,21 @@ class SweepRequests:
         """
         if self._sweep.ablation is not None:
             return None
-        stored, path = self._sweep.pairs[pair], self._sweep.path
+        stored = self._sweep.pairs[pair]
+        path = self._sweep.path
         sites = {hook: self._sweep.layers for hook in self._sweep.hooks}
         places = [place for column in stored.columns for place in column.places]
         if path is not None and path.sender is not None:
             # the cells take rows of the sender's pass, not of this prompt
-            sites, places = {path.sender.hook: [path.sender.layer]}, stored.sender
+            sites = {path.sender.hook: [path.sender.layer]}
+            places = stored.sender
         if not (positions := sorted({source for _, source in places})):
             return None
         return StoredCapture(sites=sites, positions=positions, tag=SOURCE)
 
     def _base_capture(self, pair: int, place: int, for_entry: bool) -> StoredCapture | None:
-        sweep, hooks = self._sweep, {"pre_attn", *self._sweep.hooks, *BRANCH_HOOK.values()}
+        sweep = self._sweep
+        hooks = {"pre_attn", *self._sweep.hooks, *BRANCH_HOOK.values()}
         needed: dict[Hook, set[int]] = {hook: set() for hook in FORWARD if hook in hooks}
         positions: set[int] = set()
         for unit in self.units.noise(pair):

@@ -23,7 +23,9 @@ class UnitRecords:
     """
 
     def __init__(self, ledger: Ledger, engine: Engine, attempt: Attempt) -> None:
-        self._sweeps, self._engine, self._attempt = LedgerSweeps(ledger), engine, attempt
+        self._sweeps = LedgerSweeps(ledger)
+        self._engine = engine
+        self._attempt = attempt
         self._sweep = attempt.job.work_as(SweepWork).sweep
         self.known: dict[int, UnitRecord] = {}
         self._decided: list[tuple[UnitRecord, Unit, asyncio.Future[None]]] = []
@@ -54,7 +56,8 @@ class UnitRecords:
             await self._work.wait()
             self._work.clear()
             self._attempt.check()  # receipts arrive together: what they decide is kept in one call
-            decided, self._decided = self._decided, []
+            decided = self._decided
+            self._decided = []
             await self._keep((record, unit) for record, unit, _ in decided)
             for _, _, kept in decided:
                 if not kept.done():
@@ -65,7 +68,9 @@ class UnitRecords:
             (record, sweep_cell(self._sweep, unit, record) if unit.kind == "cell" else None)
             for record, unit in decided
         ]
-        job, number, engine = self._attempt.job, self._attempt.number, self._engine
+        job = self._attempt.job
+        number = self._attempt.number
+        engine = self._engine
         kept = await patiently(
             lambda: self._sweeps.keep(job, number, batch, engine.world, engine.info.pp),
             f"cells of {job.id}",

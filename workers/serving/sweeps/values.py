@@ -19,7 +19,10 @@ class PairValues:
     def __init__(
         self, sweep: StoredSweep, requests: SweepRequests, records: UnitRecords, world: int
     ) -> None:
-        self._sweep, self._requests, self._records, self._world = sweep, requests, records, world
+        self._sweep = sweep
+        self._requests = requests
+        self._records = records
+        self._world = world
         self._recovers = sweep.metric == "recovered"
         self._base: float | None = None  # the metric in nats, of the base prompt without a patch
         self._source: float | None = None  # the same of the source prompt
@@ -94,7 +97,8 @@ class PairValues:
         return ""
 
     def _value(self, unit: Unit, report: list[list[Receipt]]) -> UnitRecord:
-        stored, nodes = self._sweep.pairs[unit.pair], self._requests.units.nodes[unit.pair]
+        stored = self._sweep.pairs[unit.pair]
+        nodes = self._requests.units.nodes[unit.pair]
         try:
             grades = verdict(stored, nodes, report, self._world, self._requests.compares(unit))
             reference = self._sweep.metric == "kl" and unit == self._requests.reference(unit.pair)

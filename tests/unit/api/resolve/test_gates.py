@@ -35,7 +35,8 @@ from midstream.schemas.requests.specs import (
 from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest, Sampling
 from midstream.workers.engine.ranks.rank_spec import rank_spec
-from midstream.workers.runner.probes.watches import SharedGates, Watch, gates_of, open_among, shown
+from midstream.workers.runner.probes.gates import SharedGates, gates_of, open_among, shown
+from midstream.workers.runner.probes.watches import Watch
 
 PROMPT = 4
 

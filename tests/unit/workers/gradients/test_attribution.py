@@ -28,12 +28,8 @@ from midstream.schemas.jobs.sweeps import Column, PatchWindow
 from midstream.schemas.prompts.selectors import Hook
 from midstream.schemas.requests.attributions import EdgeEnd
 from midstream.workers.gradients import attribution as edges_module
-from midstream.workers.gradients.attribution import (
-    EstimateOptions,
-    PairEstimate,
-    edge_scores,
-    estimate_pair,
-)
+from midstream.workers.gradients.attribution import EstimateOptions, PairEstimate, estimate_pair
+from midstream.workers.gradients.edges import edge_scores
 from midstream.workers.gradients.pairs import NonFiniteGradient, PairError, PairRuns
 from midstream.workers.gradients.points import Points, SiteKey
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError

@@ -22,7 +22,7 @@ from midstream.storage.harvests import (
 )
 from midstream.storage.store import open_store
 from midstream.workers.runner.files.finished_rows import FinishedCapture
-from midstream.workers.runner.files.layouts import OpenShards
+from midstream.workers.runner.files.harvest_shards import OpenShards
 
 WIDTH = 8
 SITES = {"post_block": [1, 3]}

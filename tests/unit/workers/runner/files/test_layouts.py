@@ -16,7 +16,7 @@ from capture_kit import filesystem, finished, values, write
 from midstream.broker.artifacts import retention
 from midstream.client import CaptureReader
 from midstream.schemas.jobs.captures import index_of
-from midstream.storage import file_store
+from midstream.storage import capture_usage, file_store
 from midstream.storage.blobs import read_entries
 from midstream.storage.store import ArtifactStore, open_store
 from midstream.workers.runner.files.finished_rows import Outcome
@@ -187,8 +187,8 @@ def test_a_capture_of_no_position_has_no_rows_and_is_no_error(tmp_path: Path) ->
 def test_beyond_the_quota_nothing_is_written_until_something_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
 ) -> None:
-    monkeypatch.setattr(retention, "MEASURE_FULL_S", 0.0)
-    monkeypatch.setattr(retention, "MEASURE_SHARE", 0)
+    monkeypatch.setattr(capture_usage, "MEASURE_FULL_S", 0.0)
+    monkeypatch.setattr(capture_usage, "MEASURE_SHARE", 0)
     store = filesystem(tmp_path / "captures", quota=60 << 10)
 
     def put(job: str) -> Outcome:

@@ -407,7 +407,7 @@ def test_a_plan_that_cannot_be_committed_does_nothing(
 ) -> None:
     """Half of it may be on the device: the forward that follows edits and records nothing."""
     request = steered(1, captures=capturing(1).captures)
-    staging = rig.plane._banks.first.planner._staging
+    staging = rig.plane.banks.first.planner._staging
     commit = staging.commit
 
     def half(plan: np.ndarray, lists: Sequence[np.ndarray]) -> None:
@@ -418,7 +418,7 @@ def test_a_plan_that_cannot_be_committed_does_nothing(
         broken.setattr(staging, "commit", half)
         rig.step((request, 0, 6), new=[request])
     assert (rig.left("pre_attn", 0) == stream_of(1, "pre_attn", 0, 0, 6)).all()
-    assert rig.plane._banks.first.planner.due is None
+    assert rig.plane.banks.first.planner.due is None
     assert not bool(rig._rank.buffers.plan.any())
     receipt = rig.ended(request)
     assert receipt.status == "error"
@@ -472,7 +472,7 @@ def test_rows_that_were_not_recorded_are_not_served(
 
 
 def test_rows_stay_where_they_are_recorded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = rig.plane._banks.first.planner._memory
+    memory = rig.plane.banks.first.planner._memory
     taken = mock.Mock(wraps=memory.take)
     monkeypatch.setattr(memory, "take", taken)
     rig.plane.block_size = 4
@@ -543,7 +543,7 @@ def test_another_adapter_is_found_in_a_step_that_repeats(
     rig.step(*((request, 0, 6) for request in requests), new=requests)
     for position in (6, 7, 8):
         rig.step(*((request, position, 1) for request in requests))
-    assert rig.plane._banks.first.planner.repeats
+    assert rig.plane.banks.first.planner.repeats
     change(manager)
     with pytest.raises(WrongAdapterError):
         rig.step(*((request, 9, 1) for request in requests))
@@ -631,7 +631,7 @@ def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> 
         ]
         assert found[1].all()
         edited[position] = bool(found[0].all())
-        if not rig.plane._banks.first.planner.repeats:
+        if not rig.plane.banks.first.planner.repeats:
             planned += 1
     # the score of the position before decides
     assert edited == {
@@ -646,6 +646,6 @@ def test_a_gate_opens_or_closes_among_steps_that_repeat(rig: Rig, sign: int) -> 
 def test_rows_of_requests_that_are_forgotten_are_let_go(rig: Rig) -> None:
     request = probed(rig, "flag")
     rig.step((request, 0, 6), new=[request])
-    assert rig.plane._probes.pending
+    assert rig.plane.probes.pending
     rig.plane.restart()
-    assert not rig.plane._probes.pending
+    assert not rig.plane.probes.pending

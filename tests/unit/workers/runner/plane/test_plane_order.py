@@ -21,8 +21,9 @@ from midstream.workers.runner.plane.grading import Grading
 from midstream.workers.runner.plane.probe_scores import Scorer
 from midstream.workers.runner.plane.reentry import Reentry, ReentryGate
 from midstream.workers.runner.plane.reports import Reports
-from midstream.workers.runner.rows.banks import Banks, RowStore
+from midstream.workers.runner.rows.banks import Banks
 from midstream.workers.runner.rows.overload import Overload
+from midstream.workers.runner.rows.row_store import RowStore
 
 #: What acts in a step, by class.
 ACTORS: dict[type, tuple[str, ...]] = {

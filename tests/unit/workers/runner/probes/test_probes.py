@@ -23,7 +23,8 @@ from midstream.client.probes import classes_of, fit
 from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
 from midstream.schemas.base.limits import MAX_DECISIONS
-from midstream.workers.runner.probes import deciders, watches as watches_module
+from midstream.workers.runner.probes import deciders
+from midstream.workers.runner.probes.gates import open_among, shown
 from midstream.workers.runner.probes.kinds import ProbeGroup
 from midstream.workers.runner.probes.probe_news import (
     SCORES,
@@ -32,7 +33,7 @@ from midstream.workers.runner.probes.probe_news import (
     ProbeNews,
     Scored,
 )
-from midstream.workers.runner.probes.watches import ProbeError, Watch, open_among, shown
+from midstream.workers.runner.probes.watches import ProbeError, ScoreTable, ScoreTables, Watch
 from midstream.workers.runner.probes.weight_stacks import ProbedRows, Stacks
 
 
@@ -113,14 +114,13 @@ class Noting(np.ndarray):
 def test_a_request_clears_no_more_rows_than_the_one_before_it_used() -> None:
     first = Watch("long", [probe(5.0, aggregation="max")])
     table = first.table
-    kind = first.kind
     first.put(0, slice(None), np.zeros((5_000, 1), dtype=np.float32))
     del first
-    short = Watch("short", [probe(5.0, aggregation="max")], kind=kind)
+    short = Watch("short", [probe(5.0, aggregation="max")], table=table)
     short.put(0, slice(None), np.zeros((10, 1), dtype=np.float32))
     del short
     table.rows = table.rows.view(Noting)
-    Watch("next", [probe(5.0, aggregation="max")], kind=kind)
+    Watch("next", [probe(5.0, aggregation="max")], table=table)
     assert Noting.written == [10]
 
 
@@ -144,9 +144,9 @@ def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:
     together = []
     alone = []
     for into in (together, alone):
-        shared = [ProbeGroup(each) for each in probes]
+        shared = [ScoreTable(ProbeGroup(each)) for each in probes]
         into += [
-            Watch(str(number), probes[number % 2], kind=shared[number % 2]) for number in range(9)
+            Watch(str(number), probes[number % 2], table=shared[number % 2]) for number in range(9)
         ]
     crossed = 0
     for step in range(30):
@@ -193,10 +193,11 @@ def test_watches_keep_their_scores_while_others_come_grow_and_go() -> None:
     rng = random.Random(6)
     made = [probe(1e9, aggregation="max")]
     kind = ProbeGroup(made)
+    tables = ScoreTables()
     live: list[tuple[Watch, list[float]]] = []
     for step in range(200):
         if len(live) < 70 and rng.random() < 0.6:
-            live.append((Watch(str(step), made, kind=kind), []))
+            live.append((Watch(str(step), made, table=tables.of(kind)), []))
         for watch, scores in rng.sample(live, len(live) // 2):
             new = [rng.random() for _ in range(rng.choice([1, 1, 1, 70]))]
             assert told((watch, put(watch, len(scores), *new))) == []
@@ -213,7 +214,7 @@ def test_watches_keep_their_scores_while_others_come_grow_and_go() -> None:
     assert len(watch.table.rows) > 20_000
     del watch
     live.clear()
-    assert kind not in watches_module._TABLES
+    assert len(tables.of(kind).rows) < 20_000  # a new one
 
 
 def request(tokens: int) -> SimpleNamespace:

@@ -36,8 +36,8 @@ from midstream.workers.runner.base.shared_memory import VOID, HostMemoryError
 from midstream.workers.runner.files.recorded import Extent, Recorded, bytes_of
 from midstream.workers.runner.rows import overload
 from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
-from midstream.workers.runner.rows.banks import RowStore
 from midstream.workers.runner.rows.overload import Overload
+from midstream.workers.runner.rows.row_store import RowStore
 
 ROW_BYTES = HIDDEN * 4
 PAGE = os.sysconf("SC_PAGESIZE")

@@ -146,7 +146,7 @@ def test_counts_that_arrive_late_are_read_before_the_receipt(
 ) -> None:
     """As on an accelerator, where a step does not wait for them."""
     side = SimpleNamespace(wait_stream=lambda other: None, wait_event=lambda event: None)
-    monkeypatch.setattr(rig.plane._banks.first.finite, "_side", side)
+    monkeypatch.setattr(rig.plane.banks.first.finite, "_side", side)
     monkeypatch.setattr(finite_check, "locked_like", torch.empty_like)
     monkeypatch.setattr(torch.cuda, "Event", LateEvent)
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
@@ -167,11 +167,11 @@ def test_counts_that_arrive_late_are_read_before_the_receipt(
 def test_an_idle_step_is_not_observed(rig: Rig) -> None:
     request = Request(1, 6, 9, (), [steering(rig.vector(1.0), [0], "pre_attn", PositionWindow(20))])
     seen: list[Any] = []
-    take = rig.plane._banks.first.finite.take
-    rig.plane._banks.first.finite.take = lambda *given: [seen.append(given[2]), take(*given)][1]  # type: ignore[method-assign]
+    take = rig.plane.banks.first.finite.take
+    rig.plane.banks.first.finite.take = lambda *given: [seen.append(given[2]), take(*given)][1]  # type: ignore[method-assign]
     rig.step((request, 0, 6), new=[request])
     assert seen == []
-    assert not rig.plane._banks.first.finite.pending
+    assert not rig.plane.banks.first.finite.pending
 
 
 # --- Rows that are not finite
@@ -255,7 +255,7 @@ def test_rows_of_the_unedited_model_are_counted_and_fail_no_request(
     rig.step(
         (plain, 0, 6), (later, 0, 6), new=[plain, later], hidden=[0, np.nan, 0, 0, np.nan, 0] * 2
     )
-    assert rig.plane.found()() == [("1", 1), ("2", 1), ("2", 4)], (
+    assert rig.plane.banks.found()() == [("1", 1), ("2", 1), ("2", 4)], (
         "the scheduler hears of all of them"
     )
     rig.step((plain, 6, 1), (later, 6, 1))
@@ -314,7 +314,7 @@ def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
         rig.step((request, position, 1))
     view = view_of(("1", last, 1))
     finding = _Finding(9, view, None, NONE, torch.empty(0), {}, event=event)  # type: ignore[arg-type]
-    rig.plane._banks.first.finite.pending.append(finding)
+    rig.plane.banks.first.finite.pending.append(finding)
     rig.plane.begin([], {"1": Finish(list(range(1000, 1008)), False)}, 0)
     assert event.landed == waits
 

@@ -45,7 +45,7 @@ def narrow(
 ) -> Rig:
     """A rank that holds a window of 8 positions, and lets rows go one position at a time."""
     rig = Rig(folder, **{"row_store_mib": 0} | options)
-    monkeypatch.setattr(rig.plane._streams, "_window", window)
+    monkeypatch.setattr(rig.plane._rows._streams, "_window", window)
     return rig
 
 
@@ -158,7 +158,7 @@ def test_a_streamed_file_equals_one_written_at_the_end(
 
 def test_scattered_positions_lie_together(rig: Rig) -> None:
     request = long(sites={"post_block": [0, 1]}, positions="all", every_n=3)
-    rig.plane._streams._window = 20
+    rig.plane._rows._streams._window = 20
     run(rig, request)
     assert rig.ended(request).status == "ok"
     check(rig, request, [*range(20), *range(20, 49, 3)], {"post_block": [0, 1]})
@@ -223,14 +223,14 @@ def test_a_step_in_which_a_capture_fails_does_not_open_its_stream_again(
 ) -> None:
     """Its rows are recorded all the same, and nobody would drop a new stream."""
     request = long()
-    plan = rig.plane._banks.plan_capture
+    plan = rig.plane.banks.plan_capture
 
     def fails(tokens: Any) -> None:
         rig.plane._requests.fail(rig.plane._tracked["1"], "it cannot be", "capture_failed")
         plan(tokens)
 
     rig.step((request, 0, 20), new=[request])
-    monkeypatch.setattr(rig.plane._banks, "plan_capture", fails)
+    monkeypatch.setattr(rig.plane.banks, "plan_capture", fails)
     rig.step((request, 20, 1))
     assert rig.desk._streams == {}
     rig.step(finished=[request])
@@ -266,7 +266,7 @@ def test_values_that_are_not_finite_are_counted_in_streamed_rows(
         sites={"post_block": [1]}, positions="all", tag="t", dtype="float16", layout="packed"
     )
     request = Request(400, 20, 50, [huge], max_tokens=40)  # its rows are beyond 65504
-    rig.plane._streams._window = 20
+    rig.plane._rows._streams._window = 20
     run(rig, request)
     receipt = rig.ended(request)
     assert receipt.status == "ok"
