@@ -41,7 +41,8 @@ COLUMNS = "name,args,state,received,runtime,routing_key,worker,exception"
 #: Seconds for which a disconnected worker stays listed.
 OFFLINE_KEPT_S = 3600
 INSPECT_TIMEOUT_MS = 3000
-MISDIRECTED, UNAUTHORIZED = STATUS_OF_KIND["misdirected"], STATUS_OF_KIND["unauthorized"]
+MISDIRECTED = STATUS_OF_KIND["misdirected"]
+UNAUTHORIZED = STATUS_OF_KIND["unauthorized"]
 #: The path that the key of the setting `observe_key` also opens.
 METRICS = "/metrics"
 
@@ -110,7 +111,8 @@ def serve(settings: Settings) -> None:
     from flower import command
     from tornado.web import ErrorHandler
 
-    hosts, door = Hosts(settings, settings.flower_host, bool(settings.flower_auth)), Door(settings)
+    hosts = Hosts(settings, settings.flower_host, bool(settings.flower_auth))
+    door = Door(settings)
 
     class Closed(ErrorHandler):
         def write_error(self, status_code: int, **more: Any) -> None:

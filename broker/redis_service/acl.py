@@ -113,7 +113,8 @@ def write_users(folder: Path, database: int = 0, host: str = HOST) -> list[Path]
     Raises MidstreamError("conflict") if a file exists already.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lines, written = [DEFAULT_USER], []
+    lines = [DEFAULT_USER]
+    written = []
     for role in (*ROLES, OPERATOR):
         password = secrets.token_hex(PASSWORD_BYTES)
         written.append(_write(folder / f"{role}.password", password))

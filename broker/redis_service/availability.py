@@ -41,7 +41,8 @@ _CLASSES = (
 )
 #: Written to test whether Redis takes writes.
 PROBE_KEY = "ms:probe"
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 2.0
+FIRST_PAUSE_S = 0.1
+LONGEST_PAUSE_S = 2.0
 
 
 class LossyRedis(redis.exceptions.ConnectionError):
@@ -69,7 +70,8 @@ def detail_of(error: BaseException) -> str:
         return f"{trouble}: Redis cannot write its log"
     if isinstance(error, redis.exceptions.NoScriptError):
         return "the job ledger is unavailable: Redis was restarted during the call"
-    read_only, full = redis.exceptions.ReadOnlyError, redis.exceptions.OutOfMemoryError
+    read_only = redis.exceptions.ReadOnlyError
+    full = redis.exceptions.OutOfMemoryError
     refuses = "Redis refuses writes: " if isinstance(error, read_only | full) else ""
     return f"the job ledger is unavailable: {refuses}{error}"
 

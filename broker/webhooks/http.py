@@ -25,8 +25,10 @@ USER_AGENT = f"midstream/{__version__} (webhooks)"
 BODY_CAP = 16 * 1024
 #: Seconds that reading the body may take once the status is known.
 DRAIN_S = 1.0
-#: Seconds for which an idle connection is kept, and how many are kept.
-KEEPALIVE_S, KEPT = 20.0, 64
+#: Seconds for which an idle connection is kept.
+KEEPALIVE_S = 20.0
+#: Idle connections that are kept.
+KEPT = 64
 #: Maximum number of concurrent name lookups. It exceeds the concurrent deliveries of one tenant,
 #: whose receivers may all have slow name servers: a lookup cannot be cancelled, and may outlast its
 #: attempt.
@@ -202,7 +204,8 @@ def _why(error: BaseException) -> str:
     root: BaseException = error
     while (cause := root.__cause__ or root.__context__) is not None:
         root = cause
-    message, detail = str(error) or type(error).__name__, str(root)
+    message = str(error) or type(error).__name__
+    detail = str(root)
     return message if detail in message else f"{message}: {detail}"
 
 

@@ -91,7 +91,8 @@ class WebhookOutbox:
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = now) -> None:
         self._redis: Any = ledger.redis
-        self._written, self._settings = ledger.written, ledger.settings
+        self._written = ledger.written
+        self._settings = ledger.settings
         self._scripts = {name: ledger.redis.register_script(_source(name)) for name in SCRIPTS}
         self.clock = clock
 
@@ -106,7 +107,8 @@ class WebhookOutbox:
 
         The job states in the deliveries are durable: they survive a kill of Redis.
         """
-        at, token = self.clock(), secrets.token_hex(8)
+        at = self.clock()
+        token = secrets.token_hex(8)
         arguments = pack(
             at,
             ends=repr(at + lease_s),
@@ -125,21 +127,21 @@ class WebhookOutbox:
             tries, detail, shown = rest
             leases.append(
                 DeliveryLease(
-                    id_,
-                    job,
-                    event,
-                    tenant,
-                    key,
-                    url,
-                    created,
-                    state,
-                    int(attempt),
-                    model,
-                    int(tries),
-                    token,
-                    at + lease_s,
-                    detail,
-                    shown,
+                    id=id_,
+                    job=job,
+                    event=event,
+                    tenant=tenant,
+                    key=key,
+                    url=url,
+                    created=created,
+                    job_state=state,
+                    attempt=int(attempt),
+                    model=model,
+                    tries=int(tries),
+                    token=token,
+                    ends=at + lease_s,
+                    detail=detail,
+                    shown=shown,
                 )
             )
         return leases

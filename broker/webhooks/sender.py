@@ -32,8 +32,10 @@ from .secrets import WebhookSecrets
 
 log = logging.getLogger(__name__)
 
-#: Concurrent deliveries of one process, and how many of them may belong to one tenant.
-SLOTS, TENANT_SLOTS = 128, 96
+#: Concurrent deliveries of one process.
+SLOTS = 128
+#: How many of them may belong to one tenant.
+TENANT_SLOTS = 96
 #: Seconds between two polls of an idle sender.
 POLL_S = 0.2
 #: A lease is this many seconds longer than an attempt may take.
@@ -121,7 +123,8 @@ class WebhookSender:
 
     async def run(self) -> None:
         """Run until cancelled. An unreachable Redis or any other failure is logged and retried."""
-        housekeeping, unreachable = 0.0, False
+        housekeeping = 0.0
+        unreachable = False
         while True:
             begun = 0
             try:
@@ -203,7 +206,8 @@ class WebhookSender:
 
     async def _deliver(self, lease: DeliveryLease, secrets: list[str]) -> None:
         """Make one attempt, signed with `secrets`, and record it."""
-        at, started = self._outbox.clock(), time.monotonic()
+        at = self._outbox.clock()
+        started = time.monotonic()
         crash_point("webhook.lent")
         state, status, error, pause = await self._attempt(lease, at, secrets)
         crash_point("webhook.sent")

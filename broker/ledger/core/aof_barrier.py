@@ -166,7 +166,8 @@ class AofBarrier:
             barrier.ask(pipe)
             answers: list[Any]
             server, *answers = await pipe.execute()
-        previous, self._run = self._run, server["run_id"]
+        previous = self._run
+        self._run = server["run_id"]
         if previous not in ("", self._run):
             self._changed = time.monotonic()
         waited = time.monotonic() - since

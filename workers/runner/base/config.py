@@ -126,7 +126,8 @@ def join(of_first: str) -> None:
     """Take over rank 0's config, which the worker made for this start of the engine; what is of
     this machine stays. Raises RuntimeError if this machine has another model.
     """
-    own, start = plane_config(), from_json(of_first, PlaneConfig)
+    own = plane_config()
+    start = from_json(of_first, PlaneConfig)
     if own.identity != start.identity:
         raise RuntimeError(
             f"the model on this machine has the identity {own.identity[:SHOWN_IDENTITY]}, but that "

@@ -25,7 +25,8 @@ ALONE = 1e-4
 #: Graphs replay without Python, and an operator's kernel would have to prove its registers, bounds
 #: and bits: that is a family of `FAMILIES`, not a plug-in.
 ON_CPUS = "ops run on CPUs: the kernels of accelerators do not call Python"
-_ROWS, _SEED = 6, 23
+_ROWS = 6
+_SEED = 23
 
 
 class OpCode(Protocol):
@@ -72,7 +73,9 @@ def load_ops(offers: Iterable[Offer], hidden_size: int, *, cpu: bool) -> list[Ex
 
 def check_here(entries: Collection[StoredSteering]) -> None:
     """Raises LookupError if this rank lacks an installed op, or has another version of it."""
-    for entry in entries if "installed" in map(FAMILY_NAME, entries) else ():
+    if "installed" not in map(FAMILY_NAME, entries):
+        return
+    for entry in entries:
         if entry.family == "installed" and int(entry.numbers[-1]) not in OPS:
             raise LookupError(
                 "this rank lacks an installed op of this request, or has another version of it: "
@@ -131,7 +134,8 @@ def _check(edit: InstalledEdit, facts: Extension, hidden_size: int) -> None:
     numbers = (*defaults, 0.0, 0.0)[0], (*defaults, 0.0, 0.0)[1]
 
     def call(given: np.ndarray) -> np.ndarray:
-        held, along = given.copy(), vector.copy()
+        held = given.copy()
+        along = vector.copy()
         held.flags.writeable = along.flags.writeable = False
         new = edit(held, along, numbers)
         if not isinstance(new, np.ndarray) or new.dtype != np.float32 or new.shape != given.shape:

@@ -42,7 +42,9 @@ class PreparedRows:
         """`make` lays a row out, in any thread. `missing` returns which of some tensors this rank
         lacks.
         """
-        self._make, self._missing, self._room = make, missing, kept_bytes
+        self._make = make
+        self._missing = missing
+        self._room = kept_bytes
         self._kept: OrderedDict[str, JoinedRow] = OrderedDict()  # by `SteeringRow.key`
         self._size = 0  # bytes of all kept rows
         self._under_way: dict[str, Future[None]] = {}  # rows that the thread lays out now

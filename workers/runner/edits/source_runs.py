@@ -43,7 +43,8 @@ class RunStore:
     """
 
     def __init__(self, store: ArtifactStore, sites: Sequence[RankSite], hidden_size: int) -> None:
-        self._store, self._hidden_size = store, hidden_size
+        self._store = store
+        self._hidden_size = hidden_size
         self._sites: set[tuple[str, int]] = {(site.hook, site.layer) for site in sites}
         self._runs: dict[str, _LoadedRun] = {}
 
@@ -193,7 +194,9 @@ class RunStore:
             raw = handle.read(file.offset, file.bytes)
             if len(raw) != file.bytes or zlib.crc32(raw) != file.crc32:
                 raise ValueError("its content has changed since the capture")
-        rows, row, columns = {}, header.manifest.row, header.manifest.columns
+        rows = {}
+        row = header.manifest.row
+        columns = header.manifest.columns
         size = self._hidden_size if row is None else row.size
         start, stop = columns or (0, size)
         shape = [len(files.positions), stop - start]
@@ -212,10 +215,8 @@ class RunStore:
         if (key := run_key(manifest.job, manifest.request, manifest.tag)) != files.key:
             raise ValueError(f"these are rows of {key}")
         if manifest.positions != files.positions:
-            in_file, in_run = (
-                as_ranges(manifest.positions, _SHOWN_RANGES),
-                as_ranges(files.positions, _SHOWN_RANGES),
-            )
+            in_file = as_ranges(manifest.positions, _SHOWN_RANGES)
+            in_run = as_ranges(files.positions, _SHOWN_RANGES)
             raise ValueError(f"it has positions {in_file}, but the run has {in_run}")
 
 

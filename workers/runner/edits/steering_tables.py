@@ -101,10 +101,12 @@ class RowTable:
         """`columns`: the columns of rows that this rank holds; None: all of the hidden size.
         `prepared`: rows that may be laid out already, see `Tables`.
         """
-        self._columns, self._prepared = columns, prepared
+        self._columns = columns
+        self._prepared = prepared
         self._buffers = buffers
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
-        self._vectors, self._runs = vectors, runs
+        self._vectors = vectors
+        self._runs = runs
         self._pool = EntryPool(buffers)
         self._free_rows = self._all_rows()
         self._rows: dict[str, int] = {}
@@ -144,7 +146,8 @@ class RowTable:
         row = self._free_rows[-1]
         self._pool.write(row, prepared)
         self._free_rows.pop()
-        self._rows[spec.key], self._references[spec.key] = row, 1
+        self._rows[spec.key] = row
+        self._references[spec.key] = 1
         self.sites[row, prepared.runs[:, 0]] = True
         self.num_sites[row] = self.sites[row].sum()
         self.limited[row] = any(map(LIMIT, spec.entries))
@@ -172,7 +175,9 @@ class RowTable:
         self._pool.clear()
         self._free_rows = self._all_rows()
         self.sites[:] = self.num_sites[:] = 0
-        self._rows, self._references, self._whole = {}, {}, {}
+        self._rows = {}
+        self._references = {}
+        self._whole = {}
 
     def fingerprint(self) -> list[tuple[str, int, int]]:
         """Return (key, references, CRC32 of what its sites read) of each row in use, and of row 0,
@@ -201,7 +206,8 @@ class RowTable:
         """Join `content`, which has whole rows; of sharded rows, only this rank's columns are kept
         for writing. The checksum covers whole rows, so that all ranks agree on it.
         """
-        pool, columns = self._buffers.pool, self._columns
+        pool = self._buffers.pool
+        columns = self._columns
         if columns is None or not columns.sharded:
             return joined(content, pool.shape[1], pool.dtype, pinned=pool.device.type != "cpu")
         whole = joined(content, columns.row.size, pool.dtype, pinned=False)
@@ -332,7 +338,8 @@ class Tables:
     """The row tables of all banks of a rank, whose changes are recorded in the ledger."""
 
     def __init__(self, actions: ActionLedger) -> None:
-        self._actions, self.vectors = actions, VectorStore()
+        self._actions = actions
+        self.vectors = VectorStore()
         self._of_banks: dict[str, RowTable] = {}
         self.prepared = PreparedRows(
             lambda spec: self.of(spec).joined(spec),

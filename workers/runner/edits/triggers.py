@@ -58,12 +58,15 @@ class Search:
         self, table: SearchTable, trigger: Trigger, prompt: Sequence[int], occurrences: bytes
     ) -> None:
         """`prompt`: its tokens. `occurrences`: see `RankSpec`."""
-        tokens, sequences = len(prompt), trigger.token_ids or []
+        tokens = len(prompt)
+        sequences = trigger.token_ids or []
         after = sys.maxsize if trigger.after == "end" else trigger.after
-        self.table, self.slot = table, table.take(tokens, after, trigger.skip)
+        self.table = table
+        self.slot = table.take(tokens, after, trigger.skip)
         weakref.finalize(self, table.returned.append, self.slot).atexit = False
         table.reserve(self.slot, tokens)
-        rows, ends = table.rows_of(self.slot), np.frombuffer(occurrences, dtype=np.int32)
+        rows = table.rows_of(self.slot)
+        ends = np.frombuffer(occurrences, dtype=np.int32)
         lengths = np.diff(ends, prepend=0, append=tokens)
         rows["end"][:tokens] = np.repeat(np.append(_NEVER, ends), lengths)
         # an occurrence may begin there
@@ -79,7 +82,8 @@ class Search:
         """Return how many more of the positions, if a step computed them, were open then than are
         among the first `rows` now.
         """
-        places, found = np.array(positions, dtype=np.int64), self.table.rows_of(self.slot)
+        places = np.array(positions, dtype=np.int64)
+        found = self.table.rows_of(self.slot)
         places = places[found["opened"][places] != _CACHED]
         counted = self.table.is_open(self.slot, places, found["end"][places]) & (places < rows)
         return int(found["opened"][places].sum()) - int(counted.sum())
@@ -100,13 +104,15 @@ class SharedSearches:
     def __init__(self, conditions: Sequence[TriggeredGate], first_rows: np.ndarray, view: StepView):
         """`first_rows`: of each request in the step."""
         requests, searches, gates, columns = zip(*conditions, strict=True)
-        self._table, self._requests = searches[0].table, np.array(requests)
+        self._table = searches[0].table
+        self._requests = np.array(requests)
         self._slots = np.array([search.slot for search in searches])
         self._counts = counts = view.counts[self._requests]
         self._member = np.repeat(np.arange(len(counts)), counts)  # the condition of each row
         self._begins = np.cumsum(counts) - counts
         self._rows = numbers_of(first_rows[self._requests], counts)
-        self._gates, self._columns = np.repeat(gates, counts), np.repeat(columns, counts)
+        self._gates = np.repeat(gates, counts)
+        self._columns = np.repeat(columns, counts)
         longest = max(search.longest for search in searches)
         self._sequences = np.stack([search.sequences[:, :longest] for search in searches])
 
@@ -117,12 +123,15 @@ class SharedSearches:
         """
         of_gates = closed[self._rows, self._gates]
         closed[self._rows, self._columns] = True
-        table, slots, member = self._table, self._slots, self._member
+        table = self._table
+        slots = self._slots
+        member = self._member
         firsts = view.positions[self._requests]
         stops = firsts + self._counts
         for number in np.flatnonzero(stops > table.of["room"][slots]).tolist():
             table.reserve(int(slots[number]), int(stops[number]))
-        of, rows = table.of[slots], table.rows
+        of = table.of[slots]
+        rows = table.rows
         unknown = firsts > np.maximum(of["reached"], of["settled"])
         for number in np.flatnonzero(unknown).tolist():
             why = f"the tokens before position {firsts[number]} are unknown to its trigger"
@@ -149,7 +158,8 @@ class SharedSearches:
 
     def _found(self, items: np.ndarray, positions: np.ndarray, at: np.ndarray) -> np.ndarray:
         """Return at which of the rows `items` an occurrence ends. `at`: where they are."""
-        tokens, back = self._table.rows["token"], np.arange(self._sequences.shape[2])
+        tokens = self._table.rows["token"]
+        back = np.arange(self._sequences.shape[2])
         last = self._sequences[self._member[items], :, 0] == tokens[at[items], None]
         place, number = np.nonzero(last)
         items = items[place]

@@ -67,7 +67,8 @@ def joined(content: RowContent, hidden_size: int, dtype: torch.dtype, *, pinned:
         nothing = torch.empty(0, hidden_size, dtype=dtype), torch.empty(0, SCALARS)
         vectors, scalars = (torch.cat(item) for item in zip(nothing, *held, strict=True))
     if pinned:
-        vectors, scalars = locked_copy(vectors), locked_copy(scalars)
+        vectors = locked_copy(vectors)
+        scalars = locked_copy(scalars)
     runs: list[tuple[int, int, int, int]] = []
     parts: dict[tuple[int, int], HeldVectors] = {}
     first = 0
@@ -136,7 +137,8 @@ class EntryPool:
         """Zero everything, including entries that no row owns."""
         for buffer in (self._buffers.site_rows, self._buffers.pool, self._buffers.scalars):
             buffer.zero_()
-        self._rows, self.used = {}, 0
+        self._rows = {}
+        self.used = 0
         self._free = FreeRanges(1, 1 + self._capacity)
 
     def fingerprints(self) -> dict[int, int]:
@@ -146,11 +148,9 @@ class EntryPool:
         for the device.
         """
         buffers = self._buffers
-        site_rows, pool, scalars = (
-            buffers.site_rows.cpu(),
-            buffers.pool.cpu(),
-            buffers.scalars.cpu(),
-        )
+        site_rows = buffers.site_rows.cpu()
+        pool = buffers.pool.cpu()
+        scalars = buffers.scalars.cpu()
         checksums = {0: crc32_of(site_rows[:, :, 0], pool[0], scalars[0])}
         for row, (runs, _, _) in self._rows.items():
             found = [
@@ -164,7 +164,8 @@ class EntryPool:
         """Compact the entries of all rows."""
         starts, sizes = np.array([place for _, *place in self._rows.values()]).T
         old = self._index(numbers_of(starts, sizes))
-        pool, scalars = self._buffers.pool[old], self._buffers.scalars[old]  # copies
+        pool = self._buffers.pool[old]
+        scalars = self._buffers.scalars[old]  # copies
         for buffer, entries in ((self._buffers.pool, pool), (self._buffers.scalars, scalars)):
             buffer.zero_()
             buffer[1 : 1 + len(entries)] = entries

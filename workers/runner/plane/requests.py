@@ -41,7 +41,9 @@ class Guard:
     __slots__ = ("_concerned", "_kind", "_requests")
 
     def __init__(self, requests: "Requests", concerned: Collection[Tracked], kind: str) -> None:
-        self._requests, self._concerned, self._kind = requests, concerned, kind
+        self._requests = requests
+        self._concerned = concerned
+        self._kind = kind
 
     def __enter__(self) -> None:
         return
@@ -67,7 +69,8 @@ class Requests:
     """Tracked requests of one rank."""
 
     def __init__(self, rank: int, reports: Reports) -> None:
-        self.rank, self.reports = rank, reports
+        self.rank = rank
+        self.reports = reports
         self.step = 0  # engine steps since this rank started
         self.tracked: dict[str, Tracked] = {}
         self.taints = Taints()
@@ -90,7 +93,8 @@ class Requests:
 
     def sort(self) -> None:
         """Sort the tracked requests by what they need, for the step that begins."""
-        every, self.sorted = self.tracked.values(), self.changes
+        every = self.tracked.values()
+        self.sorted = self.changes
         recorded = [item for item in every if item.recordings and not item.reported]
         self.kinds = Kinds(
             recorded,
@@ -113,7 +117,8 @@ class Requests:
     def resume(self, tracked: Tracked, cached_tokens: int) -> None:
         """Check a resumed request, which may use cache blocks that another request computed."""
         self.change()
-        tracked.admitted, tracked.cached_tokens = self.step, cached_tokens
+        tracked.admitted = self.step
+        tracked.cached_tokens = cached_tokens
         if self.taints.affects(tracked.spec, cached_tokens):
             self.fail(tracked, TAINTED, "intervention_failed")
 

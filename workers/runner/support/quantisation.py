@@ -16,7 +16,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -243,7 +243,8 @@ def roundings(
         ]
         return _of_groups(groups, "weights"), _of_groups(groups, "input_activations")
     if method == "fp8":
-        blocks, dynamic = raw.get("weight_block_size"), raw.get("activation_scheme") != "static"
+        blocks = raw.get("weight_block_size")
+        dynamic = raw.get("activation_scheme") != "static"
         if blocks:
             return frozenset({Rounding("fp8", "block")}), frozenset(
                 {Rounding("fp8", "group", True)}
@@ -473,13 +474,10 @@ def _error(layer: Any, activations: frozenset[Rounding], dtype: torch.dtype) -> 
     weights.data.copy_(_FILL[weights.dtype](weights.shape, draws))
     # `[outputs, inputs]`; read now, because vLLM rearranges the weights when it prepares them
     codes = weights.detach().float() if weights.dtype != torch.int32 else None
-    inputs, size = (
-        layer.input_size,
-        scale
-        * next(
-            (_LIMITS[activation.kind] for activation in activations if activation.kind in _LIMITS),
-            64,
-        ),
+    inputs = layer.input_size
+    size = scale * next(
+        (_LIMITS[activation.kind] for activation in activations if activation.kind in _LIMITS),
+        64,
     )
     layer.quant_method.process_weights_after_loading(layer)
     # 4-bit weights are packed by the format, so the kernel itself computes each single product.
@@ -516,9 +514,12 @@ _FILL: Mapping[torch.dtype, Callable[[torch.Size, torch.Generator], torch.Tensor
 
 def _group_sizes(raw: Any) -> Iterator[int]:
     """Yield every `group_size` in a quantisation config."""
-    for key, value in (
-        raw.items() if isinstance(raw, Mapping) else enumerate(raw) if isinstance(raw, list) else ()
-    ):
+    items: Iterable[tuple[Any, Any]] = ()
+    if isinstance(raw, Mapping):
+        items = raw.items()
+    elif isinstance(raw, list):
+        items = enumerate(raw)
+    for key, value in items:
         if key == "group_size" and isinstance(value, int) and value > 0:
             yield value
         yield from _group_sizes(value)
