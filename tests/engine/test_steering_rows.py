@@ -82,6 +82,39 @@ def test_configurations_beyond_the_table_wait_and_are_right(v1: Host, reference:
     assert v1.call("midstream_status")[0]["rows_used"] == 0
 
 
+@pytest.mark.parametrize("way", ["v1", "cached", "v2", "tp2", "pp2", "overlapped"])
+def test_requests_with_many_entries_begin_beside_others(
+    request: pytest.FixtureRequest, way: str
+) -> None:
+    """With more than 64 entries they wait for one step of those that run. With few KV blocks
+    (`cached`, `overlapped`) they are preempted as well.
+    """
+    host: Host = request.getfixturevalue(way)
+    split = way in ("tp2", "pp2", "overlapped")
+    reference = Reference(request.getfixturevalue("qwen3" if split else "llama"))
+    vector = direction(200)
+    name = host.vector(vector)
+    plain = [
+        host.job(prompt_of(90, seed=n), max_tokens=60, capture=capture_of(ALL, "all"))
+        for n in range(3)
+    ]
+    many = [
+        host.job(
+            prompt_of(90, seed=10 + n),
+            max_tokens=40,
+            capture=capture_of(ALL, "all"),
+            steering=[steer(name, [1], 1.0 + n, [place]) for place in range(80)],
+        )
+        for n in range(4)
+    ]
+    outputs = host.run(*plain, *many)
+    for job in plain:
+        check_rows(host, reference, job, outputs[job.id])
+    for n, job in enumerate(many):
+        edit = Edit(1, (1.0 + n) * vector, positions=list(range(80)))
+        check_rows(host, reference, job, outputs[job.id], [edit])
+
+
 def test_a_vector_is_sent_to_the_ranks_once(v1: Host) -> None:
     name = v1.vector(direction(10))  # field case 45, field case 47
     before = v1.call("midstream_status")[0]["vectors"]

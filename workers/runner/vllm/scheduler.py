@@ -43,6 +43,8 @@ _PAUSE_S = 0.005
 #: With more entries of steering than this, a request waits for one step of those that run, in which
 #: ranks lay its rows out.
 _MANY = 64
+#: With more rows than this known as laid out, all are forgotten: ranks do not keep them forever.
+_LAID_OUT = 256
 #: Part of every hash that covers an intervention; increasing it prevents reuse of earlier blocks.
 _epoch = 0
 #: Attribute of a request whose hashes cover an intervention: the epoch of the first such hash.
@@ -103,7 +105,8 @@ class _Midstream:
         self._midstream_ends: list[tuple[str, int]] = []
         # steered requests that arrived since the last step → packed spec
         self._midstream_arrived: dict[str, bytes] = {}
-        self._midstream_long = set[str]()  # those of them with many entries
+        self._midstream_long = set[str]()  # those of them whose many entries are new to the ranks
+        self._midstream_laid_out = set[str]()  # `SteeringRow.key` of rows of many entries
         _accept_ends()
         # live requests that capture prompt rows
         self._midstream_capturing: dict[str, RequestCaptures] = {}
@@ -187,8 +190,19 @@ class _Midstream:
             packed = packed_spec(request.sampling_params)
             if packed is not None:
                 self._midstream_arrived[request.request_id] = packed
-                if len(spec.steering) > _MANY:
+                if len(spec.steering) > _MANY and self._are_new({row.key for row in spec.rows}):
                     self._midstream_long.add(request.request_id)
+
+    def _are_new(self, rows: set[str]) -> bool:
+        """Return whether some of these rows are those of no earlier request. Ranks keep rows, so
+        that requests under the same global steering or module need not wait for them again.
+        """
+        known = self._midstream_laid_out
+        new = not rows <= known
+        if len(known) > _LAID_OUT:
+            known.clear()
+        known |= rows
+        return new
 
     def _fill(self, request: Any) -> None:
         """Note that a request is to compute its prompt, or after a preemption all its tokens."""

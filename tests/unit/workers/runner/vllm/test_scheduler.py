@@ -95,6 +95,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         "ends": [],
         "arrived": {},
         "long": set(),
+        "laid_out": set(),
     }
     for name, part in parts.items():
         setattr(made, f"_midstream_{name}", part)
@@ -154,10 +155,35 @@ def test_a_request_with_many_entries_waits_for_one_step_of_those_that_run(
     scheduler: Any, entries: int, running: int, waits: int
 ) -> None:
     """Ranks lay its rows out in this step; nobody else is held up if nothing runs."""
+    held = held_of(scheduler)
+    scheduler.add_request(steered("long", "v", entries))
+    scheduler.running = [SimpleNamespace(request_id="other")] * running
+    scheduler.schedule()
+    scheduler.schedule()
+    assert held == [{"long"} if waits else set(), set()]
+
+
+def test_only_the_first_request_waits_for_rows_that_many_have(scheduler: Any) -> None:
+    """Those of global steering, or of a module for each layer."""
+    held = held_of(scheduler)
+    scheduler.running = [SimpleNamespace(request_id="other")]
+    for name, tensor in (("first", "v"), ("second", "v"), ("third", "w")):
+        scheduler.add_request(steered(name, tensor, 65))
+        scheduler.schedule()
+    assert held == [{"first"}, set(), {"third"}]
+
+
+def held_of(scheduler: Any) -> list[set[str]]:
+    """The requests that each step from now on does not take."""
     held: list[set[str]] = []
     scheduler._midstream_cells.composing = lambda *given: held.append({*given[2]}) or nullcontext()
+    return held
+
+
+def steered(name: str, tensor: str, entries: int) -> Any:
+    """A request with so many entries."""
     entry = StoredSteering(
-        layers=[0], hook="pre_attn", positions="all", family="add", tensors=["v"]
+        layers=[0], hook="pre_attn", positions="all", family="add", tensors=[tensor]
     )
     spec = RankSpec(
         version="v",
@@ -168,13 +194,7 @@ def test_a_request_with_many_entries_waits_for_one_step_of_those_that_run(
         rows=steering_rows([entry] * entries),
         digest="d",
     )
-    scheduler.add_request(
-        SimpleNamespace(request_id="long", sampling_params=SimpleNamespace(extra_args=pack(spec)))
-    )
-    scheduler.running = [SimpleNamespace(request_id="other")] * running
-    scheduler.schedule()
-    scheduler.schedule()
-    assert held == [{"long"} if waits else set(), set()]
+    return SimpleNamespace(request_id=name, sampling_params=SimpleNamespace(extra_args=pack(spec)))
 
 
 # --- Room
