@@ -118,17 +118,21 @@ def test_every_import_of_a_package_is_its_own_declared_dependency(name: str) -> 
 
 def outside(path: Path) -> list[Import]:
     """What a file imports of others."""
-    own = {path.stem for path in sources("tests", "tools", "benchmarks", "packages")}
-    own |= {f"midstream_{name}" for name in PACKAGES}
-    own |= {"midstream", "midstream_fake_engine", "midstream_triton_cpu", "tests", "benchmarks"}
     return [
         found
         for found in imports_of(path)
         if not found.typing
-        and (top := found.module.partition(".")[0]) not in own
+        and (top := found.module.partition(".")[0]) not in own_names()
         and top not in sys.stdlib_module_names
         and (top, path.name) not in BY_HAND
     ]
+
+
+@cache
+def own_names() -> set[str]:
+    helpers = {path.stem for path in sources("tests", "tools", "benchmarks", "packages")}
+    fakes = {"midstream_fake_engine", "midstream_triton_cpu", "tests", "benchmarks"}
+    return helpers | fakes | {"midstream"} | {f"midstream_{name}" for name in PACKAGES}
 
 
 def distributions_of(found: Import) -> set[str]:
