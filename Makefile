@@ -53,7 +53,7 @@ PYTEST = run() { $(BIN)/pytest -ra $(if $(RESUME),--resume) $(PYTEST_ARGS) "$$@"
 DONE = exit $$failed
 # The tests of a stage, or all, of the core and of packages.
 TESTS = $(if $(PACKAGE),packages/$(PACKAGE)/tests$(1:%=/%),tests$(1:%=/%) $(wildcard packages/*/tests$(1:%=/%)))
-# Tests that share an engine, a stack or a file run in one process, the longest first (tests/conftest.py), so that none is left with one at the end.
+# Tests that share an engine, a stack or a file run in one process, the longest first (tests/sets.py), so that none is left with one at the end.
 SHARED = --dist loadgroup --no-loadscope-reorder --numprocesses
 
 .PHONY: help install setup model demo up test lint files rooms format types test-unit test-system test-smoke test-web screenshots test-engine test-all test-long test-matrix test-redis test-triton test-torch test-ttsem test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
