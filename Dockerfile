@@ -9,13 +9,13 @@
 # as by its environment variables: they reach only the build stages and remain in no shipped image.
 ARG BASE_IMAGE=python:3.11-slim-bookworm@sha256:2333bd330d12de02514770b3585cad313644316047cdee24a7acfdece6de6efb
 
-# Midstream itself, as a wheel in a separate stage: a code change then leaves the layers with its packages unchanged.
+# Midstream and its own packages, as wheels in a separate stage: a code change then leaves the layers with all others unchanged.
 FROM ${BASE_IMAGE} AS wheel
 ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX PIP_TRUSTED_HOST
 RUN python3 -m venv /tools
 WORKDIR /src
 COPY . .
-RUN /tools/bin/pip wheel --no-cache-dir --disable-pip-version-check --quiet --no-deps --wheel-dir /wheels .
+RUN /tools/bin/pip wheel --no-cache-dir --disable-pip-version-check --quiet --no-deps --wheel-dir /wheels . ./packages/*/
 
 # The tools that build an environment but are not copied with it: it has no pip unless a package in it needs one.
 FROM ${BASE_IMAGE} AS tools

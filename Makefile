@@ -6,6 +6,7 @@
 # Variables read by this file:
 #   COMPOSE_ARGS=--keep  keeps what `make test-compose` created
 #   PYTEST_ARGS=…  passed to pytest, such as PYTEST_ARGS="-k sweeper -x"
+#   PACKAGE=NAME   `make test` and its stages: the tests of packages/NAME alone
 #   RESUME=1       `make test-all` and its stages: without the tests that have passed on this tree
 #   SHARE=N        `make test-long`: one in seven of its tests, those whose turn it is with N; CI counts commits
 #   REDIS="…"      for `make test-redis`: these servers, of those in tests/redis_servers.py
@@ -20,6 +21,7 @@ PYTHON ?=
 TORCH_INDEX ?=
 TORCH_UNVERIFIED ?=
 PYTEST_ARGS ?=
+PACKAGE ?=
 RESUME ?=
 SHARE ?=
 REDIS ?= redis-6.2 redis-7.0 redis-8.2 valkey-9.1
@@ -31,11 +33,13 @@ BIN := $(VENV)/bin
 # Stamps: what the stack needs is installed; and what the tests need.
 STACK := $(VENV)/.stack
 READY := $(VENV)/.ready
-PACKAGES := api broker client kernels schemas storage workers
+CORE := api broker client kernels schemas storage workers
+PACKAGES := $(patsubst packages/%/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
+$(if $(filter-out $(PACKAGES),$(PACKAGE)),$(error PACKAGE=$(PACKAGE): valid: $(PACKAGES)))
 
 # The model is loaded from a folder: no requests to a hub, no telemetry.
 export PYTHON TORCH_INDEX TORCH_UNVERIFIED
-export RESUME
+export PACKAGE RESUME
 export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
@@ -47,7 +51,9 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # A run that finds nothing to do has not failed: of a share, or of what a run before it left.
 PYTEST = run() { $(BIN)/pytest -ra $(if $(RESUME),--resume) $(PYTEST_ARGS) "$$@" $(if $(RESUME)$(SHARE),|| [ $$? = 5 ]) || failed=1; }; failed=0; run
 DONE = exit $$failed
-# Tests that share an engine, a stack or a file run in one process, the longest first (tests/conftest.py), so that none is left with one at the end.
+# The tests of a stage, or all, of the core and of packages.
+TESTS = $(if $(PACKAGE),packages/$(PACKAGE)/tests$(1:%=/%),tests$(1:%=/%) $(wildcard packages/*/tests$(1:%=/%)))
+# Tests that share an engine, a stack or a file run in one process, the longest first (tests/sets.py), so that none is left with one at the end.
 SHARED = --dist loadgroup --no-loadscope-reorder --numprocesses
 
 .PHONY: help install setup model demo up test lint files rooms format types test-unit test-system test-smoke test-web screenshots test-engine test-all test-long test-matrix test-redis test-triton test-torch test-ttsem test-packages test-faults test-machines test-compose fidelity walk perturbed quantised smoke-vllm docs lens sae inspect lm-eval bench bench-gpu pin-images lock clean
@@ -59,7 +65,7 @@ install: $(STACK) ## install what the stack needs in .venv, from the lock files
 
 setup: $(READY) ## install the environment in .venv, from the lock files, with what the tests need
 
-INSTALLER := requirements/torch-cpu.lock requirements/torch-cuda.lock requirements/uv.lock requirements/install.sh requirements/locked.sh pyproject.toml
+INSTALLER := requirements/torch-cpu.lock requirements/torch-cuda.lock requirements/uv.lock requirements/install.sh requirements/locked.sh pyproject.toml $(wildcard packages/*/pyproject.toml)
 $(STACK): requirements/demo.lock $(INSTALLER)
 	@echo "== setting up"
 	@requirements/install.sh $(VENV) demo.lock
@@ -81,8 +87,9 @@ up: $(STACK) ## run the whole stack until Ctrl-C
 	@$(BIN)/midstream up
 
 # Two lanes beside each other keep two cores busy.
-test: $(READY) model browser ## the fast tests: lint, unit and system tests, and beside them browser and engine tests; a line for each; a failure does not stop the others
-	@MAY=900 MAKE="$(MAKE)" tests/stages.sh test-system test-unit -- lint test-smoke test-engine
+test: $(READY) model browser ## the fast tests: lint, unit and system tests, and beside them browser and engine tests; a line for each; a failure does not stop the others (PACKAGE=NAME: those of packages/NAME)
+	@$(if $(PACKAGE),MAKE="$(MAKE)" tests/stages.sh lint $(STAGES),MAY=900 MAKE="$(MAKE)" tests/stages.sh test-system test-unit -- lint test-smoke test-engine)
+STAGES = $(subst test-web,test-smoke,$(patsubst packages/$(PACKAGE)/tests/%,test-%,$(wildcard $(addprefix packages/$(PACKAGE)/tests/,unit system web engine))))
 
 test-all: $(READY) model browser ## every test but those of packages and the fault gate, in stages, for the night before a release; hours (RESUME=1: what has not passed on this tree)
 	@MAKE="$(MAKE)" tests/stages.sh test-system test-unit test-long test-redis -- lint test-smoke test-engine test-matrix test-triton test-torch
@@ -91,18 +98,19 @@ lint: $(READY) ## run ruff and mypy, compile the Lua scripts, look for secrets a
 	@echo "== lint"
 	@failed=0; \
 	! git grep -nE '^(<{7}|>{7}|\|{7})( |$$)' || failed=1; \
-	$(BIN)/ruff check . || failed=1; \
-	$(BIN)/ruff format --check . || failed=1; \
+	$(BIN)/ruff check $(or $(PACKAGE:%=packages/%),.) || failed=1; \
+	$(BIN)/ruff format --check $(or $(PACKAGE:%=packages/%),.) || failed=1; \
 	$(BIN)/python tools/check_lua.py || failed=1; \
 	$(BIN)/python tools/check_secrets.py || failed=1; \
 	$(MAKE) types || failed=1; \
 	exit $$failed
 
-# mypy finds `midstream` through a link of that name, because the repository's folder may have any name.
+# mypy finds `midstream` through a link of that name, because the repository's folder may have any name, and packages through links beside it.
 types: $(READY)
 	@mkdir -p .cache/types && ln -sfn "$(CURDIR)" .cache/types/midstream
+	@ln -sfn $(foreach name,$(PACKAGES),"$(CURDIR)/packages/$(name)/midstream_$(name)") .cache/types/
 	@cd .cache/types && MYPYPATH=".:$(CURDIR)/tests/fake_engine" "$(abspath $(BIN))/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
-	  -m midstream $(PACKAGES:%=-p midstream.%) -p midstream_fake_engine
+	  $(or $(PACKAGE:%=-p midstream_%),-m midstream $(CORE:%=-p midstream.%) $(PACKAGES:%=-p midstream_%) -p midstream_fake_engine)
 
 files: ## one line for each file of the product: what it is
 	@python3 tools/tree.py
@@ -116,11 +124,11 @@ format: $(READY) ## format the code with ruff
 
 test-unit: $(READY) ## unit tests: no engine, no server
 	@echo "== unit tests"
-	@$(PYTEST) $(SHARED) 2 --set fast tests/unit; $(DONE)
+	@$(PYTEST) $(SHARED) 2 --set fast $(call TESTS,unit); $(DONE)
 
 test-system: $(READY) model ## system tests: real Redis, Celery, ZeroMQ and HTTP
 	@echo "== system tests"
-	@$(PYTEST) $(SHARED) 4 --set fast tests/system; $(DONE)
+	@$(PYTEST) $(SHARED) 4 --set fast $(call TESTS,system); $(DONE)
 
 # The tests of the page drive Debian's browser. As root it is installed; otherwise the tests fail and say how to install it.
 .PHONY: browser
@@ -129,11 +137,11 @@ browser:
 
 test-smoke: $(READY) browser ## a few browser tests of the page
 	@echo "== browser tests (smoke)"
-	@$(PYTEST) --set fast tests/web; $(DONE)
+	@$(PYTEST) --set fast $(call TESTS,web); $(DONE)
 
 test-web: $(READY) browser ## all browser tests of the page: Chromium against a real stack
 	@echo "== browser tests"
-	@$(PYTEST) $(SHARED) 2 tests/web; $(DONE)
+	@$(PYTEST) $(SHARED) 2 $(call TESTS,web); $(DONE)
 
 screenshots: $(READY) browser ## pictures of the page for docs/page.md
 	@$(BIN)/python tools/pages/screenshots.py
@@ -144,45 +152,45 @@ ALL_THREADS = unset OMP_NUM_THREADS VLLM_CPU_OMP_THREADS_BIND
 
 test-engine: $(READY) model ## engine tests: real vLLM on CPU
 	@echo "== engine tests"
-	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set fast -m "not ranks" tests/engine; \
-	$(ALL_THREADS); run --set fast -m ranks tests/engine; $(DONE)
+	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set fast -m "not ranks" $(call TESTS,engine); \
+	$(ALL_THREADS); run --set fast -m ranks $(call TESTS,engine); $(DONE)
 
 # The browser's tests are by themselves: while it is open, a loop runs in the test process.
 test-long: $(READY) model browser ## long tests: the browser's, blocks of the docs, kills, attacks on other requests' numbers (ATTACK_SECONDS=600: ten minutes per dtype), machines (as root) …; an hour (SHARE=N: a seventh)
 	@echo "== long tests"
-	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set long $(SHARE:%=--share %) -m "not ranks and not machines and not web" tests; \
-	run $(SHARED) 2 --set long $(SHARE:%=--share %) -m web tests/web; \
-	run --set long $(SHARE:%=--share %) -s -m machines tests/machines; \
-	$(ALL_THREADS); run --set long $(SHARE:%=--share %) -m ranks tests/engine; $(DONE)
+	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set long $(SHARE:%=--share %) -m "not ranks and not machines and not web" $(call TESTS,); \
+	run $(SHARED) 2 --set long $(SHARE:%=--share %) -m web $(call TESTS,web); \
+	run --set long $(SHARE:%=--share %) -s -m machines $(call TESTS,machines); \
+	$(ALL_THREADS); run --set long $(SHARE:%=--share %) -m ranks $(call TESTS,engine); $(DONE)
 
 # Tables whose every row is an engine of its own. After a change of vLLM, of a table, or of what its rows share.
 test-matrix: $(READY) model ## matrix tests: every vLLM option, drafter, family, changed config and quantised format, attacks in each dtype, GPU benchmarks on a CPU, the smoke of vLLM versions; several hours
 	@echo "== matrix tests"
-	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set matrix -m "not ranks and not packages and not faults" tests; \
-	$(ALL_THREADS); run --set matrix -m "ranks and not packages" tests/engine; $(DONE)
+	@$(ONE_THREAD); $(PYTEST) $(SHARED) 2 --set matrix -m "not ranks and not packages and not faults" $(call TESTS,); \
+	$(ALL_THREADS); run --set matrix -m "ranks and not packages" $(call TESTS,engine); $(DONE)
 
 # `make test-system` runs with the server that is installed, which is the wheel's Valkey 8.1 where there is no other.
 test-redis: $(READY) model .cache/redis/.ready ## system tests over other versions of Redis and Valkey; 4 minutes each (REDIS="redis-8.2": only these)
 	@failed=0; \
 	for server in $(REDIS); do \
 	  echo "== system tests with $$server"; \
-	  REDIS_SERVER=$$server $(BIN)/pytest -ra $(PYTEST_ARGS) $(SHARED) 4 --set fast tests/system || failed=1; \
+	  REDIS_SERVER=$$server $(BIN)/pytest -ra $(PYTEST_ARGS) $(SHARED) 4 --set fast $(call TESTS,system) || failed=1; \
 	done; \
 	exit $$failed
 
 # Each extra in an environment of its own outside of the repository. TORCH_INDEX as for the setup.
 test-packages: $(READY) ## the wheel alone, complete and with each extra, on Python 3.11, 3.12 and 3.13; gigabytes of downloads, 70 minutes
 	@echo "== packages"
-	@$(PYTEST) -m packages tests; $(DONE)
+	@$(PYTEST) -m packages $(call TESTS,); $(DONE)
 
 test-faults: $(READY) model ## fault gate: 10,000 jobs with a fixed seed and with a random one, a real engine killed twelve times, and a rank killed at each boundary
 	@echo "== fault gate"
-	@$(PYTEST) -s tests/faults; $(DONE)
+	@$(PYTEST) -s $(call TESTS,faults); $(DONE)
 
 test-machines: $(READY) model ## network namespaces as machines, killed, cut off and slow; needs root (MACHINES="-k relay": some)
 	@test "$$(id -u)" = 0 || { echo "make test-machines needs root: it lays out network namespaces"; exit 2; }
 	@echo "== machines"
-	@$(ONE_THREAD); $(PYTEST) -s tests/machines $(MACHINES); $(DONE)
+	@$(ONE_THREAD); $(PYTEST) -s $(call TESTS,machines) $(MACHINES); $(DONE)
 
 test-compose: $(READY) ## containers: build, start, run the demo, kill each, stop (needs Docker; see docs/deployment.md)
 	@$(BIN)/python tools/compose/run.py $(COMPOSE_ARGS)
@@ -261,7 +269,7 @@ test-ttsem: .cache/ttsem/.ready ## the kernels, compiled for a GPU, under ttsem:
 docs: .cache/docs/.ready ## build the documentation as a site in .cache/site, without the engine; links and anchors are checked
 	@echo "== documentation"
 	@mkdir -p .cache/docs/package/midstream
-	@ln -sfn $(foreach name,$(PACKAGES) $(wildcard *.py),"$(CURDIR)/$(name)") .cache/docs/package/midstream/
+	@ln -sfn $(foreach name,$(CORE) $(wildcard *.py),"$(CURDIR)/$(name)") .cache/docs/package/midstream/
 	@PYTHONPATH=.cache/docs/package .cache/docs/bin/python docs/site/build.py
 	@echo "  .cache/site/index.html"
 

@@ -53,6 +53,17 @@ dependency-metadata = [
     { name = "intel-openmp", version = "2024.2.1", requires-dist = ["intel-cmplr-lib-ur==2024.2.1"] },
 ]'
 
+# The packages of packages/ are on no index, and in no lock: an extra that names one stands for what that package needs.
+(cd "$here/.." && "$scratch/env/bin/python" -c '
+import json, pathlib, tomllib
+text = pathlib.Path("pyproject.toml").read_text()
+for file in sorted(pathlib.Path("packages").glob("*/pyproject.toml")):
+    project = tomllib.loads(file.read_text())["project"]
+    needs = [line for line in project["dependencies"] if not line.startswith("midstream==")]
+    named = "\"{name}=={version}\"".format(**project)
+    text = text.replace(named, ", ".join(map(json.dumps, needs)))
+print(text)' >"$scratch/project.toml")
+
 oldest=3.11
 # A lock without its hashes: `name==version ; marker` lines.
 pins() { sed -nE 's/^([A-Za-z0-9][A-Za-z0-9._-]*==[^\\]*[^ \\]).*/\1/p' "$1"; }
@@ -63,7 +74,7 @@ compile() {
     local name=$1; shift
     echo "== $name"
     if [ -f "$here/$name" ]; then pins "$here/$name" >"$scratch/$name"; fi
-    (cat "$here/../pyproject.toml"; echo "$cpu") >"$scratch/pyproject.toml"
+    (cat "$scratch/project.toml"; echo "$cpu") >"$scratch/pyproject.toml"
     (cd "$scratch" && env/bin/uv pip compile --quiet --universal --python-version "$oldest" --generate-hashes --no-annotate --no-header \
         "${cuda_only[@]/#/--no-emit-package=}" "${upgrade[@]}" "$@" --output-file "$name" "$source")
     { echo "# Made by requirements/compile.sh; install with --no-deps --require-hashes."; cat "$scratch/$name"; } >"$here/$name"

@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Creates the environment in which Midstream runs on CPU: a venv, the locked packages, Midstream itself.
-# usage: requirements/install.sh VENV [LOCK [WHEEL]]      (from the repository root)
+# Creates the environment in which Midstream runs on CPU: a venv, the locked packages, Midstream itself with its own packages.
+# usage: requirements/install.sh VENV [LOCK [WHEEL…]]      (from the repository root)
 #   LOCK              demo.lock (default): what `make demo` and `make up` need; cpu.lock: also what the tests need; or any other
 #                     lock that torch-cpu.lock completes
-#   WHEEL             Midstream from this wheel (default: editable, from the repository)
+#   WHEEL             Midstream and its packages from these wheels (default: editable, from the repository)
 #   PYTHON            the interpreter, 3.11 to 3.13 (default: the first suitable one of python3.11, python3.12, python3.13, python3)
 #   TORCH_INDEX       index with the CPU build of torch, if pip's configuration does not name one
 #   TORCH_UNVERIFIED  1: accept a build of torch whose hash is not in torch-cpu.lock, such as your own build
 set -euo pipefail
-venv=$1 lock=${2:-demo.lock} wheel=${3:-}
+venv=$1 lock=${2:-demo.lock} wheels=("${@:3}")
 say() { printf '  %s\n' "$*"; }
 
 # refuse WHAT APT-PACKAGES DNF-PACKAGES: exits with an error and the command that installs what is missing.
@@ -83,10 +83,12 @@ if ! "$venv/bin/python" -c 'import torch' 2>>"$log"; then
     locked -r requirements/torch-cuda.lock || give_up
 fi
 say "midstream itself"
-if [ -n "$wheel" ]; then
-    requirements/locked.sh "$venv" --no-deps --no-index "$wheel" >>"$log" 2>&1 || give_up
+if [ ${#wheels[@]} != 0 ]; then
+    requirements/locked.sh "$venv" --no-deps --no-index "${wheels[@]}" >>"$log" 2>&1 || give_up
 else
-    requirements/locked.sh "$venv" --no-deps --no-build-isolation -e . >>"$log" 2>&1 || give_up
+    editable=(-e .)
+    for project in packages/*/pyproject.toml; do editable+=(-e "$(dirname "$project")"); done
+    requirements/locked.sh "$venv" --no-deps --no-build-isolation "${editable[@]}" >>"$log" 2>&1 || give_up
     # An editable install is found after the working directory, where any folder called `midstream` would be mistaken for the package.
     echo 'import sys; sys.meta_path.sort(key=lambda finder: not getattr(finder, "__module__", "").startswith("__editable___midstream"))' \
         >"$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/midstream_first.pth"

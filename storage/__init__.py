@@ -1,1 +1,1 @@
-"""The artifact store: its protocol, local folders, buckets (S3); shards."""
+"""The artifact store: its protocol, local folders, shards."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
-from importlib.util import find_spec
+from importlib.metadata import entry_points
 from pathlib import PurePath
 from types import TracebackType
 from typing import Protocol, Self, TypeVar, runtime_checkable
@@ -25,6 +25,12 @@ Buffer = bytes | bytearray | memoryview
 #: Transient errors, independent of the request: the store was not reached, did not answer, or asked
 #: for a later retry.
 TRANSIENT = frozenset({errno.EBUSY, errno.ETIMEDOUT, errno.ECONNREFUSED, errno.ECONNRESET})
+
+#: Entry points of stores: scheme of their URIs → function that opens one.
+STORES = "midstream.stores"
+#: The schemes of packages that are developed with this one. An extra with the scheme's name
+#: installs each.
+PACKAGED = frozenset({"s3"})
 
 _SCHEME = re.compile(r"([a-z][a-z0-9]*)://")
 
@@ -335,26 +341,35 @@ def around(uri: str) -> tuple[str, str]:
 
 @lru_cache(maxsize=64)
 def open_store(uri: str | PurePath) -> ArtifactStore:
-    """Returns the store at a URI or in a local folder. `scheme://…` is opened by `open_store` of
-    the module `<scheme>_store` next to this one.
+    """Returns the store at a URI or in a local folder. `scheme://…` is opened by the function that
+    an installed package names under the scheme, in the entry points of `STORES`.
 
-    Opening does not access the store. Raises ValueError for a scheme without a module.
+    Opening does not access the store. Raises ValueError for a scheme that no package has.
     """
     text = str(uri)
     match = _SCHEME.match(text)
     scheme = match[1] if match else "file"
-    name = f"{__package__}.{scheme}_store"
-    if find_spec(name) is None:
+    return _opener(scheme)(text)
+
+
+def _opener(scheme: str) -> Callable[[str], ArtifactStore]:
+    opener: Callable[[str], ArtifactStore]
+    if scheme == "file":
+        # this module is imported by that one
+        opener = import_module(f"{__package__}.file_store").open_store
+        return opener
+    offers = tuple(entry_points(group=STORES, name=scheme))
+    if not offers and scheme not in PACKAGED:
         raise ValueError(
             f"there is no artifact store for {scheme}://; valid: a folder, file:///folder, "
             "or s3://bucket/prefix"
         )
+    missing = f"midstream-{scheme}"
     try:
-        module = import_module(name)
+        if offers:
+            opener = offers[0].load()
+            return opener
     except ModuleNotFoundError as error:
-        raise ValueError(
-            f"a store at {scheme}:// needs the package {error.name}: pip install "
-            f"'midstream[{scheme}]'"
-        ) from error
-    store: ArtifactStore = module.open_store(text)
-    return store
+        missing = error.name or missing
+    remedy = f": pip install 'midstream[{scheme}]'" if scheme in PACKAGED else ""
+    raise ValueError(f"a store at {scheme}:// needs the package {missing}{remedy}")

@@ -72,7 +72,7 @@ echo "== FAILED: ${failed[*]} (after $SECONDS s)"
 for stage in "${failed[@]}"; do
   echo "  run the stage alone:  make $stage    (its output: $logs/$stage.log)"
   [ "$stage" = test-engine ] && alone="OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind " || alone=""
-  sed -nE 's/^(FAILED|ERROR) (tests\/.*)/\2/p' "$logs/$stage.log" | sed 's/ - .*//; s/@[^]@]*$//' | sort -u | head -10 |
+  sed -nE 's/^(FAILED|ERROR) ((tests|packages)\/.*)/\2/p' "$logs/$stage.log" | sed 's/ - .*//; s/@[^]@]*$//' | sort -u | head -10 |
     while read -r test; do echo "  run the test alone:   $alone.venv/bin/pytest '$test'"; done
 done
 exit 1

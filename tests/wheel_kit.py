@@ -10,7 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from tree import ROOT, tracked
+from tree import PACKAGES, ROOT, tracked
 
 #: Variables that would lead an installed package to the repository.
 LEADING = ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")
@@ -60,7 +60,9 @@ EXTRAS: dict[str, Extra] = {
         "midstream.broker.ledger.jobs.ledger"
     ),
     "otel": Extra("import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http"),
-    "s3": Extra("import midstream.storage.s3_store, obstore"),
+    "s3": Extra(
+        "from midstream.storage.store import open_store; print(open_store('s3://bucket/kept'))"
+    ),
     "api": Extra("import midstream.api.app, midstream.api.__main__", "api.lock"),
     "flower": Extra("import flower", "service.lock"),
     "up": Extra(
@@ -135,6 +137,13 @@ def built(source: Path, folder: Path, kind: str = "wheel") -> Path:
     return folder / run(sys.executable, "-c", program, folder, cwd=source).strip().splitlines()[-1]
 
 
+def all_built(source: Path, folder: Path) -> Path:
+    """The wheel of Midstream, beside those of our packages, all in `folder`."""
+    for package in PACKAGES:
+        built(source / "packages" / package, folder)
+    return built(source, folder)
+
+
 def interpreter(version: str) -> str:
     """Python `version` of this machine, found by its name or below pyenv's folder; empty if there
     is none.
@@ -162,14 +171,16 @@ def install(python: Path, *arguments: str | Path) -> None:
 
 
 def with_extra(folder: Path, wheel: Path, extra: str, python: str) -> Path:
-    """An environment with the wheel and `extra`, from its lock or at the versions of cpu.lock.
+    """An environment with the wheel and `extra`, from its lock or at the versions of cpu.lock, and
+    our packages from the wheels beside it.
 
     Returns its interpreter.
     """
     requirements = ROOT / "requirements"
     promised = EXTRAS[extra]
     if promised.torch:
-        run(requirements / "install.sh", folder, promised.lock, wheel, cwd=ROOT, PYTHON=python)
+        wheels = sorted(wheel.parent.glob("*.whl"))
+        run(requirements / "install.sh", folder, promised.lock, *wheels, cwd=ROOT, PYTHON=python)
         return folder / "bin" / "python"
     made = environment(folder, python)
     uv = (requirements / "locked.sh", folder, "--quiet")
@@ -177,7 +188,8 @@ def with_extra(folder: Path, wheel: Path, extra: str, python: str) -> Path:
         run(*uv, "--no-deps", "--require-hashes", "-r", requirements / promised.lock, cwd=ROOT)
         run(*uv, "--no-deps", "--no-index", wheel, cwd=ROOT)
     else:
-        run(*uv, "--constraint", pins(folder), f"midstream[{extra}] @ {wheel.as_uri()}", cwd=ROOT)
+        beside = ("--find-links", wheel.parent, "--constraint", pins(folder))
+        run(*uv, *beside, f"midstream[{extra}] @ {wheel.as_uri()}", cwd=ROOT)
     return made
 
 

@@ -1,6 +1,6 @@
 """The files that the project consists of, and what each imports: for tests that hold the shape of
-the tree. Run as a program, it prints a line for each product file (`make files`), or with `rooms`
-for each folder (`make rooms`).
+the tree. Run as a program, it prints a line for each product file, and what the core and each
+package may grow to (`make files`), or with `rooms` a line for each folder (`make rooms`).
 """
 
 import ast
@@ -13,7 +13,16 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("api", "broker", "client", "kernels", "schemas", "storage", "workers")
+#: Folders of the package `midstream`.
+CORE = ("api", "broker", "client", "kernels", "schemas", "storage", "workers")
+#: Packages beside it: `s3` is `packages/s3`, the distribution `midstream-s3`, and is imported as
+#: `midstream_s3`.
+PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml")))
+#: Nodes of the syntax trees of the core and of each package: what no change of form saves, unlike
+#: lines or statements. Each may grow by `ROOM`; a commit that raises a figure says what the
+#: addition is worth.
+NODES = {"core": 706_067, "s3": 6_013}
+ROOM = 0.03
 #: Calls that import what their first argument names.
 DYNAMIC = {"importlib.import_module", "import_module", "__import__"}
 
@@ -42,7 +51,7 @@ def tracked() -> list[Path]:
 def imports_of(path: Path) -> tuple[Import, ...]:
     """Every import in the file at `path`, relative ones made absolute."""
     relative = path.relative_to(ROOT)
-    package = ["midstream", *relative.parent.parts]
+    package = module_name(path.parent / "__init__.py").split(".")
 
     def walk(node: ast.AST, lazy: bool, typing: bool) -> Iterator[Import]:
         if isinstance(node, ast.Import):
@@ -74,6 +83,41 @@ def sources(*folders: str) -> list[Path]:
     return found
 
 
+def product(*parts: str) -> list[Path]:
+    """The modules of the core (`core`) and of packages; of all of them, if none is named."""
+    found = [path for path in tracked() if path.suffix == ".py"]
+    return [ROOT / path for path in found if part_of(path) in (parts or NODES)]
+
+
+def part_of(path: Path) -> str:
+    """`core`, or the package that a file of the product belongs to; empty for other files."""
+    top, *below = path.parts
+    if top == "packages" and len(below) > 2 and below[1] == f"midstream_{below[0]}":
+        return below[0]
+    return "core" if top in CORE else ""
+
+
+def module_name(path: Path) -> str:
+    """`broker/relay.py` → `midstream.broker.relay`, a folder's `__init__.py` → the folder;
+    `packages/s3/midstream_s3/store.py` → `midstream_s3.store`.
+    """
+    relative = path.relative_to(ROOT)
+    parts = relative.with_suffix("").parts
+    parts = parts[2:] if part_of(relative) in PACKAGES else ("midstream", *parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+@cache
+def nodes(part: str) -> int:
+    """Nodes of the syntax trees of the core, or of a package."""
+    return sum(1 for path in product(part) for _ in ast.walk(ast.parse(path.read_text())))
+
+
+def most(part: str) -> int:
+    """The most nodes that the core, or a package, may have."""
+    return int(NODES[part] * (1 + ROOM))
+
+
 def summary(path: Path) -> str:
     """The first paragraph of a module's docstring, or of a script's comment, on one line."""
     text = (ROOT / path).read_text()
@@ -102,7 +146,7 @@ def files() -> list[Path]:
     return [
         path
         for path in sorted(tracked())
-        if path.parts[0] in PACKAGES
+        if part_of(path)
         and path.suffix in (".py", ".lua", ".js")
         and path.name not in ("__init__.py", "preact.js")
     ]
@@ -110,12 +154,20 @@ def files() -> list[Path]:
 
 def rooms() -> str:
     """A line for each folder of product code, from the docstring of its `__init__`."""
-    folders = sorted(path.parent for path in sources(*PACKAGES) if path.name == "__init__.py")
-    relative = [folder.relative_to(ROOT) for folder in folders]
-    return "".join(
-        f"{'  ' * (len(room.parts) - 1) + room.name:16} {summary(room / '__init__.py')}\n"
-        for room in relative
-    )
+    inits = [path for path in product() if path.name == "__init__.py"]
+    folders = sorted(path.parent.relative_to(ROOT) for path in inits)
+    lines = [f"{_room(folder):16} {summary(folder / '__init__.py')}\n" for folder in folders]
+    return "".join(lines)
+
+
+def _room(folder: Path) -> str:
+    """The name of a room, below that of the room that it is in."""
+    if part_of(folder / "__init__.py") in PACKAGES:
+        top, name, _, *below = folder.parts
+        names = [f"{top}/{name}", *below]
+    else:
+        names = [*folder.parts]
+    return "  " * (len(names) - 1) + names[-1]
 
 
 if __name__ == "__main__":
@@ -123,3 +175,5 @@ if __name__ == "__main__":
         print(rooms(), end="")
     else:
         print(*(f"{file}: {summary(file)}" for file in files()), sep="\n")
+        for part in NODES:
+            print(f"{part}: {nodes(part):,} nodes, at most {most(part):,}")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import wheel_kit
-from tree import PACKAGES, ROOT, tracked
+from tree import CORE, PACKAGES, ROOT, part_of, tracked
 
 import midstream
 from midstream.client.extras import COMPANIONS, COMPANIONS_ADVICE
@@ -25,7 +25,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return wheel_kit.built(source, tmp_path_factory.mktemp("wheel"))
+    return wheel_kit.all_built(source, tmp_path_factory.mktemp("wheels"))
 
 
 @pytest.fixture(scope="module")
@@ -40,12 +40,7 @@ def client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 #: Modules for packages that the extra `cpu` does not include.
-OPTIONAL = (
-    "client/inspect_provider.py",
-    "kernels/triton_site.py",
-    "storage/s3_client.py",
-    "storage/s3_store.py",
-)
+OPTIONAL = ("client/inspect_provider.py", "kernels/triton_site.py")
 
 
 def packaged() -> set[str]:
@@ -53,7 +48,7 @@ def packaged() -> set[str]:
     files = {
         path
         for path in tracked()
-        if path.parts[0] in PACKAGES or (len(path.parts) == 1 and path.suffix in (".py", ".typed"))
+        if path.parts[0] in CORE or (len(path.parts) == 1 and path.suffix in (".py", ".typed"))
     }
     return {f"midstream/{path}" for path in files}
 
@@ -73,6 +68,13 @@ def test_the_wheel_has_every_file_of_the_package_and_no_other(wheel: Path) -> No
         "midstream/api/assets/pages.css",
     } <= there
     assert sorted(there ^ packaged()) == []
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_the_wheel_of_a_package_has_its_files_and_no_other(name: str, wheel: Path) -> None:
+    (own,) = wheel.parent.glob(f"midstream_{name}-*.whl")
+    there = {"/".join(path.parts[2:]) for path in tracked() if part_of(path) == name}
+    assert files_of(own) == there
 
 
 def test_a_wheel_from_the_source_distribution_is_the_same(
@@ -101,7 +103,7 @@ def test_the_wheel_names_its_version_extras_commands_and_licence(wheel: Path) ->
     assert licences == {"LICENSE"} | {
         str(path)
         for path in tracked()
-        if path.parts[0] in PACKAGES and re.search("LICEN[CS]E|NOTICE", path.name)
+        if path.parts[0] in CORE and re.search("LICEN[CS]E|NOTICE", path.name)
     }
     assert head["Version"] == midstream.__version__
     assert set(head.get_all("Provides-Extra", [])) == set(wheel_kit.EXTRAS)
@@ -198,6 +200,8 @@ def test_each_extra_installs_alone_and_does_what_it_promises(
             "pip",
             "install",
             "--dry-run",
+            "--find-links",
+            wheel.parent,
             f"midstream[{extra}] @ {wheel.as_uri()}",
             cwd=tmp_path,
         )

@@ -1,12 +1,12 @@
 """The object store of a network of machines: `store_machine.py HOST PORT BUCKET` serves S3 there
-until it is killed (tests/s3_kit.py).
+until it is killed (packages/s3/tests/s3_kit.py).
 """
 
 import sys
 import threading
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "packages" / "s3" / "tests"))
 
 
 def main() -> None:

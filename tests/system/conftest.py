@@ -5,7 +5,6 @@ from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx2
 import pytest
 import redis
 import redis_servers
@@ -13,7 +12,7 @@ from edge import Api, Hand, running
 from hook_kit import Receiver, receiving
 from ledger_kit import open_ledger, settler
 from receipt_rig import Jobs, RelayProcess
-from stack import Stack
+from stack import client as client, http as http
 from sweep_rig import Rig
 from up_kit import Up
 
@@ -21,7 +20,6 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.redis_service import server as redis_server
-from midstream.client import Client
 
 
 @pytest.fixture(scope="session")
@@ -90,20 +88,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
     """Threads for calls that wait."""
     with ThreadPoolExecutor(32) as threads:
         yield threads
-
-
-@pytest.fixture(scope="module")
-def http(stack: Stack) -> Iterator[httpx2.Client]:
-    """Asks the stack of the test's module."""
-    with httpx2.Client(base_url=stack.url, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def client(stack: Stack) -> Iterator[Client]:
-    """The same, as users ask."""
-    with Client(stack.url) as made:
-        yield made
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import forks
+import httpx2
 import midstream_fake_engine
 import msgspec
 import pytest
@@ -35,6 +36,7 @@ from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.processes import leftovers
 from midstream.broker.queue.celery_app import make_app
 from midstream.broker.redis_service import server as redis_server
+from midstream.client import Client
 from midstream.client.stack.processes import birth
 from midstream.schemas.base import Problem, now
 from midstream.schemas.jobs.jobs import (
@@ -90,6 +92,20 @@ def stack_with(beside: dict[str, dict[str, Any]] | None = None, **settings: Any)
             yield running
 
     return stack
+
+
+@pytest.fixture(scope="module")
+def http(stack: "Stack") -> Iterator[httpx2.Client]:
+    """Asks the stack of the test's module."""
+    with httpx2.Client(base_url=stack.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def client(stack: "Stack") -> Iterator[Client]:
+    """The same, as users ask."""
+    with Client(stack.url) as made:
+        yield made
 
 
 class Stack(Processes):

@@ -6,7 +6,7 @@ import re
 from typing import NamedTuple
 
 from prometheus_client import REGISTRY
-from tree import PACKAGES, ROOT, imports_of, sources
+from tree import CORE, ROOT, imports_of, sources
 
 from midstream.api.routes import service as _service  # noqa: F401
 from midstream.broker.telemetry.scraped_metrics import OF_WORKER, ScrapedMetrics
@@ -65,7 +65,7 @@ def test_metrics_are_declared_in_one_module() -> None:
     }
     declaring = {
         str(path.relative_to(ROOT))
-        for path in sources(*PACKAGES)
+        for path in sources(*CORE)
         if "prometheus_client" in path.read_text()
         for found in imports_of(path)
         if found.module in kinds

@@ -6,7 +6,7 @@
 import re
 
 from redis_keys import documented
-from tree import PACKAGES, ROOT, tracked
+from tree import CORE, ROOT, tracked
 
 #: A channel, and prefixes of ACL patterns.
 NO_KEYS = {"changed", "hook-"}
@@ -16,7 +16,7 @@ def named() -> dict[str, str]:
     """Family → one place that names it."""
     found: dict[str, str] = {}
     for path in tracked():
-        if path.parts[0] not in PACKAGES or path.suffix not in (".py", ".lua"):
+        if path.parts[0] not in CORE or path.suffix not in (".py", ".lua"):
             continue
         text = (ROOT / path).read_text()
         families = re.findall(r"\bms:([a-z][a-z-]*)", text)

@@ -1,12 +1,13 @@
 """Capture files are opened by the artifact store alone, and a store by its URI."""
 
 import ast
-import sys
+from importlib.metadata import EntryPoint, EntryPoints
 
 import pytest
-from tree import PACKAGES, ROOT, sources
+from tree import CORE, ROOT, sources
 
-from midstream.storage.store import open_store
+from midstream.storage import store
+from midstream.storage.store import STORES, open_store
 
 #: Modules that name the artifact store, or the capture root, without opening a store: to show it,
 #: or to hand it to a rank.
@@ -21,7 +22,7 @@ NAMES = {
 }
 
 
-SOURCES = [str(path.relative_to(ROOT)) for path in sources(*PACKAGES)]
+SOURCES = [str(path.relative_to(ROOT)) for path in sources(*CORE)]
 MODULES = [name for name in SOURCES if not name.startswith("storage/")]
 
 
@@ -49,34 +50,30 @@ def test_a_store_of_an_unknown_scheme_is_refused_by_name() -> None:
         open_store("gs://bucket")
 
 
+@pytest.mark.parametrize(
+    ("offers", "said"),
+    [
+        ([], r"s3:// needs the package midstream-s3: pip install 'midstream\[s3\]'"),
+        (
+            [EntryPoint("s3", "midstream_no_such_module:open_store", STORES)],
+            r"needs the package midstream_no_such_module: pip install 'midstream\[s3\]'",
+        ),
+    ],
+    ids=["its package", "what its package needs"],
+)
 def test_a_store_whose_package_is_missing_is_refused_with_its_extra(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, offers: list[EntryPoint], said: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "obstore", None)
-    for name in ("s3_store", "s3_client"):
-        monkeypatch.delitem(sys.modules, f"midstream.storage.{name}", raising=False)
-    with pytest.raises(
-        ValueError, match=r"s3:// needs the package obstore: pip install 'midstream\[s3\]'"
-    ):
+    monkeypatch.setattr(store, "entry_points", lambda **asked: EntryPoints(offers).select(**asked))
+    with pytest.raises(ValueError, match=said):
         open_store("s3://bucket/never-opened-before")
 
 
-@pytest.mark.parametrize(
-    ("uri", "why"),
-    [
-        ("s3://", "names a bucket"),
-        ("s3://key:secret@bucket", "no credentials"),
-        ("s3://bucket?secret=x", "secret: unknown option"),
-    ],
-)
-def test_a_bucket_is_named_without_credentials(uri: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why) as caught:
-        open_store(uri)
-    assert "key:secret" not in str(caught.value)
+def test_a_store_of_another_package_is_found_by_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
+    offers = EntryPoints([EntryPoint("kept", "urllib.parse:urlsplit", STORES)])
+    monkeypatch.setattr(store, "entry_points", lambda **asked: offers.select(**asked))
+    assert open_store("kept://here/lab") == ("kept", "here", "/lab", "", "")
 
 
-def test_the_uri_of_a_store_opens_the_same_store() -> None:
+def test_the_uri_of_a_folder_opens_the_same_store() -> None:
     assert open_store("/data/cap tures") == open_store("file:///data/cap%20tures")
-    store = open_store("s3://bucket/a/b/?region=eu-central-1&endpoint=http://minio:9000")
-    assert store == open_store(store.uri)
-    assert store.link("tag/x") == "s3://bucket/a/b/tag/x"

@@ -1,20 +1,24 @@
 """Is every package that the code imports declared in `pyproject.toml`, and in an extra that its
-folder comes with?
+folder comes with; and what one of our packages imports, in its own?
 """
 
 import sys
 import tomllib
+from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import packages_distributions
+from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from tree import ROOT, imports_of, sources
+from tree import PACKAGES, ROOT, Import, imports_of, product, sources
 
 #: Folder → extras that whoever runs it has; what it imports at module level must be among them.
 EXTRAS_OF: dict[str, tuple[str, ...]] = {
     "schemas": (),
+    "storage": (),
     "client": ("client",),
     "broker": ("broker",),
     "api": ("api",),
@@ -62,19 +66,31 @@ BY_HAND = {
 }
 
 
+def project_of(folder: Path) -> dict[str, Any]:
+    return dict(tomllib.loads((folder / "pyproject.toml").read_text())["project"])
+
+
 @cache
 def declared(extras: tuple[str, ...]) -> set[str]:
-    """Names that `pyproject.toml` lists for `extras`, extras inside of extras followed, and what
-    those bring along.
+    """Names that `pyproject.toml` lists for `extras`, and what those bring along."""
+    project = project_of(ROOT)
+    return required([*project["dependencies"], *(f"midstream[{extra}]" for extra in extras)])
+
+
+def required(lines: list[str]) -> set[str]:
+    """Names in these lines, what extras of ours and packages of ours stand for, and what those
+    bring along.
     """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    optional = project_of(ROOT)["optional-dependencies"]
     names: set[str] = set()
-    waiting = [*project["dependencies"], *(f"midstream[{extra}]" for extra in extras)]
+    waiting = [*lines]
     while waiting:
         requirement = Requirement(waiting.pop())
-        if requirement.name == "midstream":
-            for extra in requirement.extras:
-                waiting.extend(project["optional-dependencies"][extra])
+        package = requirement.name.removeprefix("midstream-")
+        if package in PACKAGES and package not in names:
+            waiting.extend(project_of(ROOT / "packages" / package)["dependencies"])
+        for extra in requirement.extras if requirement.name == "midstream" else ():
+            waiting.extend(optional[extra])
         names.add(canonicalize_name(requirement.name))
     return names | {package for package, bringer in BROUGHT_ALONG.items() if bringer in names}
 
@@ -82,33 +98,48 @@ def declared(extras: tuple[str, ...]) -> set[str]:
 @pytest.mark.slow("it parses every file of a folder, and the tests are many")
 @pytest.mark.parametrize("folder", EXTRAS_OF)
 def test_every_import_is_a_declared_dependency(folder: str) -> None:
-    distributions = packages_distributions()
-    own = {path.stem for path in sources("tests", "tools", "benchmarks")} | {
-        "midstream",
-        "midstream_fake_engine",
-        "midstream_triton_cpu",
-        "tests",
-        "benchmarks",
-    }
     wrong = []
     for path in sources(folder):
-        for found in imports_of(path):
-            top = found.module.split(".")[0]
-            if (
-                top in sys.stdlib_module_names
-                or top in own
-                or found.typing
-                or (top, path.name) in BY_HAND
-            ):
-                continue
-            allowed = declared(
-                EXTRAS_OF[folder]
-                + (
-                    LAZY_EXTRAS.get(folder, ())
-                    if found.lazy or str(path.relative_to(ROOT)) in LOADED_LATE
-                    else ()
-                )
-            )
-            if not {canonicalize_name(name) for name in distributions.get(top, [top])} & allowed:
-                wrong.append(f"{found.where} imports {top}")
+        for found in outside(path):
+            lazy = found.lazy or str(path.relative_to(ROOT)) in LOADED_LATE
+            allowed = declared(EXTRAS_OF[folder] + (LAZY_EXTRAS.get(folder, ()) if lazy else ()))
+            if not distributions_of(found) & allowed:
+                wrong.append(f"{found.where} imports {found.module}")
     assert sorted(set(wrong)) == []
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_every_import_of_a_package_is_its_own_declared_dependency(name: str) -> None:
+    project = project_of(ROOT / "packages" / name)
+    allowed = required([*project_of(ROOT)["dependencies"], *project["dependencies"]])
+    imports = [found for path in product(name) for found in outside(path)]
+    assert [found for found in imports if not distributions_of(found) & allowed] == []
+
+
+def outside(path: Path) -> list[Import]:
+    """What a file imports of others."""
+    return [
+        found
+        for found in imports_of(path)
+        if not found.typing
+        and (top := found.module.partition(".")[0]) not in own_names()
+        and top not in sys.stdlib_module_names
+        and (top, path.name) not in BY_HAND
+    ]
+
+
+@cache
+def own_names() -> set[str]:
+    helpers = {path.stem for path in sources("tests", "tools", "benchmarks", "packages")}
+    fakes = {"midstream_fake_engine", "midstream_triton_cpu", "tests", "benchmarks"}
+    return helpers | fakes | {"midstream"} | {f"midstream_{name}" for name in PACKAGES}
+
+
+def distributions_of(found: Import) -> set[str]:
+    top = found.module.partition(".")[0]
+    return {str(canonicalize_name(name)) for name in _distributions().get(top, [top])}
+
+
+@cache
+def _distributions() -> Mapping[str, list[str]]:
+    return packages_distributions()

@@ -48,6 +48,12 @@ LOCKS = [
     "triton-3.6.lock",
     "ttsem.lock",
 ]
+#: Our packages, which no lock names → what they need.
+PACKAGED: dict[str, list[str]] = {
+    project["name"]: project["dependencies"]
+    for file in sorted(ROOT.glob("packages/*/pyproject.toml"))
+    for project in [tomllib.loads(file.read_text())["project"]]
+}
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")
 PLACES = [(python, machine) for python in PYTHONS for machine in MACHINES]
@@ -85,22 +91,26 @@ def pins(name: str, python: str = "3.11", machine: str = "x86_64") -> dict[str, 
 
 
 def asked_for(extras: tuple[str, ...]) -> list[Requirement]:
-    """Direct dependencies of Midstream with `extras`, extras that name other extras followed."""
+    """Direct dependencies of Midstream with `extras`; extras in them, and what our packages need,
+    are followed.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    direct = [Requirement(line) for line in project["dependencies"]]
-    waiting = list(extras)
-    seen = set()
+    waiting = [*project["dependencies"], *(f"midstream[{extra}]" for extra in extras)]
+    direct = []
+    seen = set[str]()
     while waiting:
-        extra = waiting.pop()
-        if extra in seen:
+        line = waiting.pop()
+        if line in seen:
             continue
-        seen.add(extra)
-        for line in project["optional-dependencies"][extra]:
-            requirement = Requirement(line)
-            if requirement.name == "midstream":
-                waiting.extend(requirement.extras)
-            else:
-                direct.append(requirement)
+        seen.add(line)
+        requirement = Requirement(line)
+        if requirement.name == "midstream":
+            for extra in requirement.extras:
+                waiting += project["optional-dependencies"][extra]
+        elif requirement.name in PACKAGED:
+            waiting += PACKAGED[requirement.name]
+        else:
+            direct.append(requirement)
     return direct
 
 

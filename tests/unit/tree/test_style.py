@@ -43,7 +43,7 @@ FOLDERS = (
     "api", "benchmarks", "broker", "client", "kernels", "schemas", "storage", "tools", "workers",
     "tests/engine", "tests/fake_engine", "tests/faults", "tests/long", "tests/machines",
     "tests/system", "tests/unit/api", "tests/unit/broker", "tests/unit/client",
-    "tests/unit/workers", "tests/unit", "tests/web", "tests",
+    "tests/unit/workers", "tests/unit", "tests/web", "tests", "packages",
 )  # fmt: skip
 PAGE = "api/assets/page"
 #: Folders, or files, that are not clean yet.

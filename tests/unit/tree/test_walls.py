@@ -13,7 +13,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
-from tree import PACKAGES, ROOT, imports_of, sources, tracked
+from tree import CORE, ROOT, imports_of, module_name, product, sources, tracked
 
 #: Folder → our folders it may import.
 ALLOWED: dict[str, set[str]] = {
@@ -156,7 +156,8 @@ TOP_LEVEL = {
     ".github",
     "CITATION.cff",
     "SECURITY.md",
-    *PACKAGES,
+    *CORE,
+    "packages",
     "tests",
     "tools",
     "benchmarks",
@@ -185,19 +186,14 @@ TOP_LEVEL = {
 }
 
 
-@pytest.mark.parametrize("folder", PACKAGES)
+@pytest.mark.parametrize("folder", CORE)
 def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
     wrong = []
     for path in sources(folder):
         name = str(path.relative_to(ROOT))
         for found in imports_of(path):
             parts = found.module.split(".")
-            if (
-                parts[0] != "midstream"
-                or len(parts) < 2
-                or parts[1] not in PACKAGES
-                or found.typing
-            ):
+            if parts[0] != "midstream" or len(parts) < 2 or parts[1] not in CORE or found.typing:
                 continue
             may = (
                 ALLOWED[folder]
@@ -213,13 +209,6 @@ def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
     assert wrong == []
 
 
-def module_name(path: Path) -> str:
-    """`broker/relay.py` → `midstream.broker.relay`, a folder's `__init__.py` → the folder."""
-    return ".".join(["midstream", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(
-        ".__init__"
-    )
-
-
 def room_of(module: str, folder: str) -> str:
     """`midstream.broker.ledger.jobs.watch` in `broker` → `ledger`, in `broker/ledger` → `jobs`."""
     return module.split(".")[folder.count("/") + 2]
@@ -230,7 +219,7 @@ def test_a_room_imports_only_rooms_below_it(folder: str) -> None:
     level = {room: depth for depth, line in enumerate(ROOMS[folder]) for room in line.split()}
     prefix = f"midstream.{folder.replace('/', '.')}."
     wrong = []
-    for path in sources(*PACKAGES):
+    for path in sources(*CORE):
         name = module_name(path)
         if not name.startswith(prefix):
             continue  # also the folder itself: names that are loaded when they are asked for
@@ -257,12 +246,12 @@ def test_ranks_import_the_broker_only_where_a_process_starts() -> None:
 
 
 def test_no_folder_of_product_code_has_more_than_25_files() -> None:
-    sizes = Counter(path.parent.relative_to(ROOT) for path in sources(*PACKAGES))
+    sizes = Counter(path.parent.relative_to(ROOT) for path in product())
     assert {str(folder): size for folder, size in sizes.items() if size > 25} == {}
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    modules = {module_name(path): path for path in sources(*PACKAGES)}
+    modules = {module_name(path): path for path in product()}
     below: dict[str, set[str]] = {}
     for name, path in modules.items():
         if path.name != "__init__.py":
@@ -271,28 +260,23 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     list(TopologicalSorter(below).static_order())  # raises CycleError, which names the circle
 
 
-def test_inside_the_package_our_own_imports_are_relative() -> None:
-    wrong = [
-        f"{path.relative_to(ROOT)}:{node.lineno}"
-        for path in sources(*PACKAGES)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if (
-            isinstance(node, ast.ImportFrom)
-            and not node.level
-            and (node.module or "").split(".")[0] == "midstream"
-        )
-        or (
-            isinstance(node, ast.Import)
-            and any(alias.name.split(".")[0] == "midstream" for alias in node.names)
-        )
-    ]
+def test_inside_a_package_its_own_imports_are_relative() -> None:
+    wrong = []
+    for path in product():
+        own = module_name(path).partition(".")[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                named = [node.module or ""]
+            if own in {name.partition(".")[0] for name in named}:
+                wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}")
     assert wrong == []
 
 
 @pytest.mark.parametrize("package", OWNERS)
 def test_a_heavy_package_is_imported_only_by_its_owners(package: str) -> None:
     wrong = []
-    for path in sources(*PACKAGES):
+    for path in sources(*CORE):
         name = str(path.relative_to(ROOT))
         for found in imports_of(path):
             if found.module.split(".")[0] != package:
@@ -308,7 +292,7 @@ def test_a_heavy_package_is_imported_only_by_its_owners(package: str) -> None:
 def test_no_module_imports_pickle_or_its_kin() -> None:
     wrong = [
         f"{found.where} imports {found.module}"
-        for path in sources(*PACKAGES, "tests", "tools", "benchmarks", "examples")
+        for path in sources(*CORE, "packages", "tests", "tools", "benchmarks", "examples")
         for found in imports_of(path)
         if found.module.split(".")[0] in CODE_CARRIERS or found.module.startswith("torch.load")
     ]
@@ -321,7 +305,7 @@ def test_no_code_calls_eval_or_unsafe_loaders() -> None:
         r"(torch|joblib)\.(load|save)|(np|numpy)\.load|eval|exec|yaml\.(unsafe_|full_)?load"
     )
     wrong = []
-    for path in sources(*PACKAGES):
+    for path in product():
         for node in ast.walk(ast.parse(path.read_text())):
             if (
                 isinstance(node, ast.Call)
@@ -403,7 +387,7 @@ def test_the_top_level_holds_only_agreed_entries() -> None:
 
 def test_every_folder_of_the_package_is_packaged() -> None:
     tool = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    folders = {module_name(path.parent / "__init__.py") for path in sources(*PACKAGES)}
+    folders = {module_name(path.parent / "__init__.py") for path in sources(*CORE)}
     assert set(tool["setuptools"]["packages"]) == folders | {"midstream"}
 
 
@@ -446,7 +430,7 @@ def test_a_docstring_begins_with_a_statement() -> None:
     described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     wrong = [
         f"{path.relative_to(ROOT)}:{node.body[0].lineno}: {first}"
-        for path in sources(*PACKAGES)
+        for path in product()
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, described)
         and (first := (ast.get_docstring(node) or "").partition("\n")[0])
@@ -456,7 +440,7 @@ def test_a_docstring_begins_with_a_statement() -> None:
 
 
 def test_names_of_tests_fit_in_eighty_characters() -> None:
-    texts = [path.read_text() for path in sources("tests")]
+    texts = [path.read_text() for path in sources("tests", "packages")]
     assert [name for text in texts for name in re.findall(r"def (test_\w{76,})\(", text)] == []
 
 

@@ -7,24 +7,23 @@ import threading
 from pathlib import Path
 
 import numpy as np
-import obstore
 import pytest
+import s3_kit
 from capture_kit import filesystem, finished, values, write
 from refusal_kit import refuses
 
 from midstream import CaptureReader, MidstreamError
 from midstream.broker.artifacts import retention
 from midstream.storage import file_store
-from midstream.storage.s3_store import S3Store
-from midstream.storage.store import ArtifactStore, open_store
+from midstream.storage.store import ArtifactStore, Distant, open_store
 
 LAYOUTS = ["packed", "per_file", "segment"]
 
 
 def names(root: ArtifactStore | Path) -> list[str]:
     """The keys of everything in a store, of what is being deleted too."""
-    if isinstance(root, S3Store):
-        return sorted(each["path"] for batch in obstore.list(root.client) for each in batch)
+    if isinstance(root, Distant):
+        return s3_kit.keys(root)
     folder = root if isinstance(root, Path) else Path(root.uri)
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
@@ -217,7 +216,7 @@ def test_concurrent_deletions_of_one_job_succeed(store: ArtifactStore) -> None:
     same time.
     """
     errors: list[BaseException] = []
-    for number in range(2 if isinstance(store, S3Store) else 12):
+    for number in range(2 if isinstance(store, Distant) else 12):
         jobs = [f"job_{number}_{n}" for n in range(3)]
         write(
             store,
@@ -267,7 +266,7 @@ def test_readers_during_a_deletion_get_all_rows_or_an_error(
     store: ArtifactStore, layout: str
 ) -> None:
     """Many rounds: readers open and read while another thread deletes."""
-    rounds, requests = (3, 4) if isinstance(store, S3Store) else (12, 12)
+    rounds, requests = (3, 4) if isinstance(store, Distant) else (12, 12)
     bad: list[object] = []
     outcomes = {"whole": 0, "gone": 0}
 

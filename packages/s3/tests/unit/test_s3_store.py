@@ -1,7 +1,7 @@
 """Is what a bucket reports as written there, whole, and is every way to fail an OSError that says
 why?
 
-The protocol's own tests run against it as well: `store` in tests/conftest.py.
+The protocol's own tests run against it as well: `store` in tests/stores.py.
 """
 
 import errno
@@ -30,10 +30,10 @@ from s3_kit import FaultProxy
 from midstream.broker.artifacts import fitness, retention
 from midstream.client import CaptureReader
 from midstream.schemas.settings.settings import Settings, SettingsError
-from midstream.storage import s3_client, s3_store
-from midstream.storage.s3_client import Stale
-from midstream.storage.s3_store import S3Store, _Troubles, open_store
-from midstream.storage.store import NotInPlaceError, Signing
+from midstream.storage.store import NotInPlaceError, Signing, open_store as opened_by_the_core
+from midstream_s3 import client as s3_client, store as s3_store
+from midstream_s3.client import Stale
+from midstream_s3.store import S3Store, _Troubles, open_store
 
 #: The smallest that S3 accepts: uploads take less time than with the product's 8 MiB.
 PART = 5 << 20
@@ -461,7 +461,7 @@ def test_a_large_object_leaves_in_parts_and_is_not_held_in_memory(bucket: S3Stor
     """80 MiB, appended in pieces of 4, from a process that holds none of it."""
     program = f"""
 import resource, sys
-from midstream.storage import s3_store
+from midstream_s3 import store as s3_store
 from midstream.storage.store import open_store
 s3_store.PART = {PART}
 writer = open_store({bucket.uri!r}).writer()
@@ -537,3 +537,23 @@ def test_a_server_that_wants_etags_without_quotation_marks_is_served(
     assert bucket.erase("s.seg", [(2, 3)])
     assert content(bucket, "s.seg") == b"xx\0\0\0xxxxx"
     assert bucket.children() == ["s.seg"], "what the examination wrote is gone"
+
+
+@pytest.mark.parametrize(
+    ("uri", "why"),
+    [
+        ("s3://", "names a bucket"),
+        ("s3://key:secret@bucket", "no credentials"),
+        ("s3://bucket?secret=x", "secret: unknown option"),
+    ],
+)
+def test_a_bucket_is_named_without_credentials(uri: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why) as caught:
+        open_store(uri)
+    assert "key:secret" not in str(caught.value)
+
+
+def test_the_core_opens_the_same_store_by_its_uri() -> None:
+    store = open_store("s3://bucket/a/b/?region=eu-central-1&endpoint=http://minio:9000")
+    assert store == opened_by_the_core(store.uri)
+    assert store.link("tag/x") == "s3://bucket/a/b/tag/x"

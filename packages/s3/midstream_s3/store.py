@@ -22,12 +22,13 @@ from urllib.parse import parse_qsl, urlencode, urlsplit
 
 import obstore
 
-from ..schemas.jobs.captures import SEGMENTS, index_of
-from ..schemas.settings.faults import crash_point
-from .calls import StoreCall
-from .disk import disk_trouble
-from .s3_client import S3Address, Stale, ask, client, counted, explained, together, where
-from .store import Buffer, NotInPlaceError, check_key, committed
+from midstream.schemas.jobs.captures import SEGMENTS, index_of
+from midstream.schemas.settings.faults import crash_point
+from midstream.storage.calls import StoreCall
+from midstream.storage.disk import disk_trouble
+from midstream.storage.store import Buffer, NotInPlaceError, check_key, committed
+
+from .client import S3Address, Stale, ask, client, counted, explained, together, where
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -24,9 +24,9 @@ from typing import Any, NamedTuple, TypeVar
 import obstore
 from obstore.exceptions import BaseError, PreconditionError
 
-from ..schemas.settings.settings import load_settings
-from .calls import CALLS, StoreCall
-from .store import TRANSIENT
+from midstream.schemas.settings.settings import load_settings
+from midstream.storage.calls import CALLS, StoreCall
+from midstream.storage.store import TRANSIENT
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -362,6 +362,13 @@ def uri(proxy: FaultProxy, bucket: str = "", prefix: str = "kept/here") -> str:
     return f"s3://{bucket or new_bucket()}/{prefix}?{options}"
 
 
+def keys(store: Any) -> list[str]:
+    """The keys of all objects of the store, of those that it does not list too."""
+    import obstore
+
+    return sorted(each["path"] for batch in obstore.list(store.client) for each in batch)
+
+
 #: What processes that use the server have in their environment.
 ENVIRONMENT = {
     "MIDSTREAM_ARTIFACT_ACCESS_KEY": ACCESS_KEY,

@@ -17,10 +17,11 @@ from midstream.broker.artifacts import retention
 from midstream.broker.telemetry.store_metrics import StoreReadings
 from midstream.client import CaptureReader
 from midstream.schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
-from midstream.storage import calls, s3_client, s3_store
+from midstream.storage import calls
 from midstream.storage.calls import Tally
-from midstream.storage.s3_store import S3Store, open_store
 from midstream.workers.runner.files.writer import WriteJob
+from midstream_s3 import client as s3_client, store as s3_store
+from midstream_s3.store import S3Store, open_store
 
 
 @pytest.fixture

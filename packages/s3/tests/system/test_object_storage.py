@@ -27,8 +27,8 @@ from midstream.schemas.jobs.jobs import State
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import RunRow, row_name, run_key
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
-from midstream.storage.s3_client import RETRY_S
-from midstream.storage.s3_store import S3Store, open_store
+from midstream_s3.client import RETRY_S
+from midstream_s3.store import S3Store, open_store
 
 
 class Apart(Stack):

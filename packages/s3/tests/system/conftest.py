@@ -1,0 +1,3 @@
+"""Fixtures of the core's system tests."""
+
+from stack import client as client
