@@ -395,7 +395,8 @@ async def test_a_name_points_at_content_and_the_same_content_again_is_no_change(
 async def test_what_an_accepted_job_learned_has_the_room_that_is_kept_for_jobs(
     redis_url: str,
 ) -> None:
-    learned, blobs = module(A), {A: TENSORS[A]}
+    learned = module(A)
+    blobs = {A: TENSORS[A]}
     async with open_ledger(redis_url, **{"tuning.redis_fill_limit": 0.1}) as ledger:
         registry = Registry(ledger, MODULES)
         used = (await ledger.redis.info("memory"))["used_memory"]

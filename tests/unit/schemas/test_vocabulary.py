@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 from midstream.schemas.base import (
+    Published,
     Tensor,
     content_hash,
     from_json,
@@ -105,7 +106,10 @@ def test_every_record_of_the_vocabulary_refuses_unknown_fields() -> None:
         kind
         for module in (jobs, specs)
         for kind in vars(module).values()
-        if isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+        if isinstance(kind, type)
+        and issubclass(kind, msgspec.Struct)
+        # what ranks get: one of another version is refused by its version, not by its fields
+        and not issubclass(kind, Published)
     ]
     assert records
     assert [

@@ -89,8 +89,9 @@ def required(lines: list[str]) -> set[str]:
         package = requirement.name.removeprefix("midstream-")
         if package in PACKAGES and package not in names:
             waiting.extend(project_of(ROOT / "packages" / package)["dependencies"])
-        for extra in requirement.extras if requirement.name == "midstream" else ():
-            waiting.extend(optional[extra])
+        if requirement.name == "midstream":
+            for extra in requirement.extras:
+                waiting.extend(optional[extra])
         names.add(canonicalize_name(requirement.name))
     return names | {package for package, bringer in BROUGHT_ALONG.items() if bringer in names}
 

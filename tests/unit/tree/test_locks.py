@@ -49,11 +49,10 @@ LOCKS = [
     "ttsem.lock",
 ]
 #: Our packages, which no lock names → what they need.
-PACKAGED: dict[str, list[str]] = {
-    project["name"]: project["dependencies"]
-    for file in sorted(ROOT.glob("packages/*/pyproject.toml"))
-    for project in [tomllib.loads(file.read_text())["project"]]
-}
+PACKAGED: dict[str, list[str]] = {}
+for _file in sorted(ROOT.glob("packages/*/pyproject.toml")):
+    _project = tomllib.loads(_file.read_text())["project"]
+    PACKAGED[_project["name"]] = _project["dependencies"]
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")
 PLACES = [(python, machine) for python in PYTHONS for machine in MACHINES]

@@ -61,7 +61,8 @@ def test_every_package_has_a_budget_and_a_row() -> None:
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_a_package_has_the_names_and_the_version_of_the_core(name: str) -> None:
-    own, core = project(name), project()
+    own = project(name)
+    core = project()
     distribution = f"midstream-{name}=={core['version']}"
     assert f"{own['name']}=={own['version']}" == distribution
     assert own["requires-python"] == core["requires-python"]

@@ -50,7 +50,10 @@ async def test_a_lens_is_synced_before_it_is_registered(
         steps.append(("rename", Path(target)))
         replace(source, target)
 
-    async def put(model: str, name: str, make: Callable[[Any], Any], blobs: Any) -> None:
+    async def put(
+        model: str, name: str, make: Callable[[Any], Any], blobs: Any, *, of_accepted: bool
+    ) -> None:
+        assert of_accepted, "the room that is kept for accepted jobs"
         steps.append(("register", tmp_path / make(None).path))
 
     monkeypatch.setattr(os, "fsync", synced)

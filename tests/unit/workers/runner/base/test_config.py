@@ -30,7 +30,8 @@ def test_a_rank_of_another_machine_joins_the_workers_start(
     own = plane(tmp_path / "own", boot="own", step_rows=0)
     first = plane(tmp_path / "first", boot="first", step_rows=64)
     found = joined(monkeypatch, own, first)
-    assert (found.boot, found.step_rows) == ("first", 64)
+    assert found.boot == "first"
+    assert found.step_rows == 64
 
 
 def test_a_rank_of_another_machine_keeps_its_own_places(

@@ -138,8 +138,8 @@ def test_a_rank_whose_process_hangs_gives_up(
 ) -> None:
     said = list[str]()
     monkeypatch.setattr(delivery, "_give_up", lambda error: said.append(str(error)))
-    rig = Rig(tmp_path, connect=delivery.connected, answer_s=0.2)
-    for _ in range(30):
+    rig = Rig(tmp_path, connect=delivery.connected, answer_s=1.0)
+    for _ in range(60):
         time.sleep(0.02)
         rig.plane.status()
     assert not said, "it answers"

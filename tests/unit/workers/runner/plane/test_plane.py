@@ -354,10 +354,10 @@ def test_a_reading_is_submitted_as_its_tenants(rig: Rig, monkeypatch: pytest.Mon
 #: What of the data plane fails, in which object or class, and the kind that the request's receipt
 #: then has.
 FAILURES: list[tuple[str | type, str, str]] = [
-    ("_banks.first.finite", "settle", ""),
+    ("banks.first.finite", "settle", ""),
     (finite_check, "_flat", ""),
     (Overload, "check", "capture_failed"),
-    ("_streams", "prepare", "capture_failed"),
+    ("_rows._streams", "prepare", "capture_failed"),
     ("loras", "account", ""),
     ("_arena", "take", "capture_failed"),
     (BankRows, "take", "capture_failed"),
@@ -581,7 +581,7 @@ def test_a_failed_request_reports_what_its_policies_decided_so_far(
     request = probed(rig, "none", weight=weight, total=10)
     (plain,) = request.tracked.spec.probes
     condition = Condition(at_least=first + 4, schedule=Schedule(tokens="all"))
-    policy = StoredPolicy("guard", 1, "d", condition, [action], "active", True)
+    policy = StoredPolicy("guard", 1, "d", condition, [action], mode="active", acts=True)
     read = msgspec.structs.replace(plain, name="policy:guard", actions=[action], policy=policy)
     request.tracked.spec.probes.append(read)
     edit = steering(rig.vector(1e3), [1], "post_block", [late])

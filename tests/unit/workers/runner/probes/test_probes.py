@@ -587,7 +587,7 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
             probes_of(*(rng.choice([None, random_policy(rng)]) for _ in range(width)))
             for width in (1, 8, 16)
         ]
-        shared = [ProbeGroup(probes) for probes in kinds]
+        shared = [ScoreTable(ProbeGroup(probes)) for probes in kinds]
         watches = []
         tables = []
         prompts = []
