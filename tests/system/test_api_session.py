@@ -23,7 +23,7 @@ from midstream.api.__main__ import trusted_proxies
 from midstream.api.routes.session import MAX_BODY
 from midstream.api.web.auth import COOKIE, CSRF_HEADER
 from midstream.api.web.wrong_keys import WRONG_PER_MINUTE
-from midstream.broker.ledger.people import keys
+from midstream.broker.ledger.people import sessions
 from midstream.broker.ledger.people.sessions import SESSION, SESSIONS, Sessions, name_of
 from midstream.broker.redis_service.server import RedisServer
 from midstream.schemas.access.keys import CreatedKey, StoredKey
@@ -183,7 +183,7 @@ def test_the_sessions_of_a_key_are_limited(
 
     (As the API of a process: the limit of the other one is too many logins for a test.)
     """
-    monkeypatch.setattr(keys, "MAX_SESSIONS", 3)
+    monkeypatch.setattr(sessions, "MAX_SESSIONS", 3)
     key, other = (Caller(api, hand, "ada").key for _ in range(2))
     stored = Sessions(hand.ledger)
     made = []

@@ -15,7 +15,7 @@ import msgspec
 
 from midstream.schemas.base import Tensor, to_msgpack
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, parse_row
-from midstream.schemas.requests.specs import DIMS_PREFIX, RankSpec, StoredSteering
+from midstream.schemas.requests.specs import DIMS_PREFIX, ONES, RankSpec, StoredSteering
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.schemas.settings.settings import Settings
 from midstream.workers.runner.base.actions import ActionKind, ActionLedger
@@ -225,7 +225,7 @@ class FakeRank:
     def _fits(self, entries: list[SteeringTemplate] | list[StoredSteering]) -> Answer:
         for entry in entries:
             for name, shape in zip(entry.tensors, entry.shapes(HIDDEN_SIZE), strict=True):
-                if name == ZEROS or name.startswith(DIMS_PREFIX):
+                if name in (ZEROS, ONES) or name.startswith(DIMS_PREFIX):
                     continue
                 if is_row(name):
                     if lacking := self._lacks(name):
