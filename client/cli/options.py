@@ -188,7 +188,8 @@ def hooks(text: str | None, chosen: LayerSelector | None) -> dict[HookName, Laye
         raise invalid("--layers", "has no effect: every hook in --hooks names its own layers")
     for hook, own in parsed.items():
         if isinstance(own, str):
-            parsed[hook] = layers(own) if own else "all"
+            found = layers(own)
+            parsed[hook] = "all" if found is None or found == "" else found
     return parsed
 
 

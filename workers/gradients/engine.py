@@ -65,6 +65,8 @@ StopCheck = Callable[[], None]
 
 _IDLE_LOOKS = 8  # within `gradients_idle_s`
 FLUSH_S = 5.0  # the longest that the end waits for the relay
+#: vLLM's options that spread an engine over machines.
+OF_MACHINES = ("nnodes", "node_rank", "master_addr", "master_port")
 #: The place of the only rank.
 _RANK: dict[str, Any] = {"rank": 0, "tp": 0, "pp": 0}
 
@@ -74,8 +76,11 @@ def _alone(settings: Settings) -> Settings:
     own = msgspec.structs.replace(
         settings.vllm, tensor_parallel_size=1, pipeline_parallel_size=1, max_loras=0
     )
+    options = {
+        name: value for name, value in settings.engine_options.items() if name not in OF_MACHINES
+    }
     return msgspec.structs.replace(
-        settings, vllm=own, executor="auto", nodes=1, speculative_tokens=0
+        settings, vllm=own, engine_options=options, executor="auto", speculative_tokens=0
     )
 
 
