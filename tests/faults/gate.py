@@ -28,6 +28,7 @@ if __name__ == "__main__":
         str(Path(__file__).parents[1] / "system"),
         str(Path(__file__).parents[1]),
         str(Path(__file__).parents[1] / "fake_engine"),
+        str(Path(__file__).parents[2] / "packages" / "s3" / "tests"),
     ]
 
 from chaos import FULL, Chaos, Fault, schedule
