@@ -69,7 +69,10 @@ class Twin:
         theirs.close()
         self._pid = 0
         self._url = ""
-        self._pool = httpcore2.AsyncConnectionPool(max_connections=None, keepalive_expiry=20)
+        # a connection for each call: one that was kept could be that of a twin that has ended
+        self._pool = httpcore2.AsyncConnectionPool(
+            max_connections=None, max_keepalive_connections=0
+        )
 
     async def close(self) -> None:
         await self._pool.aclose()
@@ -119,18 +122,20 @@ class Twin:
         for again in (True, False):
             if not self._url:
                 self._start()
+            url = self._url
             try:
                 return await self._pool.handle_async_request(
                     httpcore2.Request(
                         scope["method"],
-                        self._url.encode() + path,
+                        url.encode() + path,
                         headers=headers,
                         content=_in_pieces(body),
                         extensions={"timeout": {"connect": CONNECT_S}},
                     )
                 )
             except httpcore2.ConnectError:  # nothing was sent
-                self._url = ""
+                if self._url == url:  # else another call has started the next twin
+                    self._url = ""
                 if not again:
                     raise
         raise AssertionError("the second attempt returned or raised")

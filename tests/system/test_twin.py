@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import select
 import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -122,6 +123,22 @@ def test_a_killed_twin_fails_the_calls_that_it_has_and_no_others(
     own_api.submit()
     own_api.submit(prompts=LARGE["prompts"])
     assert twin_of(own_api) != twin
+
+
+def test_calls_that_find_the_twin_dead_start_one_together(
+    own_api: Api, pool: ThreadPoolExecutor
+) -> None:
+    own_api.submit(prompts=LARGE["prompts"])
+    before = twin_of(own_api)
+    end = os.pidfd_open(before)
+    os.kill(before, signal.SIGKILL)
+    # until its last thread has ended, it takes connections
+    assert select.select([end], [], [], CALL_TIMEOUT_S)[0]
+    os.close(end)
+    calls = [pool.submit(own_api.submit, prompts=LARGE["prompts"]) for _ in range(8)]
+    assert len({call.result() for call in calls}) == len(calls)
+    running = [pid for pid in descendants(own_api.process.pid) if _runs(pid)]
+    assert len(running) == 2, "one that forks, and one twin"
 
 
 def test_all_processes_end_with_an_api_that_is_killed(own_api: Api) -> None:
