@@ -121,6 +121,11 @@ WEBHOOK_DEPTH = Gauge(
 WEBHOOK_OLDEST = Gauge(
     "midstream_webhook_oldest_due_seconds", "Age of the most overdue delivery", registry=None
 )
+WEBHOOK_DROPPED = Gauge(
+    "midstream_webhook_dropped_decisions",
+    "Decisions of policies that got no webhook, since the first start",
+    registry=None,
+)
 
 # What the API does
 GLOBAL_CAPTURE_SKIPPED = Counter(

@@ -212,6 +212,11 @@ class WebhookOutbox:
             count, first = await pipe.execute()
         return int(count), float(first[0][1]) if first else None
 
+    @reachable
+    async def dropped(self) -> int:
+        """Return how many decisions of all tenants' policies got no webhook."""
+        return sum(map(int, await self._redis.hvals("ms:hook-dropped")))
+
     # --- for users
 
     @reachable

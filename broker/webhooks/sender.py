@@ -59,7 +59,7 @@ RETRY_AFTER_MAX_S = 24 * 3600.0
 #: Statuses with which Retry-After is honoured.
 RETRY_AFTER_STATUSES = frozenset({429, 503})
 
-for _gauge in (metrics.WEBHOOK_DEPTH, metrics.WEBHOOK_OLDEST):
+for _gauge in (metrics.WEBHOOK_DEPTH, metrics.WEBHOOK_OLDEST, metrics.WEBHOOK_DROPPED):
     REGISTRY.register(_gauge)
 
 _CLOCK = re.compile(r"(?:^|[;,])webhooks:clock=([^;,]+)")
@@ -167,6 +167,7 @@ class WebhookSender:
         """Delete old deliveries; measure the outbox."""
         while await self._outbox.clean(self._ttl_s):
             pass
+        metrics.WEBHOOK_DROPPED.set(await self._outbox.dropped())
         depth, oldest = await self._outbox.depth()
         metrics.WEBHOOK_DEPTH.set(depth)
         metrics.WEBHOOK_OLDEST.set(

@@ -271,7 +271,11 @@ def test_a_gauge_is_shown_by_the_process_that_measures_it_alone(stack: Seen) -> 
     wait_until(lambda: stack.metrics("api")["midstream_callbacks_up"] == 1, LONG_S)
     measured = {
         "api": {"ready": 1, "ledger_reachable": 1, "ledger_durable": 1, "held_responses": 0},
-        "callbacks": {"webhook_outbox_depth": 0, "webhook_oldest_due_seconds": 0},
+        "callbacks": {
+            "webhook_outbox_depth": 0,
+            "webhook_oldest_due_seconds": 0,
+            "webhook_dropped_decisions": 0,
+        },
     }
     gauges = {name for own in measured.values() for name in own}
     for process in ("api", "worker", "relay", "callbacks"):

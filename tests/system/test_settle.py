@@ -479,6 +479,7 @@ async def test_a_policys_webhooks_are_bounded_and_charged_to_nobody(redis_url: s
 
         log = (await outbox.deliveries("ops", limit=300, viewer="ops")).deliveries
         assert sorted(each.event for each in log) == ["job.decided"] * 256 + ["job.succeeded"] * 2
+        assert await outbox.dropped() == 300 - 256
         assert (await outbox.deliveries("ops", job.id, viewer="ops")).deliveries == []
         [first, *_] = [each for each in log if each.event == "job.decided"]
         assert (await outbox.delivery(first.id)).job == job.id, "for an admin"

@@ -7,6 +7,7 @@
 --   ms:hook-lane:{lane}     zset: its pending ids that no sender holds, by due time
 --   ms:hook-busy:{lane}     zset: its ids that are being sent, by end of lease
 --   ms:hook-room            hash: lane -> number of concurrent deliveries
+--   ms:hook-dropped         hash: tenant -> decisions of its policies that got no webhook
 --   ms:hook-index           zset: all ids by creation; ms:hook-index:{tenant}: a tenant's; ms:hook-job:{job}: set of a job's
 --   ms:hook-done            zset: settled deliveries, by time
 
@@ -59,8 +60,8 @@ end
 
 -- Add the webhook of the state that `job` has just entered, or of the event `what`, if its callback lists it. No webhook is added
 -- twice: an attempt begins once and a job ends once, and each has one id. `own`, of a policy's decision: detail (for the body), mark
--- (for the id), and, if the webhook is the policy's: its callback, hook. Such a webhook is dropped while too many wait in its lane. The
--- owner of a policy gets a hash for the id of another tenant's job.
+-- (for the id), and, if the webhook is the policy's: its callback, hook. Such a webhook is dropped and counted while too many wait in its lane;
+-- it is counted again if its job is tried again. The owner of a policy gets a hash for the id of another tenant's job.
 local function announce(job, what, own)
   local callback = own and own.hook or job.callback and cjson.decode(job.callback)
   if not callback then
@@ -97,6 +98,7 @@ local function announce(job, what, own)
   local lane = hook_lane(tenant, callback.url)
   if own and own.hook then
     if redis.call('ZCARD', 'ms:hook-lane:' .. lane) >= HOOK_LANE_ROOM then
+      redis.call('HINCRBY', 'ms:hook-dropped', tenant, 1)
       return
     end
     redis.call('HSET', 'ms:hook:' .. id, 'policy', 1)
