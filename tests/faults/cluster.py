@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {
     "engine.max_num_seqs": 64,
     "webhook_allow_private": True,
     "log_level": "WARNING",
-    "capture_timeout_s": 20.0,
+    "capture_timeout_s": 30.0,
     "model": MODELS[0],
     "model_name": MODEL,
     "on_model_change": "wait",

@@ -107,9 +107,27 @@ class Report:
             "answers": dict(sorted(answers.items())),
             "seen": dict(self.verdict.seen),
             "broken": {rule: found[:10] for rule, found in self.verdict.found.items() if found},
+            "when": self.when(),
             "left": self.left,
             "recovery": recovery(self.faults, self.observed),
         }
+
+    def when(self) -> dict[str, list[str]]:
+        """Return, for each job that a broken rule names, its life and the faults in it: seconds of
+        `time.monotonic`.
+        """
+        found: dict[str, list[str]] = {}
+        texts = " ".join(text for texts in self.verdict.found.values() for text in texts)
+        for client in self.observed:
+            if not client.id or client.id not in texts:
+                continue
+            outages = [(fault.kind, fault.outage) for fault in self.faults if fault.outage]
+            found[client.id] = [f"lived {client.begun:.1f} to {client.finished:.1f}"] + [
+                f"{kind} {outage.name} {outage.killed:.1f} to {outage.ready:.1f}"
+                for kind, outage in outages
+                if outage.killed < client.finished and outage.ready > client.begun
+            ]
+        return found
 
 
 def recovery(faults: list[Fault], observed: list[Observed]) -> dict[str, dict[str, Any]]:

@@ -32,6 +32,7 @@ from tokenizers import Tokenizer
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.recovery.harvests import LedgerHarvests
+from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.access.keys import DEFAULT_TENANT
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.base import MidstreamError
@@ -715,7 +716,6 @@ async def _webhooks(
         if client.id and (client.plan.callback or client.decided)
     }
     unsent = 0
-    more = list[bytes | None]()
     for job, client in wanted.items():
         end = f"job.{(await ledger.view(job)).state}"
         delivered = {event: len(names) for event, names in receiver.delivered[job].items()}
@@ -728,7 +728,6 @@ async def _webhooks(
                 verdict.say("webhook", f"{hook} said {said}, not {body}")
         if sent := len(client.decided.keys() & receiver.decided.keys()):
             asked["job.decided"] = sent
-            more += [await ledger.redis.hget(f"ms:hook:{hook}", "more") for hook in client.decided]
         if delivered != asked:
             verdict.say(
                 "webhook",
@@ -738,7 +737,8 @@ async def _webhooks(
                     f"{delivered}"
                 ),
             )
-    if unsent > (counted := sum(int(number or 0) for number in more)):
+    counted = await WebhookOutbox(ledger).dropped()
+    if unsent > counted:
         verdict.say("webhook", f"{unsent} decisions were not sent, and {counted} are counted")
     for job in receiver.delivered.keys() - wanted.keys():
         verdict.say("webhook", f"{job}: a webhook was delivered that no client had requested")

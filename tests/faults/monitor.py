@@ -1,18 +1,41 @@
 """Does a job that is over ever become something else?
 
-Watches every change in Redis, as a reader would, and remembers ends.
+Watches every change in Redis, and remembers the ends that Redis has logged: like the API, it
+believes nothing else, because a kill takes back what Redis only answered.
 """
 
 import contextlib
 import threading
+import time
 from typing import NamedTuple
 
 import redis
+
+from midstream.broker.ledger.core.aof_barrier import PAUSE_S, Barrier
 
 #: Changes are collected for so long before the jobs are read, in seconds.
 TICK_S = 0.1
 TERMINAL = {"succeeded", "failed", "cancelled", "aborted"}
 FIELDS = ("state", "attempt", "finished", "error", "capture_status")
+
+
+def wait_until_logged(client: "redis.Redis") -> None:
+    """Wait until everything that this Redis has answered is in its log."""
+    barrier = Barrier()
+    while True:
+        with client.pipeline(transaction=False) as pipe:
+            barrier.ask(pipe)
+            if barrier.passed(*pipe.execute()):
+                return
+        time.sleep(PAUSE_S)
+
+
+def read(client: "redis.Redis", jobs: list[str]) -> list[list[bytes | None]]:
+    """Return `FIELDS` of each job."""
+    with client.pipeline(transaction=False) as pipe:
+        for job in jobs:
+            pipe.hmget(f"ms:job:{job}", FIELDS)
+        return list(pipe.execute())
 
 
 class End(NamedTuple):
@@ -65,12 +88,16 @@ class Monitor(threading.Thread):
                 self._over.wait(TICK_S)
 
     def look(self, client: "redis.Redis", jobs: list[str]) -> None:
-        """Read these jobs and compare with how they were seen to end."""
-        with client.pipeline(transaction=False) as pipe:
-            for job in jobs:
-                pipe.hmget(f"ms:job:{job}", FIELDS)
-            records = pipe.execute() if jobs else []
-        for job, values in zip(jobs, records, strict=True):
+        """Read these jobs and compare with how they were seen to end. Read twice, because Redis may
+        have been started again meanwhile, without what it had not logged.
+        """
+        if not jobs:
+            return
+        before = read(client, jobs)
+        wait_until_logged(client)
+        for job, values, logged in zip(jobs, before, read(client, jobs), strict=True):
+            if values != logged:
+                continue
             end = End(*[(value or b"").decode() for value in values])
             if end.state in TERMINAL:
                 first = self.ends.setdefault(job, end)

@@ -15,12 +15,12 @@ from s3_kit import FaultProxy
 
 JOBS = 10_000
 SEED = 20_260
-#: Where processes are killed so often that a job may lose more attempts than a service gives it.
+#: Processes are killed so often that a job may lose more attempts than a service gives it.
 OFTEN = {"max_attempts": 20}
 
 
 def check(tmp_path: Path, seed: int, jobs: int, kills: dict[str, int], **options: Any) -> Verdict:
-    report = gate.run(tmp_path, seed, jobs, kills, **options)
+    report = gate.run(tmp_path, seed, jobs, kills, **OFTEN, **options)
     print(json.dumps(report.figures()))
     assert report.verdict.found == {rule: [] for rule in report.verdict.RULES}
     return report.verdict
@@ -43,11 +43,11 @@ def test_the_gate_holds_where_harvests_go_into_a_bucket(tmp_path: Path, s3: Faul
     # A quarter of the jobs and of the kills.
     kills = {kind: -(-count // 4) for kind, count in FULL.items()} | BUCKET
     seed = random.SystemRandom().randrange(10**9)
-    seen = check(tmp_path, seed, JOBS // 4, kills, bucket=s3, everyone=True, **OFTEN).seen
+    seen = check(tmp_path, seed, JOBS // 4, kills, bucket=s3, everyone=True).seen
     assert min(seen["harvests paused"], seen["doses"]) > 0
 
 
 @pytest.mark.timeout(3600)
 def test_no_job_ends_with_the_numbers_of_other_weights(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(10**9)
-    assert check(tmp_path, seed, JOBS // 10, OTHER_WEIGHTS, **OFTEN).seen["other weights"] > 0
+    assert check(tmp_path, seed, JOBS // 10, OTHER_WEIGHTS).seen["other weights"] > 0

@@ -38,7 +38,7 @@ from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.jobs.status import relay_since
 from midstream.broker.ledger.recovery import reaper as reaper_module
 from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.broker.processes.liveness import RELAY_KEY
+from midstream.broker.processes.liveness import RELAY_ALIVE_S, RELAY_KEY, RELAY_LATE_S
 from midstream.broker.queue.celery_app import make_app, queue_of
 from midstream.broker.receipts.relay import Relay
 from midstream.schemas.base import now, to_json
@@ -214,6 +214,8 @@ async def test_a_relay_begins_the_time_of_receipts_again_only_when_it_starts(
         first._next_beat = 0
         first._beat()
         assert await relay_since(ledger, 7.0) > since, "of the latest start"
+        await ledger.redis.expire(RELAY_KEY, int(RELAY_ALIVE_S - RELAY_LATE_S))
+        assert await relay_since(ledger, 7.0) == 7.0, "it is late, and may have ended"
 
 
 @pytest.mark.parametrize(("boot", "found"), [(BOOT, "timed_out"), ("a later boot", "requeued")])

@@ -14,7 +14,7 @@ from ....schemas.service.status import (
     RelayStatus,
     ServiceStatus,
 )
-from ...processes.liveness import REAPER_KEY, RELAY_KEY
+from ...processes.liveness import REAPER_KEY, RELAY_ALIVE_S, RELAY_KEY, RELAY_LATE_S
 from .ledger import Ledger, reachable
 
 #: Step of the queue → its name: 0 and 9 are the priorities `high` and `low`, the others the
@@ -107,12 +107,15 @@ async def _queue(ledger: Ledger, name: str) -> QueueStatus | None:
 @reachable
 async def relay_since(ledger: Ledger, at: float) -> float:
     """Return since when a relay has been alive without a break, in seconds since the epoch; `at`,
-    the present time, if none is alive.
+    the present time, if none is alive, or if its sign of life is late.
 
     The wait for receipts counts from then: while no relay is alive, none can arrive.
     """
-    raw = await ledger.redis.get(RELAY_KEY)
-    return float(from_json(raw, dict[str, Any]).get("since", 0.0)) if raw else at
+    async with ledger.redis.pipeline(transaction=True) as pipe:
+        raw, left_ms = await pipe.get(RELAY_KEY).pttl(RELAY_KEY).execute()
+    if raw is None or left_ms < (RELAY_ALIVE_S - RELAY_LATE_S) * 1000:
+        return at
+    return float(from_json(raw, dict[str, Any]).get("since", 0.0))
 
 
 async def relay_alive_for(ledger: Ledger, seconds: float) -> bool:
