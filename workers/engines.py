@@ -5,8 +5,8 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from ..schemas.base import MidstreamError, Translated
+from ..schemas.jobs.queues import GRADIENTS
 from ..schemas.model.banks import asked_hooks
-from ..schemas.requests.attributions import GRADIENTS
 from ..schemas.settings.settings import NO_TOOLS, Settings, SettingsError
 from .engine.protocol import GeneratingEngine, GradientEngine
 from .runner.base.extensions import check_installed

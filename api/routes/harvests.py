@@ -16,8 +16,8 @@ from ...schemas.artifacts.loras import LORAS
 from ...schemas.artifacts.saes import SAES
 from ...schemas.base import MidstreamError, to_json
 from ...schemas.base.limits import MAX_INT64, MAX_NAME, MAX_SAE_WIDTH
+from ...schemas.jobs.harvest_names import OVER
 from ...schemas.jobs.harvests import (
-    OVER,
     HarvestPage,
     HarvestRequest,
     HarvestView,

@@ -12,7 +12,7 @@ import socket
 from celery import Celery
 from kombu import Queue
 
-from ...schemas.requests.attributions import Queue as QueueName
+from ...schemas.jobs.queues import Queue as QueueName
 from ...schemas.settings.settings import Settings
 from ..redis_service import opening as redis_open
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Unpack
 from urllib.parse import quote
 
 from ...schemas.base import MidstreamError, error_of
+from ...schemas.jobs.harvest_names import OVER
 from ...schemas.jobs.harvests import (
-    OVER,
     HarvestPage,
     HarvestRequest,
     HarvestView,

@@ -34,6 +34,7 @@ from ..prompts.selectors import Hook, Span
 from ..prompts.sites import At, SitesSpec
 from ..requests.harvest_work import ShardDType, Survey
 from ..requests.specs import SteeringList, StoredSteering
+from .harvest_names import HarvestState
 from .jobs import SamplingRequest
 
 FORMAT = "midstream-harvest-1"
@@ -336,12 +337,6 @@ class HarvestManifest(HarvestFacts, kw_only=True):
     # where that model is, and its content: `workers.engine.proof.comparison.Source`
     checkpoint: list[Any] | None = None
     dropped: bool = False  # shards are deleted once a stream's consumers have acknowledged them
-
-
-HarvestState = Literal[
-    "planning", "running", "sealing", "paused", "succeeded", "failed", "cancelled"
-]
-OVER: frozenset[HarvestState] = frozenset({"succeeded", "failed", "cancelled"})
 
 
 class SurveyRequest(Handling, kw_only=True):

@@ -47,7 +47,6 @@ from ..prompts.images import ImageRef
 from ..prompts.selectors import Hook, HookName
 from ..prompts.sites import renamed
 from ..readings.readings import ReadingRequest, ReadingResults
-from ..requests.attributions import Queue
 from ..requests.policies import PolicyList
 from ..requests.specs import (
     CaptureSpec,
@@ -63,6 +62,7 @@ from .captures import CaptureBlob, CaptureState
 from .doses import DoseResult
 from .fits import FitOutcome
 from .kinds import KindName
+from .queues import Queue
 from .sweeps import SweepResult
 from .works import AnyWork, Work
 

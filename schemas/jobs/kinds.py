@@ -9,7 +9,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-from ..requests.attributions import GRADIENTS, Queue
+from .queues import GRADIENTS, Queue
 
 
 class JobKind(NamedTuple):

@@ -7,9 +7,6 @@ from typing import Literal
 from ..artifacts.saes import StoredSae
 from ..base import Record
 
-#: The consumer of rows that become shards; users cannot name it.
-HARVEST = "harvest"
-
 #: The most shards that a worker computes at a time, over all harvests; each rank holds their rows
 #: in memory.
 SHARDS_AT_ONCE = 3

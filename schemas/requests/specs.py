@@ -339,7 +339,7 @@ class StoredCapture(Record, omit_defaults=True):
     row: RowShape | None = None  # null: the model's hidden size
     beside: dict[Hook, list[int]] = {}  # sites of the same `CaptureSpec` in other banks
     heads: list[int] = []  # stored heads, ascending; empty: whole rows
-    # destination of a harvest's rows; `consumers` has only `harvest_work.HARVEST`
+    # destination of a harvest's rows; `consumers` has only `harvest_names.HARVEST`
     harvest: HarvestPlace | None = None
     # its rows are gradients of this number; null: activations
     gradient: StoredScalar | None = None

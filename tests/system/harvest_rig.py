@@ -11,7 +11,8 @@ from sweep_rig import Rig
 
 from midstream.broker.ledger.recovery.harvests import LedgerHarvests, new_harvest_id
 from midstream.schemas.base import now
-from midstream.schemas.jobs.harvests import OVER, HarvestSource, HarvestView, StoredHarvest
+from midstream.schemas.jobs.harvest_names import OVER
+from midstream.schemas.jobs.harvests import HarvestSource, HarvestView, StoredHarvest
 from midstream.schemas.jobs.models import WorkerInfo
 from midstream.workers.serving.attempts import Attempts
 

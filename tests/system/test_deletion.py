@@ -45,8 +45,8 @@ from midstream.broker.ledger.results import views
 from midstream.client import CaptureReader
 from midstream.schemas.base import MidstreamError, Tensor, now
 from midstream.schemas.jobs.jobs import Job, State
+from midstream.schemas.jobs.queues import COMPARISON_S, COMPARISONS
 from midstream.schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile
-from midstream.schemas.requests.attributions import COMPARISON_S, COMPARISONS
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.storage.file_store import FileStore
 from midstream.storage.store import open_store

@@ -39,9 +39,10 @@ from midstream.schemas.access.keys import Limits, Tenant
 from midstream.schemas.base import now
 from midstream.schemas.jobs.jobs import Job, Sampling, State
 from midstream.schemas.jobs.models import GradientInfo
+from midstream.schemas.jobs.queues import GRADIENTS, Queue
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import StoredSweep
-from midstream.schemas.requests.attributions import GRADIENTS, Queue, StoredAttribution, Verify
+from midstream.schemas.requests.attributions import StoredAttribution, Verify
 
 
 class Line:

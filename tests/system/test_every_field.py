@@ -24,8 +24,8 @@ from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import JobRequest, SamplingRequest
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest
+from midstream.schemas.jobs.queues import GRADIENTS
 from midstream.schemas.jobs.sweeps import SweepRequest
-from midstream.schemas.requests.attributions import GRADIENTS
 
 DEADLINE_S = 60.0
 VECTOR = [1.0] * HIDDEN

@@ -24,8 +24,8 @@ from midstream.schemas.jobs.doses import DoseCell, DoseResult
 from midstream.schemas.jobs.fits import FitRequest, FitResult, LensFitRequest, StoredModuleFit
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.models import GradientInfo
+from midstream.schemas.jobs.queues import GRADIENTS
 from midstream.schemas.jobs.works import DoseWork, FitWork
-from midstream.schemas.requests.attributions import GRADIENTS
 from midstream.schemas.requests.trainings import FitEffect, FitPoint, FitSite, Training
 from midstream.workers.engine.requests import prompt_request
 

@@ -36,7 +36,7 @@ from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.client import Client
 from midstream.client.harvest import open as open_harvest
 from midstream.schemas.base import now, to_msgpack
-from midstream.schemas.jobs.harvests import OVER
+from midstream.schemas.jobs.harvest_names import OVER
 from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.receipts import receipt_decoder
 from midstream.schemas.prompts.selectors import HOOKS

@@ -23,8 +23,8 @@ from ...broker.ledger.jobs.ledger import Ledger, new_job_id
 from ...schemas.base import MidstreamError, now
 from ...schemas.jobs.jobs import TERMINAL, Job, Sampling, State, StoredPrompt
 from ...schemas.jobs.models import ModelInfo
+from ...schemas.jobs.queues import COMPARISONS
 from ...schemas.prompts.selectors import Hook
-from ...schemas.requests.attributions import COMPARISONS
 from ...schemas.requests.source_runs import run_key
 from ...schemas.requests.specs import StoredCapture
 from ...storage.store import ArtifactStore

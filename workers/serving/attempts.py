@@ -13,8 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, Ledger
-from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER
 from ...schemas.base import MidstreamError, Problem, now
+from ...schemas.jobs.harvest_names import PARTS_PER_WORKER
 from ...schemas.jobs.jobs import State
 from ...schemas.settings.faults import crash_point
 from ..engine.protocol import Engine, check_lengths

@@ -24,7 +24,7 @@ from ...broker.ledger.named.steering import LedgerSteering
 from ...broker.ledger.recovery.reaper import Reaper
 from ...schemas.base import MidstreamError, __version__, now
 from ...schemas.jobs.models import WorkerInfo, encode_bundle
-from ...schemas.requests.attributions import GRADIENTS
+from ...schemas.jobs.queues import GRADIENTS
 from ...schemas.settings.settings import Settings
 from ...storage.disk import probe
 from ...storage.store import open_store

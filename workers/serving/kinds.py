@@ -9,10 +9,11 @@ from itertools import accumulate
 import msgspec
 
 from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.recovery.harvests import PARTS_PER_WORKER, LedgerHarvests
+from ...broker.ledger.recovery.harvests import LedgerHarvests
 from ...schemas.artifacts.probes import TokenScores
 from ...schemas.base import MidstreamError
 from ...schemas.jobs.doses import DoseResult
+from ...schemas.jobs.harvest_names import PARTS_PER_WORKER
 from ...schemas.jobs.jobs import Event, Job, Output
 from ...schemas.jobs.works import DoseWork, HarvestWork, SweepWork
 from ...schemas.prompts.images import digest_of

@@ -15,9 +15,9 @@ from ....schemas.access.keys import Caller, Limits
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.base import ITEM_BYTES, EditLimit, MidstreamError, invalid, now
 from ....schemas.base.limits import EXAMPLE_TOKEN_BYTES, MAX_SURVEY_BYTES
+from ....schemas.jobs.harvest_names import HarvestState
 from ....schemas.jobs.harvests import (
     HarvestRequest,
-    HarvestState,
     HarvestStream,
     HarvestView,
     StoredHarvest,

@@ -15,7 +15,7 @@ from ....schemas.access.handling import Callback, Priority
 from ....schemas.artifacts.loras import use_of
 from ....schemas.base import __version__, from_json, shortened, to_json
 from ....schemas.jobs.jobs import Job, JobView, State
-from ....schemas.requests.attributions import Queue
+from ....schemas.jobs.queues import Queue
 from ....schemas.requests.specs import CaptureStatus
 from .script_arguments import binary
 

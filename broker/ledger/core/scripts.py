@@ -30,13 +30,12 @@ from ....schemas.base import (
     to_msgpack,
 )
 from ....schemas.base.limits import MAX_REQUEST_POLICIES, POLICY_DAYS
-from ....schemas.jobs.harvests import OVER
+from ....schemas.jobs.harvest_names import HARVEST, OVER
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import SHOWN_IDENTITY
+from ....schemas.jobs.queues import Queue
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, LostRange, Receipt
-from ....schemas.requests.attributions import Queue
-from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import RunRecord
 from ....schemas.settings.settings import Settings

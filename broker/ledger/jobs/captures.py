@@ -15,7 +15,7 @@ from typing import Any, cast
 from ....schemas.access.keys import DEFAULT_TENANT
 from ....schemas.base import MidstreamError, Translated, from_json, now
 from ....schemas.jobs.captures import CaptureEntry, CapturePage
-from ....schemas.requests.attributions import COMPARISON_S, COMPARISONS
+from ....schemas.jobs.queues import COMPARISON_S, COMPARISONS
 from ....schemas.requests.specs import CaptureStatus
 from ....storage.store import open_store
 from ...artifacts import retention

@@ -5,7 +5,7 @@ import redis.asyncio
 
 from ....schemas.base import MidstreamError, from_json, to_json
 from ....schemas.jobs.models import SHOWN_IDENTITY, GradientInfo, ModelInfo, WorkerInfo
-from ....schemas.requests.attributions import Queue
+from ....schemas.jobs.queues import Queue
 from ....schemas.service.compatibility import OLDEST_WIRE, WIRE
 from ....schemas.settings.settings import Settings
 from ..core import scripts

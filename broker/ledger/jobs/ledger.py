@@ -37,9 +37,9 @@ from ....schemas.jobs.jobs import (
     StoredOutcome as JobOutcome,
 )
 from ....schemas.jobs.kinds import kind_of
+from ....schemas.jobs.queues import Queue
 from ....schemas.jobs.sweeps import UnitRecord
 from ....schemas.jobs.works import SweepWork
-from ....schemas.requests.attributions import Queue
 from ....schemas.requests.steering import GlobalSteering, SteeringTemplate
 from ....schemas.settings.settings import Settings
 from ..core import scripts

@@ -22,12 +22,11 @@ from ....schemas.base import (
     to_msgpack,
 )
 from ....schemas.base.limits import MAX_PAGE
+from ....schemas.jobs.harvest_names import OVER, PARTS_PER_WORKER, HarvestState
 from ....schemas.jobs.harvests import (
-    OVER,
     CheckedFile,
     HarvestPage,
     HarvestPlan,
-    HarvestState,
     HarvestView,
     Line,
     StoredHarvest,
@@ -47,9 +46,6 @@ from .streams import HarvestStreams
 
 log = logging.getLogger(__name__)
 
-#: Parts under way for each live worker: one that runs, and one that can follow immediately. A
-#: worker holds as many surveys in addition, of which one is computed.
-PARTS_PER_WORKER = 2
 #: Jobs of one part that may fail before its harvest does.
 TRIES = 3
 #: Milliseconds after which the lock of a process that advances a harvest expires; its steps may be

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple, cast
 
 from ....schemas.base import State, now
-from ....schemas.requests.attributions import Queue
+from ....schemas.jobs.queues import Queue
 from ....schemas.settings.faults import crash_point
 from ....schemas.settings.settings import Settings
 from ...queue.celery_app import UNACKED, lists_of, queue_of

@@ -11,8 +11,8 @@ from typing import Any
 
 from ....schemas.base import MidstreamError, Translated, from_json, from_msgpack, invalid
 from ....schemas.base.limits import MAX_INT64
+from ....schemas.jobs.harvest_names import OVER
 from ....schemas.jobs.harvests import (
-    OVER,
     CheckedFile,
     PartManifest,
     StoredHarvest,

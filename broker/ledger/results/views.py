@@ -10,6 +10,7 @@ from msgspec import UNSET
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
 from ....schemas.base import by_key, invalid, now
+from ....schemas.jobs.harvest_names import HARVEST
 from ....schemas.jobs.jobs import (
     TERMINAL,
     CaptureResults,
@@ -27,7 +28,6 @@ from ....schemas.jobs.receipts import Receipt, receipt_decoder
 from ....schemas.jobs.sweeps import StoredSweep
 from ....schemas.prompts.selectors import as_ranges
 from ....schemas.readings.stored import READER
-from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.settings.settings import Settings
 from ..core.record import JobRecord
 from .outcomes import GRIDS, outcome

@@ -178,7 +178,7 @@ def wrap_runs(runs: Any, faults: Faults) -> None:
 
 def wrap_writer(writer: Any, faults: Faults) -> None:
     """Faults of `Writer`."""
-    from midstream.schemas.requests.harvest_work import HARVEST
+    from midstream.schemas.jobs.harvest_names import HARVEST
     from midstream.workers.runner.files.finished_rows import Outcome
 
     def action(original: Callable[..., Any], name: str, consumers: Any) -> Any:

@@ -15,8 +15,8 @@ from importlib.metadata import entry_points
 import numpy as np
 
 from ....schemas.base import DTYPES, widened
+from ....schemas.jobs.harvest_names import HARVEST
 from ....schemas.readings.stored import READER
-from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.specs import memory_bytes
 from ..base.helper_threads import HelperThread, LateError
 from .finished_rows import Consumer, FinishedCapture, Outcome

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
+from ....schemas.jobs.harvest_names import HARVEST
 from ....schemas.jobs.harvest_order import row_order
 from ....schemas.jobs.receipts import CapturedFile
-from ....schemas.requests.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, HarvestPlace
+from ....schemas.requests.harvest_work import SCALED, SHARDS_AT_ONCE, HarvestPlace
 from ....storage.harvests import RAW, encoded_rows, shard_buffers, site_name
 from ....storage.store import (
     committed,

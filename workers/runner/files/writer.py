@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
+from ....schemas.jobs.harvest_names import HARVEST
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, Consumed, Receipt
 from ....schemas.readings.stored import READER
-from ....schemas.requests.harvest_work import HARVEST
 from ....schemas.requests.specs import WriterWork
 from ....storage.capture_usage import CaptureUsage
 from ....storage.store import ArtifactStore

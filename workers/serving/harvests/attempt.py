@@ -25,6 +25,7 @@ from ....schemas.base import (
     to_json,
     to_msgpack,
 )
+from ....schemas.jobs.harvest_names import HARVEST
 from ....schemas.jobs.harvests import (  # fmt: skip
     FORMAT,
     MANIFEST,
@@ -43,7 +44,7 @@ from ....schemas.jobs.jobs import Job, Sampling
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ....schemas.jobs.works import HarvestWork
 from ....schemas.prompts.selectors import PositionSelector, PositionWindow
-from ....schemas.requests.harvest_work import HARVEST, HarvestPlace, Survey
+from ....schemas.requests.harvest_work import HarvestPlace, Survey
 from ....schemas.requests.specs import StoredCapture
 from ....schemas.settings.faults import crash_point
 from ....storage.capture_usage import CaptureUsage

@@ -20,7 +20,7 @@ from midstream.schemas.artifacts.saes import Sae, SaeForm
 from midstream.schemas.jobs.jobs import Job, JobRequest
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo
 from midstream.schemas.jobs.openai import CompletionRequest
-from midstream.schemas.requests.attributions import GRADIENTS
+from midstream.schemas.jobs.queues import GRADIENTS
 from midstream.schemas.requests.scalars import StoredScalar
 from midstream.schemas.requests.specs import CaptureSpec
 

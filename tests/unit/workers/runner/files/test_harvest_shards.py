@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from midstream.schemas.base.dtypes import float32_to_bfloat16
+from midstream.schemas.jobs.harvest_names import HARVEST
 from midstream.schemas.jobs.harvest_order import row_order
-from midstream.schemas.requests.harvest_work import HARVEST, SCALED, SHARDS_AT_ONCE, HarvestPlace
+from midstream.schemas.requests.harvest_work import SCALED, SHARDS_AT_ONCE, HarvestPlace
 from midstream.schemas.requests.specs import RankSpec, StoredCapture
 from midstream.storage.harvests import (
     checksum,

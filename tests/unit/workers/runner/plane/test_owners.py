@@ -25,11 +25,12 @@ from midstream.schemas.artifacts.loras import LoraUse
 from midstream.schemas.artifacts.probes import StoredProbe
 from midstream.schemas.base import EditLimit, content_hash, from_numpy
 from midstream.schemas.jobs.doses import DoseRequest
+from midstream.schemas.jobs.harvest_names import HARVEST
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import HOOKS, Span, select
 from midstream.schemas.prompts.windows import Around, HeadAndTail, Trigger, When
-from midstream.schemas.requests.harvest_work import HARVEST, HarvestPlace
+from midstream.schemas.requests.harvest_work import HarvestPlace
 from midstream.schemas.requests.interventions import FAMILIES, FAMILY, TENSORS
 from midstream.schemas.requests.specs import StoredSteering, probe_captures
 from midstream.schemas.requests.steering import SteeringTemplate
