@@ -16,6 +16,8 @@ from litestar.routes import HTTPRoute
 from litestar.types import Message, Scope
 
 from ..schemas.base import __version__, learn_records
+from ..schemas.base.installed import part
+from ..schemas.jobs.kinds import of_kinds
 from ..schemas.settings.settings import Settings
 from . import openapi
 from .context import context_of, open_context
@@ -24,8 +26,6 @@ from .routes import (
     captures,
     completions,
     feed,
-    fits,
-    harvests,
     jobs,
     keys,
     norms,
@@ -34,7 +34,6 @@ from .routes import (
     service,
     session,
     steering,
-    sweeps,
     tokens,
     webhooks,
 )
@@ -53,9 +52,6 @@ ROUTES = [
     *norms.ROUTES,
     *steering.ROUTES,
     *registered.ROUTES,
-    *sweeps.ROUTES,
-    *fits.ROUTES,
-    *harvests.ROUTES,
     *webhooks.ROUTES,
     *keys.ROUTES,
     *service.ROUTES,
@@ -63,6 +59,7 @@ ROUTES = [
     *tokens.ROUTES,
     *session.ROUTES,
     *feed.ROUTES,
+    *(handler for path in of_kinds("routes") for handler in part(path)),
 ]
 
 
@@ -116,7 +113,6 @@ def make_app(settings: Settings, twin: Twin | None = None) -> App:
             "caller": Provide(caller_of, sync_to_thread=False),
             "info": Provide(jobs.info_of),
             "view": Provide(jobs.view_of),
-            "harvest": Provide(harvests.harvest_of),
             "submission": Provide(jobs.submission_of, sync_to_thread=False),
         },
         lifespan=[context],

@@ -50,9 +50,7 @@ from ..storage.disk import disk_trouble
 from . import remote_control as _control  # noqa: F401
 from .engine.identity import WorkerLock, with_worker_id
 from .engines import VLLM, check_options
-from .gradient_jobs.kinds import gradient_runs_of
 from .serving.host import EngineHost
-from .serving.kinds import runs_of
 from .serving.tasks import register_tasks
 
 EXIT_BAD_SETTINGS = 2
@@ -111,8 +109,7 @@ def make_worker_app(settings: Settings) -> Celery:
     # not in `make_app`, which Flower also uses: Flower recognises a broker by its URL's scheme, and
     # this setting would override it
     app.conf.broker_transport = TRANSPORT
-    runs = gradient_runs_of if settings.queue == GRADIENTS else runs_of
-    app.engine_host = EngineHost(settings, lambda _: _end_process(), runs)
+    app.engine_host = EngineHost(settings, lambda _: _end_process())
     # a dead engine's messages must come back to the queue
     app.may_renew = lambda: not app.engine_host.death
     register_tasks(app, app.engine_host)

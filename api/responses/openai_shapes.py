@@ -11,7 +11,12 @@ from typing import Any
 
 from msgspec import UNSET, UnsetType
 
-from ...schemas.jobs.jobs import CallDelta, JobResult, Output, Prompted, TokenLogprob
+from ...schemas.jobs.jobs import (
+    CallDelta,
+    Output,
+    Prompted,
+    TokenLogprob,
+)
 from ...schemas.jobs.openai import (
     AnswerMessage,
     CachedTokens,
@@ -34,6 +39,7 @@ from ...schemas.jobs.openai import (
     PromptLogprobs,
     TokenUsage,
 )
+from ...schemas.jobs.results import JobResult
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,13 @@ from litestar import Response
 
 from ...broker.ledger.jobs.ledger import JobSnapshot
 from ...schemas.base import MidstreamError, Problem
-from ...schemas.jobs.jobs import TERMINAL, JobProblem, JobResult, JobView, State
+from ...schemas.jobs.jobs import (
+    TERMINAL,
+    JobProblem,
+    JobView,
+    State,
+)
+from ...schemas.jobs.results import JobResult
 from ..context import AppContext
 from ..web import problems
 from ..web.body import JsonRequest

@@ -8,10 +8,9 @@ from litestar.params import JSONBody
 
 from ...schemas.base import to_json
 from ...schemas.jobs.doses import DoseRequest
-from ...schemas.jobs.fits import FitRequest, LensFitRequest, StoredFit, StoredModuleFit
+from ...schemas.jobs.fits import FitRequest, FitWork, LensFitRequest, StoredFit, StoredModuleFit
 from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.models import ModelInfo
-from ...schemas.jobs.works import FitWork
 from ..resolve.admission.doses import dose_layers, expanded, parse_dose
 from ..resolve.admission.fits import resolve_fit, resolve_lens_fit
 from ..resolve.prompts.tokenizer import Codec
@@ -87,7 +86,7 @@ async def _submit_fit(
         steering = await context.steering.current(info.name)
         hooks = {"hook": fit.hook} if isinstance(fit, StoredModuleFit) else {}
         check_gradients(hooks, info, await context.ledger.gradients(info), bool(steering.entries))
-        job = submission.job("fit", info, data, work=FitWork(fit=fit))
+        job = submission.job("fit", info, data, work=FitWork(fit=fit).packed)
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
     return await submission.answer(job_id)
 

@@ -8,7 +8,8 @@ from functools import partial
 from typing import Annotated, Any, Literal
 
 import anyio.to_thread
-from litestar import Response, delete, get, post
+from litestar import Response, Router, delete, get, post
+from litestar.di import Provide
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
 from ...schemas.access.keys import Caller
@@ -21,6 +22,7 @@ from ...schemas.jobs.harvests import (
     HarvestPage,
     HarvestRequest,
     HarvestView,
+    HarvestWork,
     StoredHarvest,
     StreamCursor,
     StreamPage,
@@ -28,7 +30,6 @@ from ...schemas.jobs.harvests import (
     SurveyView,
 )
 from ...schemas.jobs.jobs import JobView
-from ...schemas.jobs.works import HarvestWork
 from ...storage.store import around, open_store
 from ...storage.surveys import Surveyed
 from ..context import HARVEST_LOOK_S as LOOK_S, AppContext, unless_client_leaves
@@ -295,7 +296,7 @@ async def post_survey(
             uris.append(other.uri)
         found = await context.names.look_up(info, (SAES, data.sae))
         part = plan_survey(data, harvest, stored, uris, info, found)
-        job = submission.job("harvest", info, data, work=HarvestWork(part=part))
+        job = submission.job("harvest", info, data, work=HarvestWork(part=part).packed)
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
     return await submission.answer(job_id)
 
@@ -322,14 +323,20 @@ async def get_survey(
 
 
 ROUTES = [
-    post_harvest,
-    list_harvests,
-    get_harvest,
-    harvest_events,
-    act_on_harvest,
-    delete_harvest,
-    stream_harvest,
-    acknowledge_harvest,
-    post_survey,
-    get_survey,
+    Router(
+        path="/",
+        dependencies={"harvest": Provide(harvest_of)},
+        route_handlers=[
+            post_harvest,
+            list_harvests,
+            get_harvest,
+            harvest_events,
+            act_on_harvest,
+            delete_harvest,
+            stream_harvest,
+            acknowledge_harvest,
+            post_survey,
+            get_survey,
+        ],
+    )
 ]

@@ -23,9 +23,17 @@ from ...schemas.base.limits import (
     MAX_WAIT_S,
 )
 from ...schemas.jobs.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
-from ...schemas.jobs.jobs import Job, JobPage, JobRequest, JobResult, JobView, Sampling, State
+from ...schemas.jobs.jobs import (
+    Job,
+    JobPage,
+    JobRequest,
+    JobView,
+    Sampling,
+    State,
+)
 from ...schemas.jobs.kinds import KINDS, kind_of
 from ...schemas.jobs.models import ModelInfo
+from ...schemas.jobs.results import JobResult
 from ...schemas.prompts.sites import asked_names
 from ..context import AppContext, unless_client_leaves
 from ..resolve.admission.admission import handled

@@ -15,9 +15,10 @@ from ...schemas.artifacts.loras import LORAS, StoredLora
 from ...schemas.artifacts.saes import SAES
 from ...schemas.base import MidstreamError, from_json, to_json
 from ...schemas.jobs.attributions import AttributionRequest
-from ...schemas.jobs.jobs import JobResult, JobView
+from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.models import ModelInfo
-from ...schemas.jobs.sweep_units import Units
+from ...schemas.jobs.results import JobResult
+from ...schemas.jobs.sweep_units import SweepWork, Units
 from ...schemas.jobs.sweep_views import (
     AttributionView,
     PlannedColumn,
@@ -26,7 +27,6 @@ from ...schemas.jobs.sweep_views import (
     SweepView,
 )
 from ...schemas.jobs.sweeps import StoredPair, StoredSweep, SweepRequest
-from ...schemas.jobs.works import SweepWork
 from ..context import AppContext
 from ..resolve.edits.loras import named_lora
 from ..resolve.readings.gradients import check_gradients
@@ -52,7 +52,7 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
         "sweep" if sweep.attributed is None else "attribution",
         info,
         body,
-        work=SweepWork(sweep=sweep),
+        work=SweepWork(sweep=sweep).packed,
         lora=lora,
         global_captures=info.global_captures,
     )
@@ -61,7 +61,7 @@ async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
     if sweep.attributed is not None:
         stops = any("stop" in probe.actions for probe in job.probes)
         watched = replace(sweep, attribution=replace(sweep.attributed, watched=stops))
-        job = replace(job, work=SweepWork(sweep=watched))
+        job = replace(job, work=SweepWork(sweep=watched).packed)
     pinned = [name for probe in job.probes for name in probe.content.tensors]
     return await context.accept(job, info, blobs, submission.idempotency, pinned, to_json(body))
 

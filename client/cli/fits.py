@@ -4,18 +4,20 @@ from typing import Any, Literal
 
 import msgspec
 import numpy as np
+from rich.console import RenderableType
 
 from ...schemas.access.handling import Handling
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.probes import Probe
 from ...schemas.base import invalid
 from ...schemas.jobs.fits import FitRequest, FitResult, LensFitRequest
+from ...schemas.jobs.results import JobResult
 from ...schemas.prompts.chat import Conversation
 from ...schemas.prompts.selectors import HookName, RequestedPositions
 from ..captures.row_matrix import samples
 from ..extras import need
 from ..probes import LEAST, check_labels, classes_of, fit
-from ..render import readings
+from ..render import readings, records
 from ..sdk.client import Client
 from ..values import checked
 from . import options
@@ -163,3 +165,8 @@ FIELDS = {
         ("probe", probe.__kwdefaults__ or (), _ELSEWHERE),
     )
 }
+
+
+def shown(result: JobResult) -> list[RenderableType]:
+    """Return how a fit's result is printed."""
+    return [records.one(getattr(result.fit, "lens", result.fit))]

@@ -3,20 +3,20 @@ job's result is printed.
 """
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.console import RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ...schemas.base import MidstreamError, error_of
 from ...schemas.jobs.harvests import HarvestView
-from ...schemas.jobs.jobs import JobResult, JobView, Output, State
+from ...schemas.jobs.jobs import JobView, Output, State
+from ...schemas.jobs.kinds import KINDS
+from ...schemas.jobs.results import JobResult
 from ...schemas.readings.readings import READINGS
-from ..render import attributions, doses, jobs, readings, records, sweeps
-from ..sdk.answers.attribution import attribution_of
+from ..render import jobs, readings, records
 from ..sdk.answers.progress import harvest_bar
 from ..sdk.client import Client
 from ..sdk.wire import returned_rows
@@ -135,15 +135,6 @@ def report_end(client: Client, view: JobView, as_json: bool, verbose: bool = Tru
         out.print(records.one(view) if verbose else f"more: midstream get job {view.id}")
 
 
-#: Field with the outcome of a job that is more than texts → what is shown of it.
-_OUTCOMES: dict[str, Callable[[Any], Iterable[RenderableType]]] = {
-    "sweep": lambda result: [sweeps.report(result.sweep)],
-    "attribution": lambda result: [attributions.report(attribution_of(result))],
-    "dose": lambda result: doses.drawn(result.dose),
-    "fit": lambda result: [records.one(getattr(result.fit, "lens", result.fit))],
-}
-
-
 def words_of(client: Client, model: str, tokens: Sequence[int]) -> dict[int, str]:
     """Return token id → text of a model's tokens."""
     texts = client.detokenize(model, tokens).token_strs if tokens else []
@@ -152,9 +143,10 @@ def words_of(client: Client, model: str, tokens: Sequence[int]) -> dict[int, str
 
 def print_result(client: Client, result: JobResult, verbose: bool = True) -> None:
     """Print outputs and readings; receipts if `verbose`, or if the ranks disagree."""
-    if outcome := next((name for name in _OUTCOMES if getattr(result, name)), None):
-        out.print(*_OUTCOMES[outcome](result), sep="\n")
-        return
+    for row in KINDS.values():
+        if row.shown and getattr(result, row.name):
+            out.print(*row.load("shown")(result), sep="\n")
+            return
     out.print(records.listed(result.outputs, Output))
     if result.probes:
         out.print(readings.scores(result))

@@ -9,6 +9,8 @@ import typer
 from typer.core import TyperGroup
 
 from ...schemas.base import MidstreamError, __version__
+from ...schemas.base.installed import part
+from ...schemas.jobs.kinds import of_kinds
 from ...schemas.settings.settings import SettingsError
 from ..extras import COMMANDS, MissingExtraError, explained, need
 from ..sdk.client import VERBS
@@ -173,6 +175,8 @@ def fetch(
 
 for _module in (start, requests, jobs, verbs, service, doctor, stack):
     _module.register(app)
+for _path in of_kinds("verbs"):
+    part(_path)(app)
 
 
 def main(arguments: list[str] | None = None) -> Any:

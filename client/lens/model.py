@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from ...schemas.base import MidstreamError, Translated, invalid
-from ...schemas.jobs.jobs import JobResult
+from ...schemas.jobs.results import JobResult
 from ...schemas.readings.lens import LensReading
 from ..sdk import wire
 from ..sdk.client import Client

@@ -11,7 +11,7 @@ import numpy as np
 from ...schemas.artifacts.probes import Probe, ProbeResult
 from ...schemas.base import MidstreamError, invalid
 from ...schemas.jobs.doses import DoseResult
-from ...schemas.jobs.jobs import JobResult
+from ...schemas.jobs.results import JobResult
 from ...schemas.jobs.sweeps import SweepResult
 from ...storage.harvests import Harvest
 from ..captures.patterns import Attention

@@ -9,16 +9,17 @@ import numpy as np
 from msgspec.structs import asdict
 
 from ...schemas.artifacts.probes import Probe, ProbeResult
+from ...schemas.base.installed import part
 from ...schemas.jobs.doses import DoseResult
 from ...schemas.jobs.fits import FitResult, LensFitResult
-from ...schemas.jobs.jobs import JobResult
+from ...schemas.jobs.kinds import KINDS
+from ...schemas.jobs.results import JobResult
 from ...schemas.jobs.sweeps import SweepResult
 from ...storage.harvests import Harvest
 from ...storage.surveys import Surveyed
 from .. import frames
 from ..captures.patterns import Attention
 from ..probes import Fit
-from ..sdk.answers.attribution import attribution_of
 from ..sdk.answers.grid import records
 from ..sdk.mapping.map import Mapped
 from ..sdk.readings import Features, Lens, lens_of
@@ -33,7 +34,11 @@ def computed(
     """Return what a job computed beside texts: its sweep, attribution, dose or fit, or the lenses,
     features and probe scores of one prompt. `words`: token id → text.
     """
-    whole = [result.sweep, result.attribution and attribution_of(result), result.dose, result.fit]
+    whole = [
+        part(row.answer)(result) if row.answer else getattr(result, row.name)
+        for row in KINDS.values()
+        if row.result and getattr(result, row.name)
+    ]
     lenses = [
         lens_of(each, result.id, words) for each in result.lens or () if each.request == request
     ]

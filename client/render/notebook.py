@@ -14,7 +14,8 @@ from rich.text import Text
 
 from ...schemas.base import MidstreamError
 from ...schemas.jobs.doses import DoseResult
-from ...schemas.jobs.jobs import JobResult, Output
+from ...schemas.jobs.jobs import Output
+from ...schemas.jobs.results import JobResult
 from ...schemas.jobs.sweeps import SweepResult
 from ...schemas.requests.steering import GlobalView
 from ...schemas.service.status import ServiceStatus

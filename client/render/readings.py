@@ -8,7 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.jobs.jobs import JobResult
+from ...schemas.jobs.results import JobResult
 from ...schemas.prompts.selectors import as_ranges
 from ..probes import Metrics
 from ..sdk.readings import Features, Lens, known_tokens, lens_of

@@ -5,12 +5,13 @@ written once (`client.sdk.calls`).
 from typing import TYPE_CHECKING, NoReturn
 
 from ...schemas.base import suggestion
+from ...schemas.base.installed import part
+from ...schemas.jobs.kinds import KINDS
 from .. import notebook
 from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, stream, verb
 from .captures import Captures
-from .harvests import Harvests
-from .jobs import Completions, Fits, Jobs
+from .jobs import Completions, Jobs
 from .mapping.map import over
 from .readings import Readings
 from .registered import (
@@ -26,8 +27,12 @@ from .registered import (
 )
 from .server import ServerCalls
 from .service import Keys, Secrets, Tenants, Webhooks
-from .sweeps import Attributions, Sweeps
 from .transport import AwaitingTransport, BlockingTransport, Transport
+
+if TYPE_CHECKING:
+    from .fits import Fits
+    from .harvests import Harvests
+    from .sweeps import Attributions, Sweeps
 
 #: First guess at what is done to a named thing → its verb, which HTTP, this client and the command
 #: line share.
@@ -45,6 +50,9 @@ _MEANT = {
     "complete": "did you mean 'run'?",
     "adapters": "did you mean 'loras'?",
 }
+#: Attribute of a client → the group of calls, or the call of one, that the row of a kind of jobs
+#: names.
+_ADDED = {name: part(path) for row in KINDS.values() for name, path in row.calls.items()}
 
 
 class Verbs(Calls[M]):
@@ -61,11 +69,7 @@ class Verbs(Calls[M]):
     lens = verb(Readings.lens)
     features = verb(Readings.features)
     attention = verb(Readings.attention)
-    sweep = verb(Sweeps.run)
-    attribute = verb(Attributions.run)
     dose = verb(Jobs.dose)
-    fit_module = verb(Fits.module)
-    fit_lens = verb(Fits.lens)
     models = verb(ServerCalls.models)
     model = verb(ServerCalls.model)
     ready = verb(ServerCalls.ready)
@@ -79,10 +83,6 @@ class Verbs(Calls[M]):
         self.jobs: Jobs[M] = Jobs(io, blocking)
         self.captures: Captures[M] = Captures(io, blocking)
         self.readings: Readings[M] = Readings(io, blocking)
-        self.sweeps: Sweeps[M] = Sweeps(io, blocking)
-        self.attributions: Attributions[M] = Attributions(io, blocking)
-        self.fits: Fits[M] = Fits(io, blocking)
-        self.harvests: Harvests[M] = Harvests(io, blocking)
         self.modules: Modules[M] = Modules(io, blocking)
         self.global_steering: GlobalSteeringCalls[M] = GlobalSteeringCalls(io, blocking)
         self.source_runs: SourceRuns[M] = SourceRuns(io, blocking)
@@ -96,6 +96,19 @@ class Verbs(Calls[M]):
         self.tenants: Tenants[M] = Tenants(io, blocking)
         self.webhooks: Webhooks[M] = Webhooks(io, blocking)
         self.secrets: Secrets[M] = Secrets(io, blocking)
+        for name, added in _ADDED.items():
+            if isinstance(added, type):
+                setattr(self, name, added(io, blocking))
+
+    if TYPE_CHECKING:  # what the rows of kinds name
+        sweep = verb(Sweeps.run)
+        attribute = verb(Attributions.run)
+        fit_module = verb(Fits.module)
+        fit_lens = verb(Fits.lens)
+        sweeps: Sweeps[M]
+        attributions: Attributions[M]
+        fits: Fits[M]
+        harvests: Harvests[M]
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 
@@ -117,6 +130,11 @@ class Verbs(Calls[M]):
                 name=name,
                 obj=self,
             )
+
+
+for _name, _added in _ADDED.items():
+    if not isinstance(_added, type):
+        setattr(Verbs, _name, verb(_added))
 
 
 class Client(Verbs[Blocks]):

@@ -1,4 +1,4 @@
-"""Calls on jobs: submit, follow, wait, results; fits; OpenAI-style completions, chats."""
+"""Calls on jobs: submit, follow, wait, results; OpenAI-style completions, chats."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any, Unpack
 
 import httpx2
 
-from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.base import MidstreamError
 from ...schemas.jobs.doses import DoseRequest
-from ...schemas.jobs.fits import FitOutcome, FitRequest, FitResult, LensFitRequest, LensFitResult
-from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobResult, JobView
+from ...schemas.jobs.jobs import (
+    Event,
+    JobPage,
+    JobRequest,
+    JobView,
+)
 from ...schemas.jobs.openai import ChatRequest, CompletionRequest, OpenAIRequest
+from ...schemas.jobs.results import JobResult
 from ..images import with_images
 from . import wire
 from .answers.progress import prompts_bar
@@ -23,9 +27,7 @@ from .fields import (
     Chat,
     ChatFields,
     CompletionFields,
-    FitFields,
     JobFields,
-    LensFitFields,
     PromptInput,
 )
 from .wire import Answer, HttpCall, JobLike
@@ -269,59 +271,3 @@ class Completions(Calls[M]):
         jobs = Jobs[Awaits](self._io)
         view = wire.decode(response, JobView)
         return wire.answer_from_result(await jobs._ended(view.id))
-
-
-class Fits(Calls[M]):
-    """Jobs that learn modules from examples (docs/learn.md#learn-steering-from-examples) or compute
-    Jacobian lenses (docs/read.md#fit-a-lens).
-    """
-
-    @call
-    async def submit(
-        self, request: FitRequest | LensFitRequest, *, idempotency_key: str | None = None
-    ) -> JobView:
-        """Submit the fit of a module or of a Jacobian lens; returns immediately. Safe to repeat."""
-        path = "/v1/modules/fit" if isinstance(request, FitRequest) else "/v1/jacobians/fit"
-        return await self._submit(path, request, idempotency_key)
-
-    @call
-    async def module(
-        self, /, request: FitRequest | None = None, **fields: Unpack[FitFields]
-    ) -> FitResult:
-        """Fit a module, by struct or by its fields (`model=…, name=…, method=…`); wait, and return
-        its training record and its effect on held-out examples.
-
-        Steer with it afterwards by its name: `steering={"module": name}`. Without a better effect
-        than none it is registered only with `register="always"`; `reason` says so.
-        """
-        result = await self.result(
-            await self.submit(await self._body(request, dict(fields), FitRequest))
-        )
-        assert isinstance(result, FitResult)
-        return result
-
-    @call
-    async def lens(
-        self, /, request: LensFitRequest | None = None, **fields: Unpack[LensFitFields]
-    ) -> JacobianLens:
-        """Fit a Jacobian lens, by struct or by its fields (`model=…, name=…, prompts=…`); wait, and
-        return it as it is registered: `fit` states the prompts used and the error of each layer of
-        a sketch (`rank`).
-
-        Read through it afterwards by its name: `client.lens(prompt, jacobian=name)`.
-        """
-        result = await self.result(
-            await self.submit(await self._body(request, dict(fields), LensFitRequest))
-        )
-        assert isinstance(result, LensFitResult)
-        return result.lens
-
-    @call
-    async def result(self, job_id: JobLike) -> FitOutcome:
-        """Wait for a fit, and return its result. Raises the job's error if it failed, and
-        `not_found` for a job that is not a fit.
-        """
-        result = (await Jobs[Awaits](self._io)._ended(job_id)).fit
-        if not isinstance(result, FitResult | LensFitResult):
-            raise MidstreamError("not_found", f"job {wire.id_of(job_id)} is not a fit")
-        return result

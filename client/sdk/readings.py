@@ -12,7 +12,8 @@ from typing import Any, Unpack
 import numpy as np
 
 from ...schemas.base import MidstreamError, Plotted
-from ...schemas.jobs.jobs import JobRequest, JobResult
+from ...schemas.jobs.jobs import JobRequest
+from ...schemas.jobs.results import JobResult
 from ...schemas.prompts.selectors import LayerSelector, as_ranges
 from ...schemas.readings.features import FeaturesReading
 from ...schemas.readings.lens import LensReading, LensSpec

@@ -14,7 +14,8 @@ import msgspec
 
 from ...schemas.base import MidstreamError, Translated, invalid
 from ...schemas.jobs.attributions import AttributionRequest, EstimatedPair
-from ...schemas.jobs.jobs import Event, JobResult, JobView
+from ...schemas.jobs.jobs import Event, JobView
+from ...schemas.jobs.results import JobResult
 from ...schemas.jobs.sweeps import (
     Metric,
     SweepCell,
@@ -75,7 +76,8 @@ def sweep_event(event: Event) -> SweepEvent | None:
 def _grid(result: JobResult) -> SweepResult:
     if result.sweep is None:
         raise MidstreamError("not_found", f"job {result.id} is not a sweep")
-    return result.sweep
+    grid: SweepResult = result.sweep
+    return grid
 
 
 class Gridded(Calls[M]):

@@ -32,10 +32,10 @@ from ...schemas.jobs.jobs import (
     CaptureResults,
     Determinism,
     Event,
-    JobResult,
     JobView,
 )
 from ...schemas.jobs.openai import OpenAIRequest
+from ...schemas.jobs.results import JobResult
 from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from ...schemas.settings.secret_files import is_exposed
 from ...schemas.settings.settings import Settings

@@ -41,6 +41,7 @@ STATUS_OF_KIND: dict[str, int] = {
     "ranks_disagree": 500,  # ranks of one pipeline stage applied different actions
     "engine_failed": 500,
     "worker_lost": 500,  # every attempt ended with the worker's death
+    "not_installed": 501,  # no package that is installed here knows the kind of the job
     "version_mismatch": 500,  # two parts of Midstream run different versions; the detail names both
     "unavailable": 503,
     # the gradient worker cannot compute gradients of this model, or has too little memory for them

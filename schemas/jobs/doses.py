@@ -24,6 +24,7 @@ from ..base.limits import (
 )
 from ..prompts.selectors import LayerSelector
 from ..requests.steering import SteeringEntries
+from .works import Work
 
 DosePrompts = Annotated[list[Text], msgspec.Meta(min_length=1, max_length=MAX_DOSE_PROMPTS)]
 Scale = Annotated[float, msgspec.Meta(ge=-1e4, le=1e4)]
@@ -115,3 +116,12 @@ class DoseResult(Plotted, Record):
     unsteered: DoseCell
     cells: list[DoseCell]
     safe: list[DoseCell] = []
+
+
+class DoseWork(Work, tag="dose"):
+    """Answering the prompts of all cells of a dose, and measuring the answers."""
+
+    dose: StoredDose
+
+    def continues(self, request: int) -> bool:
+        return self.dose.continues(request)

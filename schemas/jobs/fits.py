@@ -5,6 +5,7 @@ The API resolves a `FitRequest` to a `StoredModuleFit`; the worker computes a `F
 
 import hashlib
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
@@ -44,6 +45,7 @@ from ..prompts.selectors import (
 from ..requests.interventions import MAX_RANK
 from ..requests.steering import SteeringTemplate
 from ..requests.trainings import BY_GRADIENT, FitMethod, Training
+from .works import Work, WorkFacts
 
 #: When the module is registered. `if_better`: if its effect on held-out examples exceeds the
 #: effect's standard error.
@@ -186,3 +188,13 @@ class FitResult(Result, Record, tag="module"):
 
 #: Result of a job of kind `fit`.
 FitOutcome = FitResult | LensFitResult
+
+
+class FitWork(Work, tag="fit"):
+    """A fit of a module or a lens."""
+
+    fit: StoredFit
+
+    @cached_property
+    def facts(self) -> WorkFacts:
+        return WorkFacts(title=self.fit.title, tokens=self.fit.tokens)

@@ -4,6 +4,7 @@ and manifests.
 docs/decisions/0035-harvests.md explains the design.
 """
 
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -13,6 +14,7 @@ from ..access.keys import DEFAULT_TENANT
 from ..artifacts.loras import StoredLora
 from ..base import Problem, Record, refuse
 from ..base.limits import (
+    MAX_COUNT,
     MAX_EXAMPLE_CONTEXT,
     MAX_EXAMPLES,
     MAX_HARVEST_LINES,
@@ -32,10 +34,11 @@ from ..base.limits import (
 )
 from ..prompts.selectors import Hook, Span
 from ..prompts.sites import At, SitesSpec
-from ..requests.harvest_work import ShardDType, Survey
+from ..requests.harvest_work import HarvestPart, ShardDType, Survey
 from ..requests.specs import SteeringList, StoredSteering
 from .harvest_names import HarvestState
 from .jobs import SamplingRequest
+from .works import Work, WorkFacts
 
 FORMAT = "midstream-harvest-1"
 MANIFEST = "manifest.json"
@@ -450,3 +453,19 @@ class StreamCursor(Record, kw_only=True):
 
     consumer: PathName
     cursor: Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
+
+
+class HarvestWork(Work, tag="harvest"):
+    """A part of a harvest, or a survey of one."""
+
+    part: HarvestPart
+
+    @cached_property
+    def facts(self) -> WorkFacts:
+        return WorkFacts(
+            tokens=self.part.tokens,
+            requests=MAX_COUNT,
+            writes_files=self.part.role in ("run", "survey"),
+            wants_receipts=True,
+            surveyed=self.part.harvest if self.part.survey else "",
+        )

@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -15,8 +15,6 @@ from ..artifacts.probes import ProbeList, ProbeResult, StoredProbe
 from ..base import (
     TERMINAL as TERMINAL,
     TRANSITIONS as TRANSITIONS,
-    EditSizes,
-    Plotted,
     Problem,
     Record,
     State as State,
@@ -45,8 +43,7 @@ from ..base.limits import (
 from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
 from ..prompts.selectors import Hook, HookName
-from ..prompts.sites import renamed
-from ..readings.readings import ReadingRequest, ReadingResults
+from ..readings.readings import ReadingRequest
 from ..requests.policies import PolicyList
 from ..requests.specs import (
     CaptureSpec,
@@ -57,14 +54,9 @@ from ..requests.specs import (
     StoredSteering,
 )
 from ..requests.steering import GlobalSteering
-from .attributions import AttributionResult
 from .captures import CaptureBlob, CaptureState
-from .doses import DoseResult
-from .fits import FitOutcome
-from .kinds import KindName
 from .queues import Queue
-from .sweeps import SweepResult
-from .works import AnyWork, Work
+from .works import NOTHING_MORE, Work, opened
 
 W = TypeVar("W", bound=Work)
 #: A prompt is text or token ids.
@@ -230,7 +222,7 @@ class Job(Accepted, dict=True, kw_only=True):
     Never changes after acceptance; a claim adds what holds at that moment.
     """
 
-    kind: KindName
+    kind: str  # of a row in `kinds`, or of a package that is not installed here
     title: str = ""  # the text by which people recognise it; empty: its work's, or its first prompt
     prompts: list[StoredPrompt]  # empty if its work has its own
     sampling: Sampling
@@ -239,7 +231,8 @@ class Job(Accepted, dict=True, kw_only=True):
     steering: list[list[StoredSteering]] = []
     captures: list[list[StoredCapture]] = []
     stream: bool = False  # publish token events while generating
-    work: AnyWork = Work()
+    # the record of its work, as its kind has it: see `works`. It stays packed until it is asked for
+    work: msgspec.Raw = NOTHING_MORE
     key: str = ""  # id of the API key that it was submitted with; empty: authentication is off
     callback: Callback | None = None
     trace: str = ""  # W3C traceparent of its submission; empty: not traced
@@ -257,15 +250,20 @@ class Job(Accepted, dict=True, kw_only=True):
     # that the attempt runs under, from its claim to its end; the stored job has none
     global_steering: GlobalSteering = GlobalSteering()
 
+    @cached_property
+    def opened(self) -> Work:
+        """Its work. Raises MidstreamError as `works.opened` does."""
+        return opened(self.kind, self.work)
+
     def work_as(self, kind: type[W]) -> W:
-        """Return its work. Raises TypeError if that is of another kind."""
-        if not isinstance(self.work, kind):
+        """Return its work. Raises TypeError if that is of another kind, and as `opened` does."""
+        if not isinstance(self.opened, kind):
             raise TypeError(f"job {self.id} is of kind {self.kind}")
-        return self.work
+        return self.opened
 
     @property
     def wants_receipts(self) -> bool:
-        own = self.work.facts.wants_receipts or self.lora is not None
+        own = self.opened.facts.wants_receipts or self.lora is not None
         steered = any(self.steering) or bool(self.global_steering.entries)
         return own or any(self.captures) or steered or bool(self.probes)
 
@@ -275,7 +273,7 @@ class Job(Accepted, dict=True, kw_only=True):
         generate, and what its work costs.
         """
         prompts = sum(len(prompt.token_ids) for prompt in self.prompts)
-        return prompts + self.sampling.max_tokens * len(self.prompts) + self.work.facts.tokens
+        return prompts + self.sampling.max_tokens * len(self.prompts) + self.opened.facts.tokens
 
     @cached_property
     def captured(self) -> dict[str, int]:
@@ -347,8 +345,8 @@ class Output(Record):
     prompt: Prompted | UnsetType = UNSET  # if it was requested
 
 
-#: What a worker stores for a job: of a fit or a dose, its outcome instead of outputs.
-StoredOutcome = list[Output] | FitOutcome | DoseResult
+#: What a worker stores for a job: its outputs, or the outcome of its kind.
+StoredOutcome = list[Output] | Record
 
 
 class FileEntry(CaptureBlob, kw_only=True):
@@ -441,31 +439,6 @@ class JobView(Accepted, kw_only=True):
     # version of the global steering that its attempt began under; null: it has not begun
     global_version: int | None = None
     retry_reason: str = ""  # why its previous attempt ended; empty: there was none
-
-
-class JobResult(Plotted, ReadingResults):
-    """Answer of `GET /v1/jobs/{id}/result`."""
-
-    id: str
-    model: str
-    state: State
-    outputs: list[Output]
-    capture_results: CaptureResults
-    determinism: Determinism | None  # null when nothing of the job was captured, steered or probed
-    attempt: int
-    sweep: SweepResult | None = None
-    attribution: AttributionResult | UnsetType = UNSET
-    fit: FitOutcome | UnsetType = UNSET
-    dose: DoseResult | UnsetType = UNSET
-    lora: LoraUse | None = None  # the adapter that it ran with
-    probes: list[ProbeResult] = []  # of its probes, and of its policies, with their decisions
-    edits: list[EditSizes] = []  # of each prompt, hook and layer that was edited
-    identity: str = ""  # of the model that computed it
-
-    def as_asked(self) -> "JobResult":
-        """Return the result with hook points under the names that the request gave them."""
-        names = self.capture_results.hook_names
-        return cast("JobResult", renamed(self, names)) if names else self
 
 
 class JobProblem(Problem):

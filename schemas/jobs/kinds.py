@@ -1,46 +1,145 @@
-"""The kinds of jobs: a row for each, with what every process knows of its jobs.
+"""The kinds of jobs: a row for each, those of this package and those of installed ones."""
 
-What a job itself says is in `works`. How a worker runs jobs of a kind is in `workers.serving.kinds`
-and `workers.gradient_jobs.kinds`, how a stored outcome becomes a result in
-`broker.ledger.results.outcomes`.
-"""
+import re
 
-from typing import Annotated, NamedTuple
+from ..base import MidstreamError
+from ..base.installed import everything
+from .job_kind import JobKind
+from .queues import GRADIENTS
 
-import msgspec
+#: Entry points of rows: kind of a job → its `JobKind`.
+GROUP = "midstream.jobs"
 
-from .queues import GRADIENTS, Queue
+_SERVING = "midstream.workers.serving"
+_GRADIENTS = "midstream.workers.gradient_jobs"
+_RESULTS = "midstream.broker.ledger.results"
+_SDK = "midstream.client.sdk"
+_PROMPTS = {"": f"{_SERVING}.prompts:run"}
+
+OWN = (
+    JobKind("generate", path="/v1/jobs", run=_PROMPTS),
+    JobKind("completion", step=3, path="/v1/completions", run=_PROMPTS),
+    JobKind("chat", step=3, path="/v1/chat/completions", run=_PROMPTS),
+    JobKind(
+        "sweep",
+        path="/v1/sweeps",
+        reads_receipts=True,
+        grid=True,
+        slow=True,
+        nullable=True,
+        work="midstream.schemas.jobs.sweep_units:SweepWork",
+        run={"": f"{_SERVING}.sweeps.run:run"},
+        result="midstream.schemas.jobs.sweeps:SweepResult",
+        outcome=f"{_RESULTS}.sweep_result:sweep_so_far",
+        routes="midstream.api.routes.sweeps:ROUTES",
+        calls={"sweeps": f"{_SDK}.sweeps:Sweeps", "sweep": f"{_SDK}.sweeps:Sweeps.run"},
+        verbs="midstream.client.cli.sweeps:register",
+        shown="midstream.client.cli.sweeps:shown",
+        view="sweep",
+    ),
+    JobKind(
+        "attribution",
+        path="/v1/attributions",
+        queue=GRADIENTS,
+        reads_receipts=True,
+        grid=True,
+        slow=True,
+        work="midstream.schemas.jobs.sweep_units:SweepWork",
+        run={
+            "": f"{_SERVING}.sweeps.run:run",
+            GRADIENTS: f"{_GRADIENTS}.attribution_attempt:run",
+        },
+        result="midstream.schemas.jobs.attributions:AttributionResult",
+        outcome=f"{_RESULTS}.attribution_result:attribution_so_far",
+        routes="midstream.api.routes.sweeps:ROUTES",
+        calls={
+            "attributions": f"{_SDK}.sweeps:Attributions",
+            "attribute": f"{_SDK}.sweeps:Attributions.run",
+        },
+        answer=f"{_SDK}.answers.attribution:attribution_of",
+        verbs="midstream.client.cli.sweeps:register",
+        shown="midstream.client.cli.sweeps:shown_attribution",
+        view="attribution",
+    ),
+    JobKind(
+        "fit",
+        queue=GRADIENTS,
+        reads_receipts=True,
+        slow=True,
+        work="midstream.schemas.jobs.fits:FitWork",
+        run={GRADIENTS: f"{_GRADIENTS}.fit_attempt:run"},
+        result="midstream.schemas.jobs.fits:FitOutcome",
+        outcome=f"{_RESULTS}.fit_result:fit_result",
+        routes="midstream.api.routes.fits:ROUTES",
+        calls={
+            "fits": f"{_SDK}.fits:Fits",
+            "fit_module": f"{_SDK}.fits:Fits.module",
+            "fit_lens": f"{_SDK}.fits:Fits.lens",
+        },
+        shown="midstream.client.cli.fits:shown",
+        view="fit",
+    ),
+    JobKind(
+        "dose",
+        slow=True,
+        work="midstream.schemas.jobs.doses:DoseWork",
+        run={"": f"{_SERVING}.doses:run"},
+        result="midstream.schemas.jobs.doses:DoseResult",
+        outcome=f"{_RESULTS}.dose_result:dose_result",
+        routes="midstream.api.routes.fits:ROUTES",
+        verbs="midstream.client.cli.doses:register",
+        shown="midstream.client.cli.doses:shown",
+        view="dose",
+    ),
+    JobKind(
+        "gradient", path="/v1/jobs", queue=GRADIENTS, run={GRADIENTS: f"{_GRADIENTS}.rows:run"}
+    ),
+    JobKind(
+        "harvest",
+        step=9,
+        reads_receipts=True,
+        slow=True,
+        work="midstream.schemas.jobs.harvests:HarvestWork",
+        run={"": f"{_SERVING}.harvests.run:run"},
+        routes="midstream.api.routes.harvests:ROUTES",
+        calls={"harvests": f"{_SDK}.harvests:Harvests"},
+        verbs="midstream.client.cli.harvests:register",
+    ),
+)
 
 
-class JobKind(NamedTuple):
-    # step of the queue for priority `normal`: clients of the OpenAI-style endpoints wait for an
-    # answer; batch jobs are not urgent
-    step: int = 6
-    path: str | None = None  # where it is submitted, if that is one place
-    queue: Queue = ""  # that its jobs enter first
-    # its worker reads the receipts from the ticket: they neither count towards the job nor fail it
-    reads_receipts: bool = False
-    grid: bool = False  # it is computed in units, and read as a grid of cells
-    slow: bool = False  # it takes as long as there is to compute, so its time is no latency
+def _by_name(rows: list[JobKind]) -> dict[str, JobKind]:
+    """Return the table of kinds. Raises ValueError for a name that two have, or none may have."""
+    result: dict[str, JobKind] = {}
+    for row in rows:
+        # the name stands in Lua scripts, Python and addresses as it is
+        if row.name in result or re.fullmatch("[a-z][a-z0-9_]*", row.name) is None:
+            raise ValueError(f"{row.name!r} cannot be the name of another kind of jobs")
+        result[row.name] = row
+    return result
 
 
 #: Kind of a job → its row, as pages list them.
-KINDS: dict[str, JobKind] = {
-    "generate": JobKind(path="/v1/jobs"),
-    "completion": JobKind(3, "/v1/completions"),
-    "chat": JobKind(3, "/v1/chat/completions"),
-    "sweep": JobKind(path="/v1/sweeps", reads_receipts=True, grid=True, slow=True),
-    "attribution": JobKind(
-        path="/v1/attributions", queue=GRADIENTS, reads_receipts=True, grid=True, slow=True
-    ),
-    "fit": JobKind(queue=GRADIENTS, reads_receipts=True, slow=True),
-    "dose": JobKind(slow=True),
-    "gradient": JobKind(path="/v1/jobs", queue=GRADIENTS),
-    "harvest": JobKind(9, reads_receipts=True, slow=True),
-}
-KindName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(KINDS)})$")]
+KINDS = _by_name([*OWN, *everything(GROUP)])
 
 
 def kind_of(name: str) -> JobKind:
-    """Return the row of a kind; a job of a later version may have one that is not known here."""
-    return KINDS.get(name, JobKind())
+    """Return the row of a kind; that of one without parts for a kind that is not installed."""
+    return KINDS.get(name, JobKind(name))
+
+
+def installed(name: str) -> JobKind:
+    """Return the row of a kind. Raises MidstreamError("not_installed")."""
+    if name not in KINDS:
+        raise MidstreamError(
+            "not_installed",
+            f"no package that is installed here knows jobs of kind {name!r}: install its package "
+            "again, and restart",
+        )
+    return KINDS[name]
+
+
+def of_kinds(field: str) -> list[str]:
+    """Return what the rows name for a part, each once."""
+    named = (getattr(row, field) for row in KINDS.values())
+    return list(dict.fromkeys(path for path in named if path))

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from ..requests.attributions import FeatureScore
 from .sweeps import StoredPair, StoredSweep, Unit
+from .works import Work, WorkFacts
 
 
 class Node(NamedTuple):
@@ -195,3 +196,29 @@ def _around(place: int, width: int) -> slice:
     """
     first = place - (width - 1) // 2
     return slice(max(first, 0), first + width)
+
+
+class SweepWork(Work, tag="sweep"):
+    """A sweep, or an attribution."""
+
+    sweep: StoredSweep
+
+    @cached_property
+    def units(self) -> Units:
+        return Units(self.sweep)
+
+    @cached_property
+    def facts(self) -> WorkFacts:
+        pairs = self.sweep.pairs
+        units = self.units
+        cells = self.sweep.num_exact
+        prompts = (pairs[0].source_tokens, pairs[0].base_tokens)
+        return WorkFacts(
+            title=" → ".join("".join(tokens) for tokens in prompts if tokens),
+            tokens=units.tokens,
+            requests=units.requests,
+            cells=cells,
+            tags=("base", "source")[: 1 if self.sweep.ablation else 2] if cells else (),
+            lengths=tuple((f"pairs[{index}]", pair.longest) for index, pair in enumerate(pairs)),
+            wants_receipts=True,
+        )

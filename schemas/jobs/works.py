@@ -1,17 +1,17 @@
-"""What a job does, as it is stored with the job: a record for each, with what the ledger and the
-workers ask of it.
+"""What a job does, as it is stored with the job: the base of each kind's record, with what the
+ledger and the workers ask of it.
 """
 
 from functools import cached_property
 from typing import NamedTuple
 
-from ..base import Record
-from ..base.limits import MAX_COUNT
-from ..requests.harvest_work import HarvestPart
-from .doses import StoredDose
-from .fits import StoredFit
-from .sweep_units import Units
-from .sweeps import StoredSweep
+import msgspec
+
+from ..base import MidstreamError, Record, Translated, from_msgpack, to_msgpack
+from .kinds import installed
+
+#: In place of a record: the job answers its prompts.
+NOTHING_MORE = msgspec.Raw(b"")
 
 
 class WorkFacts(NamedTuple):
@@ -32,6 +32,11 @@ class WorkFacts(NamedTuple):
 class Work(Record, tag="prompts", dict=True):
     """Answering the job's prompts, and no more."""
 
+    @property
+    def packed(self) -> msgspec.Raw:
+        """The record as a job has it."""
+        return msgspec.Raw(to_msgpack(self))
+
     @cached_property
     def facts(self) -> WorkFacts:
         return WorkFacts()
@@ -41,65 +46,18 @@ class Work(Record, tag="prompts", dict=True):
         return True
 
 
-class SweepWork(Work, tag="sweep"):
-    """A sweep, or an attribution."""
-
-    sweep: StoredSweep
-
-    @cached_property
-    def units(self) -> Units:
-        return Units(self.sweep)
-
-    @cached_property
-    def facts(self) -> WorkFacts:
-        pairs = self.sweep.pairs
-        units = self.units
-        cells = self.sweep.num_exact
-        prompts = (pairs[0].source_tokens, pairs[0].base_tokens)
-        return WorkFacts(
-            title=" → ".join("".join(tokens) for tokens in prompts if tokens),
-            tokens=units.tokens,
-            requests=units.requests,
-            cells=cells,
-            tags=("base", "source")[: 1 if self.sweep.ablation else 2] if cells else (),
-            lengths=tuple((f"pairs[{index}]", pair.longest) for index, pair in enumerate(pairs)),
-            wants_receipts=True,
-        )
-
-
-class HarvestWork(Work, tag="harvest"):
-    """A part of a harvest, or a survey of one."""
-
-    part: HarvestPart
-
-    @cached_property
-    def facts(self) -> WorkFacts:
-        return WorkFacts(
-            tokens=self.part.tokens,
-            requests=MAX_COUNT,
-            writes_files=self.part.role in ("run", "survey"),
-            wants_receipts=True,
-            surveyed=self.part.harvest if self.part.survey else "",
-        )
-
-
-class FitWork(Work, tag="fit"):
-    """A fit of a module or a lens."""
-
-    fit: StoredFit
-
-    @cached_property
-    def facts(self) -> WorkFacts:
-        return WorkFacts(title=self.fit.title, tokens=self.fit.tokens)
-
-
-class DoseWork(Work, tag="dose"):
-    """Answering the prompts of all cells of a dose, and measuring the answers."""
-
-    dose: StoredDose
-
-    def continues(self, request: int) -> bool:
-        return self.dose.continues(request)
-
-
-AnyWork = Work | SweepWork | HarvestWork | FitWork | DoseWork
+def opened(kind: str, packed: msgspec.Raw) -> Work:
+    """Return the work of a job. Raises MidstreamError: `not_installed` for a kind whose package is
+    not installed here, `version_mismatch` for the work of another version.
+    """
+    row = installed(kind)
+    if packed == NOTHING_MORE:
+        return Work()
+    with Translated(
+        msgspec.ValidationError,
+        lambda error: MidstreamError(
+            "version_mismatch", f"another version accepted a job of kind {kind!r}: {error}"
+        ),
+    ):
+        work: Work = from_msgpack(packed, row.load("work"))
+        return work

@@ -22,7 +22,8 @@ from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.base import MidstreamError, from_json, to_numpy
 from midstream.schemas.jobs.attributions import AttributionResult
 from midstream.schemas.jobs.fits import FitResult
-from midstream.schemas.jobs.jobs import TERMINAL, JobResult, JobView, State
+from midstream.schemas.jobs.jobs import TERMINAL, JobView, State
+from midstream.schemas.jobs.results import JobResult
 from midstream.storage.formats.module_files import specs_of
 
 pytestmark = pytest.mark.long

@@ -18,7 +18,8 @@ from stack import Stack
 from tolerances import FP32_BATCH_LOGITS, LENS_LOGITS
 
 from midstream.schemas.base import from_json
-from midstream.schemas.jobs.jobs import JobResult, JobView, State
+from midstream.schemas.jobs.jobs import JobView, State
+from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.jobs.sweeps import SweepResult
 from midstream.schemas.prompts.selectors import resolve_hook
 

@@ -36,8 +36,18 @@ from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.access.keys import DEFAULT_TENANT
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.base import MidstreamError
-from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobResult, JobView, State
-from midstream.schemas.jobs.works import DoseWork, FitWork, HarvestWork, SweepWork
+from midstream.schemas.jobs.doses import DoseWork
+from midstream.schemas.jobs.fits import FitWork
+from midstream.schemas.jobs.harvests import HarvestWork
+from midstream.schemas.jobs.jobs import (
+    Event,
+    FileEntry,
+    Job,
+    JobView,
+    State,
+)
+from midstream.schemas.jobs.results import JobResult
+from midstream.schemas.jobs.sweep_units import SweepWork
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.requests.steering import MODULES
 from midstream.schemas.settings.settings import Settings
@@ -189,7 +199,7 @@ async def _accounts(ledger: Ledger, observed: list[Observed], verdict: Verdict) 
     own = {job for client in observed for job in client.ids}
     for name in known - own:
         job = await ledger.job(name)
-        if not isinstance(job.work, HarvestWork) or job.work.part.harvest not in own:
+        if not isinstance(job.opened, HarvestWork) or job.opened.part.harvest not in own:
             verdict.say("duplicate", f"{name} is in the ledger, and no client received its id")
     verdict.seen["jobs"] = len(known)
 
@@ -407,7 +417,7 @@ def _generated(tokenizer: Tokenizer, job: Job, number: int) -> list[int]:
     steering = job.steering[number] if job.steering else []
     prompt = job.prompts[number].token_ids
     dice = Dice(tokenizer, prompt, job.sampling.seed, steering, _weights(job.identity))
-    continued = job.work.continues(number)
+    continued = job.opened.continues(number)
     return [dice.roll() for _ in range(job.sampling.max_tokens if continued else 1)]
 
 
@@ -440,7 +450,7 @@ def _decided(
     """Each policy decided once about each prompt, as its tokens say; where the latch of the
     conversation had turned it on, there was nothing to decide.
     """
-    if isinstance(job.work, SweepWork | FitWork):
+    if isinstance(job.opened, SweepWork | FitWork):
         return
     found = [(each.request, each.policy and each.policy.name) for each in result.probes]
     names = list(POLICIES) if job.conversation else []
@@ -500,10 +510,10 @@ def _hook(
 
 def _kept(job: Job, view: JobView, events: list[Event]) -> Iterator[str]:
     """Every cell that was to be computed, and every estimate, was reported once."""
-    if not isinstance(job.work, SweepWork):
+    if not isinstance(job.opened, SweepWork):
         return
     kinds = Counter(event.event for event in events)
-    estimates = 0 if job.work.sweep.attributed is None else len(job.work.sweep.pairs)
+    estimates = 0 if job.opened.sweep.attributed is None else len(job.opened.sweep.pairs)
     found = kinds["estimate"], kinds["cell"], view.cells
     if found != (estimates, view.cells_expected, view.cells_expected):
         yield (
@@ -613,10 +623,10 @@ def _captures(store: ArtifactStore, job: Job, result: JobResult, verdict: Verdic
         by_request[file.request].append(file)
     wanted = (
         [number for number, captures in enumerate(job.captures) if captures]
-        if not isinstance(job.work, SweepWork)
+        if not isinstance(job.opened, SweepWork)
         else []
     )
-    if not isinstance(job.work, SweepWork) and sorted(by_request) != wanted:
+    if not isinstance(job.opened, SweepWork) and sorted(by_request) != wanted:
         yield f"captures of prompts {sorted(by_request)}, wanted of {wanted}"
     outputs = {output.index: output for output in result.outputs}
     if any(capture.window for each in job.captures for capture in each):
@@ -649,7 +659,7 @@ def _blob(
     manifest = header.manifest
     if (manifest.job, manifest.request) != (job.id, file.request):
         return f"it is of {manifest.job}, prompt {manifest.request}"
-    if not isinstance(job.work, SweepWork) and manifest.attempt != attempt:
+    if not isinstance(job.opened, SweepWork) and manifest.attempt != attempt:
         return f"it is of attempt {manifest.attempt}, the result is of {attempt}"
     if generated is not None:
         tokens = [*job.prompts[file.request].token_ids, *generated[:-1]]

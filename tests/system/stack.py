@@ -42,12 +42,12 @@ from midstream.schemas.base import Problem, now
 from midstream.schemas.jobs.jobs import (
     TERMINAL,
     Job,
-    JobResult,
     JobView,
     Sampling,
     State,
     StoredPrompt,
 )
+from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.schemas.settings.settings import load_settings, to_environment
 

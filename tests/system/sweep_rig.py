@@ -36,7 +36,7 @@ from midstream.schemas.artifacts.conditions import Condition, Schedule
 from midstream.schemas.artifacts.probes import Probe, ProbeContent
 from midstream.schemas.base import content_hash, from_numpy, now, to_msgpack
 from midstream.schemas.jobs.jobs import Job, Sampling
-from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweep_units import SweepWork, Units
 from midstream.schemas.jobs.sweeps import (
     Column,
     StoredPair,
@@ -45,7 +45,6 @@ from midstream.schemas.jobs.sweeps import (
     Unit,
     UnitRecord,
 )
-from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.prompts.selectors import as_ranges
 from midstream.schemas.requests.policies import (
     POLICIES,
@@ -223,7 +222,7 @@ def sweep_job(asked: StoredSweep, model: str = "fake-model") -> Job:
         prompts=[],
         sampling=Sampling(max_tokens=1),
         created=now(),
-        work=SweepWork(sweep=asked),
+        work=SweepWork(sweep=asked).packed,
         identity=identity_of(Settings(model=model)),
     )
 

@@ -16,7 +16,7 @@ from refusal_kit import refuses
 
 from midstream.client import Client, MidstreamError
 from midstream.schemas.artifacts.probes import ProbeResult
-from midstream.schemas.jobs.jobs import JobResult
+from midstream.schemas.jobs.results import JobResult
 
 pytest_plugins = ["shared_stack"]
 pytestmark = pytest.mark.xdist_group("shared_stack")

@@ -17,10 +17,9 @@ from midstream.broker.ledger.results.sweep_result import sweep_cell, sweep_start
 from midstream.client import MidstreamError
 from midstream.schemas.base import from_json, to_json, to_numpy
 from midstream.schemas.jobs.jobs import Event, State
-from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweep_units import SweepWork, Units
 from midstream.schemas.jobs.sweep_views import SweepPlan, SweepView
 from midstream.schemas.jobs.sweeps import SweepCell, SweepStart, UnitRecord
-from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.requests.specs import CaptureSpec
 
 pytest_plugins = ["shared_stack"]

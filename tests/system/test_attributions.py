@@ -35,9 +35,8 @@ from midstream.schemas.base import content_hash, from_numpy, to_msgpack
 from midstream.schemas.jobs.attributions import AttributionResult
 from midstream.schemas.jobs.jobs import Event, JobView, State
 from midstream.schemas.jobs.queues import GRADIENTS
-from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweep_units import SweepWork, Units
 from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
-from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.requests.attributions import EstimateMethod, StoredAttribution, Verify
 from midstream.schemas.settings.faults import FOLDER
 

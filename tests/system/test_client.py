@@ -22,7 +22,8 @@ from wait_kit import wait_until
 
 from midstream import AsyncClient, Client, PatchStudy, returned_rows
 from midstream.schemas.base import MidstreamError, from_json
-from midstream.schemas.jobs.jobs import JobResult, State
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.jobs.sweeps import SweepCell, SweepSummary
 
 pytest_plugins = ["shared_stack"]

@@ -20,12 +20,17 @@ from stack import Stack, stack_with
 from midstream import Client
 from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.base import EditSizes, MidstreamError
-from midstream.schemas.jobs.doses import DoseCell, DoseResult
-from midstream.schemas.jobs.fits import FitRequest, FitResult, LensFitRequest, StoredModuleFit
+from midstream.schemas.jobs.doses import DoseCell, DoseResult, DoseWork
+from midstream.schemas.jobs.fits import (
+    FitRequest,
+    FitResult,
+    FitWork,
+    LensFitRequest,
+    StoredModuleFit,
+)
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.queues import GRADIENTS
-from midstream.schemas.jobs.works import DoseWork, FitWork
 from midstream.schemas.requests.trainings import FitEffect, FitPoint, FitSite, Training
 from midstream.workers.engine.requests import prompt_request
 

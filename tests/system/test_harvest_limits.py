@@ -24,9 +24,8 @@ from midstream.broker.ledger.recovery.harvests import SURVEYS, LedgerHarvests
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.schemas.access.keys import Limits, Tenant
 from midstream.schemas.base import MidstreamError, now
-from midstream.schemas.jobs.harvests import HarvestShards, HarvestStream, SurveyEntry
+from midstream.schemas.jobs.harvests import HarvestShards, HarvestStream, HarvestWork, SurveyEntry
 from midstream.schemas.jobs.jobs import Job, State
-from midstream.schemas.jobs.works import HarvestWork
 from midstream.schemas.requests.harvest_work import HarvestPart, Survey
 from midstream.workers.serving import attempts
 from midstream.workers.serving.attempt import AttemptOutcome
@@ -127,7 +126,7 @@ def survey_of(harvest_id: str, **changes: Any) -> Job:
         survey=Survey(uris=["/none"], top=1, context=0),
     )
     return make_job(
-        kind="harvest", model="fake-model", prompts=0, work=HarvestWork(part=part), **changes
+        kind="harvest", model="fake-model", prompts=0, work=HarvestWork(part=part).packed, **changes
     )
 
 

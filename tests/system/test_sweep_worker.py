@@ -33,9 +33,8 @@ from midstream.broker.ledger.results.sweep_result import sweep_cell
 from midstream.schemas.base import MidstreamError, now
 from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.receipts import CapturedFile
-from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweep_units import SweepWork, Units
 from midstream.schemas.jobs.sweeps import Column, PatchWindow, SweepCell, SweepResult, UnitRecord
-from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.requests.sweep_paths import StoredEnd, StoredPath
 from midstream.workers.engine.protocol import EngineRequest, NewOutput
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed

@@ -2,7 +2,13 @@
 
 from typing import Any
 
-from midstream.schemas.jobs.jobs import CaptureResults, JobResult, JobView, Output, State
+from midstream.schemas.jobs.jobs import (
+    CaptureResults,
+    JobView,
+    Output,
+    State,
+)
+from midstream.schemas.jobs.results import JobResult
 
 
 def job_view(**given: Any) -> JobView:

@@ -18,7 +18,8 @@ from job_kit import job_result, job_view
 from midstream import __version__
 from midstream.client.sdk import wire
 from midstream.schemas.base import MidstreamError, Problem
-from midstream.schemas.jobs.jobs import JobResult, JobView, State
+from midstream.schemas.jobs.jobs import JobView, State
+from midstream.schemas.jobs.results import JobResult
 
 
 @dataclass

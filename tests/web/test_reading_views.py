@@ -12,7 +12,7 @@ from web_kit import NARROW, PNG, Site, Visit, saved, visiting
 
 from midstream.client import Client
 from midstream.client.captures.attention import pattern
-from midstream.schemas.jobs.jobs import JobResult
+from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.model.attention import AttentionKind
 
 HIDDEN = 8

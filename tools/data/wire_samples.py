@@ -28,12 +28,13 @@ from midstream.schemas.artifacts.saes import Sae
 from midstream.schemas.artifacts.tuned_lenses import TunedLens
 from midstream.schemas.base import Problem, Tensor, to_json, to_msgpack
 from midstream.schemas.jobs.attributions import AttributionRequest
-from midstream.schemas.jobs.doses import DoseEffect, DoseResult
-from midstream.schemas.jobs.fits import FitResult, LensFitResult
+from midstream.schemas.jobs.doses import DoseEffect, DoseResult, DoseWork
+from midstream.schemas.jobs.fits import FitResult, FitWork, LensFitResult
 from midstream.schemas.jobs.harvests import (
     CheckedFile,
     HarvestPlan,
     HarvestSource,
+    HarvestWork,
     PartManifest,
     StoredHarvest,
     SurveyEntry,
@@ -42,8 +43,8 @@ from midstream.schemas.jobs.harvests import (
 from midstream.schemas.jobs.jobs import Event, Job, Output
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.jobs.receipts import LostRange, Receipt
+from midstream.schemas.jobs.sweep_units import SweepWork
 from midstream.schemas.jobs.sweeps import Neurons, SweepRequest, UnitRecord
-from midstream.schemas.jobs.works import DoseWork, FitWork, HarvestWork, SweepWork
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.readings.features import FeaturesPart
 from midstream.schemas.readings.installed import ReaderPart
@@ -126,7 +127,7 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("ReadArray", "shape"): [1, 2],
     ("ReadArray", "data"): b"\0\0\x80?\0\0\0@",
     ("Job", "kind"): "harvest",
-    ("Job", "work"): HarvestWork(part=HarvestPart(harvest="text", part=3)),
+    ("Job", "work"): HarvestWork(part=HarvestPart(harvest="text", part=3)).packed,
     ("StoredSteering", "positions"): [1, 2],
     ("Trigger", "text"): None,
     ("StoredCapture", "positions"): "last_prompt",

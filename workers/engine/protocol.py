@@ -89,7 +89,7 @@ def check_lengths(job: Job, info: ModelInfo) -> None:
     lengths = {
         f"prompts[{index}]": len(prompt.token_ids) for index, prompt in enumerate(job.prompts)
     }
-    for field_, tokens in (lengths | dict(job.work.facts.lengths)).items():
+    for field_, tokens in (lengths | dict(job.opened.facts.lengths)).items():
         if tokens >= info.max_model_len:
             detail = (
                 f"has {tokens} tokens, which leaves no room to generate: this worker's "

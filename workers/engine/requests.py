@@ -50,7 +50,7 @@ def prompt_request(
         images=prompt.images,
         files=[(files or {})[image.digest] for image in prompt.images],
         tools=job.tools,
-        echo=(prompt.text or "") if job.echo or not job.work.continues(request) else None,
+        echo=(prompt.text or "") if job.echo or not job.opened.continues(request) else None,
         fills=job.fills,
     )
 
@@ -166,7 +166,7 @@ def _sampling_of(job: Job, request: int) -> Sampling:
     """Return the sampling of one of a prompt's `n` outputs; each has the seed that vLLM assigns. A
     dose's prompts are continued, or their own tokens count.
     """
-    if not job.work.continues(request):
+    if not job.opened.continues(request):
         return Sampling(max_tokens=1, prompt_logprobs=0)
     if job.n == 1 or job.sampling.seed is None:
         return job.sampling

@@ -11,11 +11,11 @@ from ...broker.ledger.results.attribution_result import estimated_pair
 from ...broker.ledger.results.sweep_result import chosen_cells, sweep_start, sweep_summary
 from ...schemas.base import MidstreamError, Tensor
 from ...schemas.jobs.jobs import Output
+from ...schemas.jobs.sweep_units import SweepWork
 from ...schemas.jobs.sweeps import UnitRecord
-from ...schemas.jobs.works import SweepWork
 from ...schemas.settings.faults import crash_point
 from ..engine.protocol import EstimateRequest, GradientEngine
-from ..serving.attempt import Attempt, Bench
+from ..serving.attempt import Attempt, Bench, Run
 from ..serving.redis_retry import patiently
 from ..serving.sweeps.verdict import UnverifiedUnit, verified
 
@@ -130,3 +130,7 @@ class AttributionAttempt:
         if not goes_on:
             self._attempt.refused(outcome)
         self._attempt.check()
+
+
+def run(bench: Bench[GradientEngine]) -> Run:
+    return Run(lambda attempt: AttributionAttempt(bench, attempt).run())

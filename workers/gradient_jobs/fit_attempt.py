@@ -19,19 +19,19 @@ from ...schemas.base import MidstreamError, Record, Tensor, content_hash, from_n
 from ...schemas.jobs.fits import (
     FitOutcome,
     FitResult,
+    FitWork,
     LensFitResult,
     LensProgress,
     StoredModuleFit,
 )
 from ...schemas.jobs.jobs import State
-from ...schemas.jobs.works import FitWork
 from ...schemas.requests.interventions import FAMILY
 from ...schemas.requests.steering import MODULES, Module, SteeringTemplate, content_digest
 from ...schemas.requests.trainings import FitEffect, Training
 from ...storage.formats.folders import new_folder
 from ...storage.formats.lens_files import lens_of
 from ..engine.protocol import GradientEngine
-from ..serving.attempt import Attempt, Bench
+from ..serving.attempt import Attempt, Bench, Run
 from ..serving.redis_retry import patiently
 
 if TYPE_CHECKING:
@@ -208,3 +208,7 @@ def _reason_against(register: str, effect: FitEffect) -> str:
             "or with register='always'"
         )
     return ""
+
+
+def run(bench: Bench[GradientEngine]) -> Run:
+    return Run(lambda attempt: FitAttempt(bench, attempt).run())

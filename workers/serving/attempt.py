@@ -8,20 +8,21 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Generic, NamedTuple, TypeVar
+from functools import cached_property
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from ...broker.ledger.jobs.ledger import EventsLost, Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.base import MidstreamError, Record, Tensor, content_hash, from_json, to_json
 from ...schemas.jobs.jobs import Event, EventKind, Job, StoredOutcome
 from ...schemas.jobs.receipts import Receipt
-from ...schemas.jobs.works import Work
 from ..engine.admission import CellSlots
-from ..engine.protocol import Engine, NotYet
+from ..engine.protocol import Engine, GeneratingEngine, NotYet
 from ..engine.ranks.collective import Quarantined
 from .progress import AttemptProgress
 from .receipt_reader import ReceiptReader
 from .redis_retry import UNAVAILABLE, patiently
+from .source_run_leases import SourceRunLeases, StoreUnavailable
 
 E = TypeVar("E", bound=Engine)
 
@@ -52,15 +53,6 @@ class AttemptOutcome(StrEnum):
 
 class JobFailed(Exception):
     """The job ended with a problem that the ledger has already."""
-
-
-class StoreUnavailable(MidstreamError):
-    """Rows could not be read from the artifact store, or written to it, because it is unavailable:
-    the job waits for it.
-    """
-
-    def __init__(self, detail: str) -> None:
-        super().__init__("intervention_failed", detail)
 
 
 #: Failures that are not the job's fault, and how they end its attempt; the first that applies.
@@ -183,14 +175,21 @@ class Bench(Generic[E]):
         #: Called with every heartbeat: they renew what jobs hold in the ledger.
         self.renewals: list[Callable[[LedgerRuns], Awaitable[None]]] = []
 
-    def slots(self, limit: int, work: type[Work]) -> CellSlots:
-        """Return slots for `limit` requests of all jobs with such work: fewer while other jobs run,
+    @cached_property
+    def sources(self) -> SourceRunLeases:
+        """The leases of all jobs on source runs; of a worker whose engine generates."""
+        leases = SourceRunLeases(self.ledger, cast(GeneratingEngine, self.engine), self.worker)
+        self.renewals.append(leases.renew)
+        return leases
+
+    def slots(self, limit: int, *kinds: str) -> CellSlots:
+        """Return slots for `limit` requests of all jobs of these kinds: fewer while other jobs run,
         which get most of each step. (A step with an ordinary request in it also computes every cell
         of a sweep from the first layer.)
         """
 
         def at_once() -> int:
-            alone = all(isinstance(attempt.job.work, work) for attempt in self.running.values())
+            alone = all(attempt.job.kind in kinds for attempt in self.running.values())
             return limit if alone else max(1, limit // SHARED_DIVISOR)
 
         return CellSlots(at_once)

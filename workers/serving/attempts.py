@@ -10,7 +10,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from typing import Any
 
 from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, Ledger
 from ...schemas.base import MidstreamError, Problem, now
@@ -18,7 +17,7 @@ from ...schemas.jobs.harvest_names import PARTS_PER_WORKER
 from ...schemas.jobs.jobs import State
 from ...schemas.settings.faults import crash_point
 from ..engine.protocol import Engine, check_lengths
-from .attempt import Attempt, AttemptOutcome, Bench, JobFailed, Run, ending_for_retry, leaves_of
+from .attempt import Attempt, AttemptOutcome, Bench, JobFailed, ending_for_retry, leaves_of
 from .kinds import runs_of
 from .progress import AttemptProgress, Totals
 from .rank_watch import RankWatch
@@ -26,9 +25,6 @@ from .receipt_reader import ReceiptReader
 from .redis_retry import UNAVAILABLE, patiently
 
 logger = logging.getLogger(__name__)
-
-#: Returns kind of job → what runs it on a worker.
-RunsOf = Callable[[Bench[Any]], Mapping[str, Run]]
 
 #: A request may see the engine's death before the watch on the engine does: wait this long for the
 #: watch.
@@ -54,16 +50,12 @@ class Attempts:
         boot: str,
         engine_died: asyncio.Event,
         unreachable: Callable[[], str] = lambda: "",
-        runs: RunsOf = runs_of,
     ):
-        """`unreachable` returns why the artifact store takes no writes; empty while it does.
-
-        `runs` returns kind of job → what runs it here.
-        """
+        """`unreachable` returns why the artifact store takes no writes; empty while it does."""
         self._ledger = ledger
         self._engine = engine
         self._bench = bench = Bench(ledger, engine, worker)
-        self._runs = runs(bench)
+        self._runs = runs_of(bench)
         self._running = bench.running
         self.renewals = bench.renewals
         self._watch = watch

@@ -32,9 +32,8 @@ from ..engine.identity import BOOT
 from ..engine.protocol import Engine, GradientEngine
 from ..engines import make_engine
 from .attempt import AttemptOutcome
-from .attempts import Attempts, RunsOf
+from .attempts import Attempts
 from .heartbeat import Heartbeat
-from .kinds import runs_of
 from .metrics import WorkerMetrics, versions
 from .rank_watch import RankWatch
 from .redis_retry import end_tasks, patiently
@@ -59,7 +58,6 @@ class EngineHost:
         self,
         settings: Settings,
         on_death: Callable[[str], None],
-        runs: RunsOf = runs_of,
     ):
         """`runs`: see `Attempts`."""
         self.settings = settings
@@ -68,7 +66,6 @@ class EngineHost:
         self._disk_trouble = ""  # why captures or receipts cannot be written
         self._store_trouble = ""  # why captures cannot be written
         self._on_death = on_death
-        self._runs = runs
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._background: list[asyncio.Task[None]] = []
@@ -202,7 +199,6 @@ class EngineHost:
             boot=BOOT,
             engine_died=died,
             unreachable=lambda: self._store_trouble,
-            runs=self._runs,
         )
         self._metrics = WorkerMetrics(
             engine.info.name, self._attempts, watch, lambda: engine.waiting

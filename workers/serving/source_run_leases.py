@@ -17,7 +17,6 @@ from ...schemas.requests.source_runs import RunFiles, parse_key
 from ...storage.store import TRANSIENT, open_store
 from ..engine.protocol import GeneratingEngine, Locate
 from ..engine.ranks.collective import Quarantined
-from .attempt import StoreUnavailable
 from .redis_retry import UNAVAILABLE, patiently
 
 T = TypeVar("T")
@@ -26,6 +25,15 @@ logger = logging.getLogger(__name__)
 
 #: A lease on captures lasts this many times `lease_s`, so that it outlasts a short outage of Redis.
 LEASES = 4
+
+
+class StoreUnavailable(MidstreamError):
+    """Rows could not be read from the artifact store, or written to it, because it is unavailable:
+    the job waits for it.
+    """
+
+    def __init__(self, detail: str) -> None:
+        super().__init__("intervention_failed", detail)
 
 
 class SourceRunLeases:

@@ -10,10 +10,9 @@ from ....schemas.base.limits import (
     MAX_JOB_EDITS,
     MAX_PROMPTS,
 )
-from ....schemas.jobs.doses import DoseRequest, StoredDose
+from ....schemas.jobs.doses import DoseRequest, DoseWork, StoredDose
 from ....schemas.jobs.jobs import Job, Sampling
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.jobs.works import DoseWork
 from ....schemas.prompts.selectors import (
     SelectorError,
     resolve_layers,
@@ -91,7 +90,7 @@ def expanded(job: Job, body: DoseRequest, layers: Sequence[int | None]) -> Job:
         probes[0] = probes[0].averaged()
     return msgspec.structs.replace(
         job,
-        work=DoseWork(dose=dose),
+        work=DoseWork(dose=dose).packed,
         probes=probes,
         prompts=job.prompts * number,
         captures=job.captures * number,

@@ -73,13 +73,13 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
 
     `request`: the body as JSON; empty: it is not kept.
     """
-    captures = any(job.captures) or bool(job.global_captures) or job.work.facts.cells > 0
+    captures = any(job.captures) or bool(job.global_captures) or job.opened.facts.cells > 0
     fields = {
         **{name: getattr(job, name) for name in AS_IN_JOB},
         "state": State.QUEUED,
         "attempt": 0,
         "version": 1,
-        "prompts": len(job.prompts) + job.work.facts.requests,  # a bound on request numbers
+        "prompts": len(job.prompts) + job.opened.facts.requests,  # a bound on request numbers
         "asked": _asked_requests(job),
         "captures": int(captures),
         "capture_status": "pending" if captures else "not_requested",
@@ -88,13 +88,13 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
         "receipts": 0,
         "expected": 0,
         "cells": 0,
-        "cells_expected": job.work.facts.cells,
+        "cells_expected": job.opened.facts.cells,
         "lora": use_of(job.lora),
         # the key names the secret that signs the job's webhooks
         "callback": job.callback and msgspec.structs.replace(job.callback, key=job.key),
         "policies": _policies(job) or None,
         "cost": job.cost,
-        "survey": job.work.facts.surveyed or None,
+        "survey": job.opened.facts.surveyed or None,
         "request": msgspec.Raw(request) if request else None,
         "prompt": shortened(_prompt(job), SHOWN),
         "written_by": __version__,
@@ -109,7 +109,7 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
 def _prompt(job: Job) -> str:
     """Return the text by which people recognise the job."""
     first = job.prompts[0].text if job.prompts else None
-    return job.work.facts.title or job.title or first or ""
+    return job.opened.facts.title or job.title or first or ""
 
 
 def _policies(job: Job) -> dict[str, dict[str, Any]]:

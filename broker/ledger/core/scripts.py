@@ -222,7 +222,7 @@ def pack(settings: Settings, at: float | None = None, **own: Any) -> list[bytes]
 
 def stored_tags(job: Job) -> list[str]:
     """Return the tags under which the job's captures become files; the user's tags first."""
-    result = [*job.work.facts.tags] + [
+    result = [*job.opened.facts.tags] + [
         capture.tag
         for captures in job.captures
         for capture in captures
@@ -316,9 +316,9 @@ def submit(
         blob_ttl=BLOB_TTL_FACTOR * settings.result_ttl_s,
         tags=to_json(tags) if tags else None,
         packed_run=to_msgpack(run) if run else None,
-        files=captured or job.work.facts.writes_files,
+        files=captured or job.opened.facts.writes_files,
         # files of the work itself are charged as they are kept
-        charged=captured and not job.work.facts.writes_files,
+        charged=captured and not job.opened.facts.writes_files,
         limits=limits_of(settings),
         blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
         # last, so that `_followed` can append a large one

@@ -31,15 +31,13 @@ from ....schemas.jobs.jobs import (
     Event,
     Job,
     JobPage,
-    JobResult,
     JobView,
     State,
     StoredOutcome as JobOutcome,
 )
-from ....schemas.jobs.kinds import kind_of
+from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.queues import Queue
-from ....schemas.jobs.sweeps import UnitRecord
-from ....schemas.jobs.works import SweepWork
+from ....schemas.jobs.results import JobResult
 from ....schemas.requests.steering import GlobalSteering, SteeringTemplate
 from ....schemas.settings.settings import Settings
 from ..core import scripts
@@ -51,8 +49,6 @@ from ..results import pages, views
 from .fleet import Fleet
 
 log = logging.getLogger(__name__)
-
-unit_decoder = msgspec.msgpack.Decoder(UnitRecord)
 
 #: A consistent snapshot of the parts of a result: fields of the record, outputs, receipts.
 RESULT = (
@@ -217,7 +213,7 @@ class Ledger(Fleet):
                 job_id,
                 int(used),
                 int(allowed),
-                job.work.facts.cells,
+                job.opened.facts.cells,
                 float(seconds) if seconds else None,
             )
         if outcome == "missing":
@@ -331,6 +327,7 @@ class Ledger(Fleet):
             await self._written()
         try:
             job = _steered(await self._decode_job(job_id, rest[1]), int(rest[4]), rest[5])
+            _ = job.opened  # not later: the worker could not say why it cannot run it
         except MidstreamError as error:
             log.error("%s", error.detail)
             await self.fail(job_id, attempt, error.problem())
@@ -497,7 +494,8 @@ class Ledger(Fleet):
         written = not self.settings.redis_replicas and Barrier(lossy=True).passed(
             persistence_in(persistence)
         )
-        if view.state is State.EXPIRED or kind_of(view.kind).grid:
+        unread = view.kind not in KINDS or KINDS[view.kind].grid  # `result` says or reads more
+        if view.state is State.EXPIRED or unread:
             return JobSnapshot(view, written=written)
         return JobSnapshot(
             view, views.result(view, record, outputs, receipts, self.settings), written
@@ -527,10 +525,9 @@ class Ledger(Fleet):
         record = _record(job_id, values)
         if spec is None:
             raise not_found(job_id)
-        sweep = (await self._decode_job(job_id, spec)).work_as(SweepWork).sweep
-        records = {unit.unit: unit for unit in map(unit_decoder.decode, units)}
+        work = (await self._decode_job(job_id, spec)).opened
         view = views.view(record, self.settings)
-        return views.result(view, record, None, receipts, self.settings, (sweep, records))
+        return views.result(view, record, None, receipts, self.settings, (work, units))
 
     @reachable
     async def list(

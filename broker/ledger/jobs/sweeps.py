@@ -11,10 +11,11 @@ from ....schemas.base import MidstreamError, to_json, to_msgpack
 from ....schemas.jobs.attributions import EstimatedPair
 from ....schemas.jobs.jobs import Event, EventKind, Job
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
+from ....schemas.jobs.sweep_units import SweepWork
 from ....schemas.jobs.sweeps import SweepCell, SweepResult, UnitRecord
-from ....schemas.jobs.works import SweepWork
 from ..core import scripts
-from .ledger import LedgerPart, not_found, reachable, unit_decoder
+from ..results.sweep_result import known_units
+from .ledger import LedgerPart, not_found, reachable
 
 #: Units in one script call: few enough to hold Redis for a few milliseconds only.
 BATCH = 500
@@ -36,8 +37,7 @@ class LedgerSweeps(LedgerPart):
     @reachable
     async def records(self, job_id: str) -> dict[int, UnitRecord]:
         """Return number of the unit → its record, for all finished units."""
-        raw = await self._redis.hvals(f"ms:units:{job_id}")
-        return {record.unit: record for record in map(unit_decoder.decode, raw)}
+        return known_units(await self._redis.hvals(f"ms:units:{job_id}"))
 
     @reachable
     async def standing(self, job_id: str) -> SweepSnapshot:

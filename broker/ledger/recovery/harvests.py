@@ -28,6 +28,7 @@ from ....schemas.jobs.harvests import (
     HarvestPage,
     HarvestPlan,
     HarvestView,
+    HarvestWork,
     Line,
     StoredHarvest,
     SurveyEntry,
@@ -35,7 +36,6 @@ from ....schemas.jobs.harvests import (
 )
 from ....schemas.jobs.jobs import Job, Sampling, State
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.jobs.works import HarvestWork
 from ....schemas.requests.harvest_work import HarvestPart
 from ....schemas.requests.policies import Policy
 from ..core import scripts
@@ -606,7 +606,7 @@ def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, policies: Sequence[
         prompts=[],
         sampling=Sampling(max_tokens=1),
         created=now(),
-        work=HarvestWork(part=out.part),
+        work=HarvestWork(part=out.part).packed,
         tenant=harvest.tenant,
         key=harvest.key,
         priority=harvest.priority,

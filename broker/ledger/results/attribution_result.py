@@ -13,7 +13,8 @@ from ....schemas.jobs.attributions import (
     PairAttribution,
     Recall,
 )
-from ....schemas.jobs.sweep_units import Units
+from ....schemas.jobs.receipts import Receipt
+from ....schemas.jobs.sweep_units import SweepWork, Units
 from ....schemas.jobs.sweeps import StoredSweep, Unit, UnitRecord
 from ....schemas.requests.attributions import Estimate
 from .sweep_result import (
@@ -23,6 +24,7 @@ from .sweep_result import (
     estimated_values,
     exact_units,
     grid_of,
+    known_units,
     noise_floor_of,
     sweep_result,
     unchanged,
@@ -30,6 +32,15 @@ from .sweep_result import (
 
 #: A rank correlation of fewer cells says nothing.
 LEAST_CELLS = 3
+
+
+def attribution_so_far(
+    work: SweepWork, units: Iterable[bytes], seconds: float | None
+) -> tuple[AttributionResult, list[Receipt]]:
+    """Return the result so far, and the receipts of its units."""
+    records = known_units(units)
+    receipts = [receipt for record in records.values() for receipt in record.receipts]
+    return attribution_result(work.sweep, records, seconds), receipts
 
 
 def attribution_result(

@@ -5,8 +5,13 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from ....schemas.base import from_msgpack
 from ....schemas.jobs.doses import DoseCell, DoseResult
 from ....schemas.jobs.receipts import Receipt
+
+
+def dose_result(stored: bytes, ticket: Sequence[Receipt]) -> DoseResult:
+    return with_receipts(from_msgpack(stored, DoseResult), ticket)
 
 
 def with_receipts(result: DoseResult, ticket: Sequence[Receipt]) -> DoseResult:

@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import NamedTuple
 
+import msgspec
+
 from ....schemas.jobs.attributions import NotLookedAt
-from ....schemas.jobs.sweep_units import Units
+from ....schemas.jobs.receipts import Receipt
+from ....schemas.jobs.sweep_units import SweepWork, Units
 from ....schemas.jobs.sweeps import (
     HEAD_AXES,
     Baseline,
@@ -33,12 +36,27 @@ from .sweep_metrics import noise_floor
 CellValues = list[list[float | None]]  # [layers][columns]
 
 KnownUnits = Mapping[int, UnitRecord]
+_decoder = msgspec.msgpack.Decoder(UnitRecord)
 
 #: Note on a pair whose clean prompt does not favour its answer.
 _DOWN = (
     "the clean prompt favours the answer less than the corrupt one: a share of 1 is as unlikely an "
     "answer as after the clean prompt"
 )
+
+
+def known_units(packed: Iterable[bytes]) -> dict[int, UnitRecord]:
+    """Return number of the unit → its record, from stored ones."""
+    return {record.unit: record for record in map(_decoder.decode, packed)}
+
+
+def sweep_so_far(
+    work: SweepWork, units: Iterable[bytes], seconds: float | None
+) -> tuple[SweepResult, list[Receipt]]:
+    """Return the result so far, and the receipts of its units."""
+    records = known_units(units)
+    receipts = [receipt for record in records.values() for receipt in record.receipts]
+    return sweep_result(work.sweep, records, seconds), receipts
 
 
 def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepResult:

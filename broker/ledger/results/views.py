@@ -17,7 +17,6 @@ from ....schemas.jobs.jobs import (
     ConsumerReport,
     Determinism,
     FileEntry,
-    JobResult,
     JobView,
     RankReport,
     StageReport,
@@ -25,14 +24,14 @@ from ....schemas.jobs.jobs import (
 )
 from ....schemas.jobs.kinds import kind_of
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
-from ....schemas.jobs.sweeps import StoredSweep
+from ....schemas.jobs.results import JobResult
+from ....schemas.jobs.works import Work
 from ....schemas.prompts.selectors import as_ranges
 from ....schemas.readings.stored import READER
 from ....schemas.settings.settings import Settings
 from ..core.record import JobRecord
-from .outcomes import GRIDS, outcome
+from .outcomes import grid, outcome
 from .readings import readings
-from .sweep_result import KnownUnits
 
 #: Ranges of positions that a detail lists; the rest are only counted.
 SHOWN_RANGES = 8
@@ -60,23 +59,24 @@ def result(
     outputs: bytes | None,
     receipts: Iterable[bytes],
     settings: Settings,
-    swept: tuple[StoredSweep, KnownUnits] | None = None,
+    swept: tuple[Work, Sequence[bytes]] | None = None,
 ) -> JobResult:
     """Return the result of a job. `view` is of `record`; `outputs` and `receipts` as stored;
-    receipts of one attempt, in any order. `swept`: of a sweep, with its unit records.
+    receipts of one attempt, in any order. `swept`: the work of a job with a grid, and the records
+    of its units.
     """
     decoded = [receipt_decoder.decode(raw) for raw in receipts]
-    if swept is not None:
-        decoded += [receipt for unit in swept[1].values() for receipt in unit.receipts]
-    ticket = sorted(decoded, key=lambda receipt: (receipt.request, receipt.pp, receipt.rank))
-    fields: dict[str, Any] = {**outcome(view.kind, outputs, ticket), **readings(ticket)}
+    cells: dict[str, Any] = {}
     if swept is not None:
         seconds = (
             view.generated - view.started
             if view.generated is not None and view.started is not None
             else None
         )
-        fields[view.kind] = GRIDS[view.kind](*swept, seconds)
+        cells, of_units = grid(view.kind, *swept, seconds)
+        decoded += of_units
+    ticket = sorted(decoded, key=lambda receipt: (receipt.request, receipt.pp, receipt.rank))
+    fields = {**outcome(view.kind, outputs, ticket), **readings(ticket), **cells}
     scores = [probe_result(request, score) for (request, _), score in first_scores(ticket).items()]
     reported = record.captures or view.steered or swept is not None or bool(scores)
     return JobResult(

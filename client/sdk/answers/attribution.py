@@ -14,7 +14,7 @@ from ....schemas.jobs.attributions import (
     EstimateAgreement,
     PairAttribution,
 )
-from ....schemas.jobs.jobs import JobResult
+from ....schemas.jobs.results import JobResult
 from ....schemas.jobs.sweeps import Baseline, SweepResult
 from ....schemas.requests.attributions import Edge, EdgeEnd, FeatureScore
 from ... import frames

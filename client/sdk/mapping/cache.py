@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from ....schemas.base import Translated, from_json, invalid, to_json
-from ....schemas.jobs.jobs import JobResult
+from ....schemas.jobs.results import JobResult
 
 #: Version of the SQLite file's tables (its `user_version`).
 _VERSION = 1

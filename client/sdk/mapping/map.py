@@ -19,7 +19,13 @@ import numpy as np
 
 from ....schemas.base import MidstreamError, Result, Translated, invalid, to_json
 from ....schemas.base.limits import MAX_PROMPTS
-from ....schemas.jobs.jobs import JobRequest, JobResult, JobView, Output, State
+from ....schemas.jobs.jobs import (
+    JobRequest,
+    JobView,
+    Output,
+    State,
+)
+from ....schemas.jobs.results import JobResult
 from ....schemas.readings.readings import READINGS
 from ....schemas.requests.steering import GlobalView
 from ... import notebook, values

@@ -11,8 +11,8 @@ from midstream.schemas.access.handling import Callback
 from midstream.schemas.artifacts.loras import LoraUse, StoredLora
 from midstream.schemas.base import from_msgpack, to_msgpack
 from midstream.schemas.jobs.jobs import Job, JobView, Sampling, State, StoredPrompt
+from midstream.schemas.jobs.sweep_units import SweepWork
 from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
-from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.settings.settings import Settings
 
 #: Read by scripts, the API and the feed, not by views.

@@ -60,6 +60,8 @@ def test_bytes_of_former_versions_decode_to_their_values(name: str) -> None:
 
 def lost(value: Any, raw: Any, at: str = "$") -> list[str]:
     """Return where `value` differs from `raw`, which it was decoded from; `REMOVED` aside."""
+    if isinstance(value, msgspec.Raw):
+        value = msgspec.msgpack.decode(value)
     if isinstance(value, msgspec.Struct):
         fields = {field.encode_name: field.name for field in msgspec.structs.fields(value)}
         tag = value.__struct_config__.tag_field

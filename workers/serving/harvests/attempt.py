@@ -32,6 +32,7 @@ from ....schemas.jobs.harvests import (  # fmt: skip
     CheckedFile,
     HarvestManifest,
     HarvestPlan,
+    HarvestWork,
     PartManifest,
     PlannedUnit,
     ShardEntry,
@@ -42,7 +43,6 @@ from ....schemas.jobs.harvests import (  # fmt: skip
 )
 from ....schemas.jobs.jobs import Job, Sampling
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
-from ....schemas.jobs.works import HarvestWork
 from ....schemas.prompts.selectors import PositionSelector, PositionWindow
 from ....schemas.requests.harvest_work import HarvestPlace, Survey
 from ....schemas.requests.specs import StoredCapture

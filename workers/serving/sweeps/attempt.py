@@ -22,19 +22,19 @@ from ....broker.ledger.results.sweep_result import (
 )
 from ....schemas.base import MidstreamError, Tensor, Translated, content_hash
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
+from ....schemas.jobs.sweep_units import SweepWork
 from ....schemas.jobs.sweeps import (
     Unit,
     UnitRecord,
 )
-from ....schemas.jobs.works import SweepWork
 from ....schemas.requests.source_runs import RunFiles, parse_key
 from ....storage.store import open_store
 from ...engine.admission import CellSlots
 from ...engine.protocol import EngineRequest, GeneratingEngine, Locate
 from ...engine.requests import tensors_of
-from ..attempt import Attempt, Bench, StoreUnavailable, ending_for_retry
+from ..attempt import Attempt, Bench, ending_for_retry
 from ..redis_retry import end_tasks
-from ..source_run_leases import SourceRunLeases
+from ..source_run_leases import StoreUnavailable
 from .features import FeatureRows
 from .neurons import order_by_difference
 from .requests import SweepRequests
@@ -69,7 +69,6 @@ class SweepAttempt:
     def __init__(
         self,
         bench: Bench[GeneratingEngine],
-        sources: SourceRunLeases,
         attempt: Attempt,
         cells_in_flight: CellSlots,
     ) -> None:
@@ -77,7 +76,7 @@ class SweepAttempt:
         engine = bench.engine
         self._ledger = bench.ledger
         self._engine = engine
-        self._sources = sources
+        self._sources = bench.sources
         self._attempt = attempt
         self._fetch = bench.fetch
         self._sweep = attempt.job.work_as(SweepWork).sweep

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from ....schemas.jobs.jobs import Job
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.receipts import Receipt
+from ....schemas.jobs.sweep_units import SweepWork
 from ....schemas.jobs.sweeps import Unit
-from ....schemas.jobs.works import SweepWork
 from ....schemas.prompts.selectors import FORWARD, Hook, PositionSelector, as_ranges
 from ....schemas.requests.source_runs import (
     ZEROS,

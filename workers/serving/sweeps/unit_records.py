@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.jobs.sweeps import LedgerSweeps
 from ....broker.ledger.results.sweep_result import exact_units, sweep_cell
+from ....schemas.jobs.sweep_units import SweepWork
 from ....schemas.jobs.sweeps import SweepCell, Unit, UnitRecord
-from ....schemas.jobs.works import SweepWork
 from ....schemas.settings.faults import crash_point
 from ...engine.protocol import Engine
 from ..attempt import Attempt

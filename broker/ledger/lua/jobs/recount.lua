@@ -35,7 +35,7 @@ function look.live(id)
   end
   if state == 'queued' then
     add('', 'queued', 1)
-    step = step or STEPS[kind].normal
+    step = step or (STEPS[kind] or STEPS.generate).normal
     local line = (queue or '') == '' and step or step .. '.' .. queue
     if not redis.call('ZSCORE', turn('wait', model, line, tenant), id)
       and redis.call('SISMEMBER', turn('sent', model, line), id) == 0 then

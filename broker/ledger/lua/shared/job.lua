@@ -29,7 +29,7 @@ local function read(id)
   end
   -- Jobs from before tenants existed have neither a tenant nor a step.
   job.tenant = job.tenant or 'default'
-  job.step = tonumber(job.step) or STEPS[job.kind].normal
+  job.step = tonumber(job.step) or (STEPS[job.kind] or STEPS.generate).normal
   job.queue = job.queue or '' -- before there were several
   job.line = job.queue == '' and job.step or job.step .. '.' .. job.queue -- see dispatch.lua
   job.captures = job.captures == '1'

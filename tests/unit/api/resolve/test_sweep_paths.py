@@ -12,8 +12,8 @@ from test_sweep_plan import ablated, model, pair, plan, refusal
 from midstream.schemas.base import MidstreamError, misfit
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.jobs.sweep_units import SweepWork
 from midstream.schemas.jobs.sweeps import StoredSweep
-from midstream.schemas.jobs.works import SweepWork
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.source_runs import parse_row
 from midstream.schemas.requests.sweep_paths import StoredPath, reaches
@@ -44,7 +44,7 @@ def asks(sweep: StoredSweep, info: ModelInfo = INFO) -> SweepRequests:
             prompts=[],
             sampling=Sampling(),
             created=0.0,
-            work=SweepWork(sweep=sweep),
+            work=SweepWork(sweep=sweep).packed,
         ),
         1,
         info,

@@ -16,7 +16,7 @@ from sweep_kit import VIEW, over, result
 from midstream import PatchStudy
 from midstream.schemas.base import from_json
 from midstream.schemas.jobs.attributions import AttributionRequest, AttributionResult
-from midstream.schemas.jobs.jobs import JobResult
+from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.jobs.sweeps import SweepRequest, SweepResult
 
 PAIR = {

@@ -13,7 +13,8 @@ from refusal_kit import refuses
 from midstream.client.lens.cache import ActivationCache
 from midstream.client.lens.names import BLOCK, Card, NamedSite, chosen
 from midstream.lens import HookedModel, ops
-from midstream.schemas.jobs.jobs import JobResult, Output
+from midstream.schemas.jobs.jobs import Output
+from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.prompts.tokens import Detokenized, Tokenized
 

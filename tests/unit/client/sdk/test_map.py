@@ -31,13 +31,13 @@ from midstream.schemas.jobs.jobs import (
     Determinism,
     FileEntry,
     JobRequest,
-    JobResult,
     JobView,
     Output,
     RankReport,
     StageReport,
     State,
 )
+from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.readings.features import FeaturesReading
 from midstream.schemas.readings.installed import ReaderReading
 from midstream.schemas.readings.lens import LensReading

@@ -21,7 +21,8 @@ from midstream.client.sdk.answers.grid import Grid, grid_of
 from midstream.client.sdk.readings import Lens
 from midstream.schemas.base import EditSizes, Problem, from_json, records as base, to_json
 from midstream.schemas.jobs.doses import DoseCell, DoseEffect, DoseResult, StoredDose
-from midstream.schemas.jobs.jobs import CaptureResults, JobPage, JobResult
+from midstream.schemas.jobs.jobs import CaptureResults, JobPage
+from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.prompts.selectors import ALIASES
 from midstream.schemas.prompts.sites import asked_names, renamed
 from midstream.schemas.requests.specs import CaptureSpec, SteeringSpec

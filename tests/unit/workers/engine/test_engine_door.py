@@ -12,7 +12,7 @@ from midstream.schemas.artifacts.loras import StoredLora
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.jobs.works import SweepWork
+from midstream.schemas.jobs.sweep_units import SweepWork
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.engine import requests
@@ -74,7 +74,9 @@ def requests_of_every_kind(model: ModelInfo) -> dict[RequestKind, list[EngineReq
     asked = [StoredPrompt(token_ids=[1] * 4)]
     prompt = job_of("chat", prompts=asked, global_captures=[], **of_alice)
     stored = plan(pair(), info=model, hooks=["attn_out"], noise=1).sweep
-    made = SweepRequests(job_of("sweep", work=SweepWork(sweep=stored), **of_alice), 1, model, True)
+    made = SweepRequests(
+        job_of("sweep", work=SweepWork(sweep=stored).packed, **of_alice), 1, model, True
+    )
     units = made.units
     return {
         "prompt": [prompt_request(prompt, 0, 1)],

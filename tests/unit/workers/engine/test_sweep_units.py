@@ -7,9 +7,9 @@ from refusal_kit import refuses
 
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt
-from midstream.schemas.jobs.sweep_units import Units
+from midstream.schemas.jobs.sweep_units import SweepWork, Units
 from midstream.schemas.jobs.sweeps import Column, PatchWindow, StoredPair, StoredSweep
-from midstream.schemas.jobs.works import SweepWork, Work
+from midstream.schemas.jobs.works import NOTHING_MORE
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import ZEROS, parse_row
 from midstream.schemas.requests.specs import columns_of, steering_rows
@@ -50,7 +50,7 @@ def job_of(asked: StoredSweep | None, *prompts: list[int]) -> Job:
         prompts=[StoredPrompt(token_ids=token_ids) for token_ids in prompts],
         sampling=Sampling(),
         created=0.0,
-        work=SweepWork(sweep=asked) if asked else Work(),
+        work=SweepWork(sweep=asked).packed if asked else NOTHING_MORE,
     )
 
 

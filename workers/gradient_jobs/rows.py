@@ -1,16 +1,12 @@
-"""The kinds of jobs that a gradient worker runs."""
+"""Jobs of gradient rows, as a kind of jobs that a gradient worker runs."""
 
 from ...schemas.jobs.jobs import Output
 from ..engine.protocol import GradientEngine
 from ..serving.attempt import Attempt, Bench, Run
-from ..serving.kinds import answers
-from .attribution_attempt import AttributionAttempt
-from .fit_attempt import FitAttempt
+from ..serving.prompts import answers
 
 
-def gradient_runs_of(bench: Bench[GradientEngine]) -> dict[str, Run]:
-    """Return kind of job → how a gradient worker runs it."""
-
+def run(bench: Bench[GradientEngine]) -> Run:
     async def rows(attempt: Attempt) -> list[Output]:
         every = (capture for captures in attempt.job.captures for capture in captures)
         names = sorted({name for capture in every for name in capture.tensors})
@@ -21,8 +17,4 @@ def gradient_runs_of(bench: Bench[GradientEngine]) -> dict[str, Run]:
         finally:
             await bench.engine.release_vectors(names)
 
-    return {
-        "gradient": Run(rows),
-        "attribution": Run(lambda attempt: AttributionAttempt(bench, attempt).run()),
-        "fit": Run(lambda attempt: FitAttempt(bench, attempt).run()),
-    }
+    return Run(rows)

@@ -1,0 +1,54 @@
+"""The row of a kind of jobs: what every process knows of its jobs, and where its parts are.
+
+It imports nothing of the kind, so that a process loads the parts that it needs.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from ..base.installed import part
+from .queues import Queue
+
+
+class JobKind(NamedTuple):
+    name: str
+    # step of the queue for priority `normal`: clients of the OpenAI-style endpoints wait for an
+    # answer; batch jobs are not urgent
+    step: int = 6
+    path: str | None = None  # where it is submitted, if that is one place
+    queue: Queue = ""  # that its jobs enter first
+    # its worker reads the receipts from the ticket: they neither count towards the job nor fail it
+    reads_receipts: bool = False
+    grid: bool = False  # it is computed in units, and read as a grid of cells
+    slow: bool = False  # it takes as long as there is to compute, so its time is no latency
+    nullable: bool = False  # results of other kinds have null in its field, and do not omit it
+
+    # Its parts, each as `module:name`; empty: it has none.
+    #: What is stored with its jobs: a subclass of `works.Work`.
+    work: str = "midstream.schemas.jobs.works:Work"
+    #: Queue → what workers of that queue run it with: takes a `Bench`, returns a `Run`. Kinds that
+    #: name the same share what it returns.
+    run: Mapping[str, str] = {}
+    #: Type of the field of a result that has the kind's name. Empty: its results are outputs.
+    result: str = ""
+    #: Makes that field from the outcome that its worker stored, packed, and the receipts. Of a
+    #: grid, it takes the work, the packed records of its units and the seconds that it took, if it
+    #: is over, and returns also the receipts of the units.
+    outcome: str = ""
+    #: Litestar's handlers that accept and show it, a list.
+    routes: str = ""
+    #: Name of a client's attribute → a group of calls (a class), or a call of one (`Class.call`).
+    calls: Mapping[str, str] = {}
+    #: What the client makes of that field, for figures and tables: takes a `JobResult`. Empty: the
+    #: field itself.
+    answer: str = ""
+    #: Adds its commands to the command line: takes the typer app.
+    verbs: str = ""
+    #: What the command line prints of a result: takes a `JobResult`, returns what rich can print.
+    shown: str = ""
+    #: The view of the page that shows a job, and its module, below the page's folder.
+    view: str = ""
+
+    def load(self, name: str) -> Any:
+        """Load a part by its field, which is not empty."""
+        return part(getattr(self, name))
