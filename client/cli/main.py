@@ -29,6 +29,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Things, by kind": (*("list", "get", "put", "change", "delete", "export", "check", "create"),),
     "Operations": ("top", "doctor", "redeliver", "convert"),
 }
+#: Section of the commands of other packages.
+ADDED = "Of other packages"
 #: First guess at a command → the command, besides those of `VERBS`.
 _MEANT = {
     **dict.fromkeys(("run", "generate", "complete"), "submit"),
@@ -58,15 +60,15 @@ class Commands(TyperGroup):
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the commands in the order of their sections."""
-        return [name for names in SECTIONS.values() for name in names]
+        known = [name for names in SECTIONS.values() for name in names]
+        return known + [name for name in self.commands if name not in known]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return a command, with its section set."""
         command: Any = super().get_command(ctx, cmd_name)
         if command is not None:
-            command.rich_help_panel = next(
-                title for title, names in SECTIONS.items() if command.name in names
-            )
+            sections = (title for title, names in SECTIONS.items() if command.name in names)
+            command.rich_help_panel = next(sections, ADDED)
         return command
 
     def invoke(self, ctx: Any) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import (
     Iterator,
 )
 from contextlib import aclosing
-from functools import wraps
+from functools import cached_property, wraps
 from inspect import Parameter, Signature, signature
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
@@ -25,6 +25,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 import httpx2
 
 from ...schemas.base import MidstreamError, Translated
+from ...schemas.base.installed import part
 from ...schemas.jobs.jobs import JobView
 from .. import values
 from . import fields, wire
@@ -280,6 +281,17 @@ class verb(Generic[P, T]):
         if client is None:
             return vars(group)[name]._bound(None, kind)
         return getattr(group(client._io, client._blocking), name)
+
+
+class added_verb(verb[P, T]):
+    """A call of a group, by its path, which is loaded when it is used."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    @cached_property
+    def _function(self) -> Any:
+        return part(self._path)
 
 
 def keyword_check(parameters: Collection[Parameter]) -> Callable[[Iterable[str]], None]:

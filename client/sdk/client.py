@@ -9,7 +9,7 @@ from ...schemas.base.installed import part
 from ...schemas.jobs.kinds import KINDS
 from .. import notebook
 from . import discovery, wire
-from .calls import Awaits, Blocks, Calls, M, stream, verb
+from .calls import Awaits, Blocks, Calls, M, added_verb, stream, verb
 from .captures import Captures
 from .jobs import Completions, Jobs
 from .mapping.map import over
@@ -51,8 +51,9 @@ _MEANT = {
     "adapters": "did you mean 'loras'?",
 }
 #: Attribute of a client → the group of calls, or the call of one, that the row of a kind of jobs
-#: names.
-_ADDED = {name: part(path) for row in KINDS.values() for name, path in row.calls.items()}
+#: names. They are loaded when they are used, since their modules may import this one.
+_ADDED = {name: path for row in KINDS.values() for name, path in row.calls.items()}
+_GROUPS = {name: path for name, path in _ADDED.items() if "." not in path.partition(":")[2]}
 
 
 class Verbs(Calls[M]):
@@ -96,9 +97,8 @@ class Verbs(Calls[M]):
         self.tenants: Tenants[M] = Tenants(io, blocking)
         self.webhooks: Webhooks[M] = Webhooks(io, blocking)
         self.secrets: Secrets[M] = Secrets(io, blocking)
-        for name, added in _ADDED.items():
-            if isinstance(added, type):
-                setattr(self, name, added(io, blocking))
+        for name, path in _GROUPS.items():
+            setattr(self, name, part(path)(io, blocking))
 
     if TYPE_CHECKING:  # what the rows of kinds name
         sweep = verb(Sweeps.run)
@@ -132,9 +132,8 @@ class Verbs(Calls[M]):
             )
 
 
-for _name, _added in _ADDED.items():
-    if not isinstance(_added, type):
-        setattr(Verbs, _name, verb(_added))
+for _name in _ADDED.keys() - _GROUPS.keys():
+    setattr(Verbs, _name, added_verb(_ADDED[_name]))
 
 
 class Client(Verbs[Blocks]):
