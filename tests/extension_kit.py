@@ -1,4 +1,4 @@
-"""Packages with extensions, installed for tests: the example's, and one whose readers misbehave on
+"""Packages with extensions, installed for tests: the examples, and one whose readers misbehave on
 demand.
 """
 
@@ -6,6 +6,8 @@ import tomllib
 from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "extension"
+#: A kind of jobs.
+ECHO = EXAMPLE.parent / "echo"
 
 #: `along` doubles what a row has in a direction; `unruly` does what its number says.
 OPS = """
@@ -81,10 +83,10 @@ def install(folder: Path, name: str, version: str, modules: dict[str, str], entr
     return folder
 
 
-def install_example(folder: Path) -> Path:
-    """The package in `examples/extension`."""
-    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["project"]
-    sources = {str(path.relative_to(EXAMPLE)): path.read_text() for path in EXAMPLE.glob("*/*.py")}
+def install_example(folder: Path, example: Path = EXAMPLE) -> Path:
+    """A package in `examples`."""
+    project = tomllib.loads((example / "pyproject.toml").read_text())["project"]
+    sources = {str(path.relative_to(example)): path.read_text() for path in example.glob("*/*.py")}
     groups = project["entry-points"].items()
     entries = "\n".join(
         [

@@ -46,8 +46,6 @@ class JobKind(NamedTuple):
     verbs: str = ""
     #: What the command line prints of a result: takes a `JobResult`, returns what rich can print.
     shown: str = ""
-    #: The view of the page that shows a job, and its module, below the page's folder.
-    view: str = ""
 
     def load(self, name: str) -> Any:
         """Load a part by its field, which is not empty."""

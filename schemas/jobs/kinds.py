@@ -35,7 +35,6 @@ OWN = (
         calls={"sweeps": f"{_SDK}.sweeps:Sweeps", "sweep": f"{_SDK}.sweeps:Sweeps.run"},
         verbs="midstream.client.cli.sweeps:register",
         shown="midstream.client.cli.sweeps:shown",
-        view="sweep",
     ),
     JobKind(
         "attribution",
@@ -59,7 +58,6 @@ OWN = (
         answer=f"{_SDK}.answers.attribution:attribution_of",
         verbs="midstream.client.cli.sweeps:register",
         shown="midstream.client.cli.sweeps:shown_attribution",
-        view="attribution",
     ),
     JobKind(
         "fit",
@@ -77,7 +75,6 @@ OWN = (
             "fit_lens": f"{_SDK}.fits:Fits.lens",
         },
         shown="midstream.client.cli.fits:shown",
-        view="fit",
     ),
     JobKind(
         "dose",
@@ -89,7 +86,6 @@ OWN = (
         routes="midstream.api.routes.fits:ROUTES",
         verbs="midstream.client.cli.doses:register",
         shown="midstream.client.cli.doses:shown",
-        view="dose",
     ),
     JobKind(
         "gradient", path="/v1/jobs", queue=GRADIENTS, run={GRADIENTS: f"{_GRADIENTS}.rows:run"}

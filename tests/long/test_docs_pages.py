@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from docs_page import Page, environment_of, pages, parts
-from extension_kit import install_example
+from extension_kit import ECHO, install_example
 from ports import free_port, three_ports
 from tree import ROOT
 from up_kit import Up
@@ -53,7 +53,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     data.mkdir()
     (data / "saes").symlink_to(ROOT / "examples" / "data" / "saes")
     with pytest.MonkeyPatch.context() as patch:  # also for the commands of pages
-        patch.setenv("PYTHONPATH", str(install_example(tmp_path_factory.mktemp("site"))))
+        site = install_example(tmp_path_factory.mktemp("site"))
+        patch.setenv("PYTHONPATH", str(install_example(site, ECHO)))
         patch.setenv("MIDSTREAM_EXTENSIONS", "row-geometry")
         options = {
             "hooks": "all,inside",

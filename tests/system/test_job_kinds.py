@@ -13,6 +13,7 @@ from typing import Any
 import httpx2
 import pytest
 from edge import refused
+from extension_kit import ECHO
 from stack import Stack
 
 from midstream.schemas.base import MidstreamError
@@ -21,7 +22,6 @@ from midstream.schemas.jobs.kinds import KINDS
 
 pytestmark = pytest.mark.xdist_group("job_kinds")
 
-ECHO = Path(__file__).parents[2] / "examples" / "echo"
 REQUEST = {"model": "fake-model", "prompts": ["hello", "you"], "layer": 1}
 WANTED = {"layer": 1, "texts": ["hello", "you"]}
 
