@@ -198,7 +198,7 @@ SWEEP = StoredSweep(
         ({}, ""),  # token ids are not text
         ({"title": "Hi", "prompts": [TEMPLATED]}, "Hi"),
         ({"prompts": [TEMPLATED]}, "<|user|>Hi<|end|>"),
-        ({"kind": "sweep", "prompts": [], "work": SweepWork(sweep=SWEEP)}, "A cat → A dog"),
+        ({"kind": "sweep", "prompts": [], "work": SweepWork(sweep=SWEEP).packed}, "A cat → A dog"),
     ],
 )
 def test_a_record_says_what_was_asked(asked: dict[str, Any], shown: str) -> None:
