@@ -27,7 +27,7 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
     "tests": ("cpu", "demo", "dev", "notebook", "otel", "plots"),
     "tools": ("cpu", "demo", "dev", "probes"),
     "benchmarks": ("cpu", "demo", "dev", "plots", "probes"),
-    "examples": ("client", "plots"),
+    "examples": ("api", "client", "plots"),
 }
 #: Inside functions, imports for which another extra is the remedy.
 LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
