@@ -43,11 +43,11 @@ FOLDERS = (
     "api", "benchmarks", "broker", "client", "kernels", "schemas", "storage", "tools", "workers",
     "tests/engine", "tests/fake_engine", "tests/faults", "tests/long", "tests/machines",
     "tests/system", "tests/unit/api", "tests/unit/broker", "tests/unit/client",
-    "tests/unit/workers", "tests/unit", "tests/web", "tests", "packages",
+    "tests/unit/workers", "tests/unit", "tests", "packages",
 )  # fmt: skip
-PAGE = "api/assets/page"
+PAGE = "packages/page/midstream_page/assets"
 #: Folders, or files, that are not clean yet.
-NOT_YET = ("api/assets/page",)
+NOT_YET = (PAGE,)
 #: Functions that take any number of things of one sort: of libraries, and of ours.
 MANY = {
     "print", "min", "max", "zip", "chain", "partial", "to_thread", "gather", "execute_command",

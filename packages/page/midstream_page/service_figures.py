@@ -12,17 +12,18 @@ from collections.abc import Iterable
 import anyio.to_thread
 import msgspec
 
-from ...broker.ledger.jobs.ledger import Ledger, reachable
-from ...broker.ledger.named.steering import LedgerSteering
-from ...schemas.access.keys import Caller, TenantView
-from ...schemas.base import MidstreamError, now, to_json
-from ...schemas.jobs.models import WorkerInfo
-from ...schemas.service.compatibility import judged
-from ...schemas.service.feed import FeedHistory, FeedModel, FeedService
-from ...schemas.settings.settings import Settings
-from ...storage.capture_usage import CaptureUsage
-from .disks import Disks
+from midstream.api.operations.disks import Disks
+from midstream.broker.ledger.jobs.ledger import Ledger, reachable
+from midstream.broker.ledger.named.steering import LedgerSteering
+from midstream.schemas.access.keys import Caller, TenantView
+from midstream.schemas.base import MidstreamError, now, to_json
+from midstream.schemas.jobs.models import WorkerInfo
+from midstream.schemas.service.compatibility import judged
+from midstream.schemas.settings.settings import Settings
+from midstream.storage.capture_usage import CaptureUsage
+
 from .job_feed import event
+from .records import FeedHistory, FeedModel, FeedService
 
 log = logging.getLogger("midstream.api")
 

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, sync_playwright
 from web_kit import Site, Visit, launched, visiting
 
-SAES = Path(__file__).parents[1] / "data" / "saes"
+SAES = Path(__file__).parents[4] / "tests" / "data" / "saes"
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...broker.artifacts.headers import must_be_there
-from ...schemas.base import DTYPE_OF_FILE, DTYPES, MidstreamError, widened
-from ...schemas.jobs.captures import Manifest
-from ...storage.store import ArtifactStore
-from .packed import OpenBlob, blocks, join
+from midstream.api.responses.packed import OpenBlob, blocks, join
+from midstream.broker.artifacts.headers import must_be_there
+from midstream.schemas.base import DTYPE_OF_FILE, DTYPES, MidstreamError, widened
+from midstream.schemas.jobs.captures import Manifest
+from midstream.storage.store import ArtifactStore
 
 #: Significant decimal digits that name a float32 uniquely.
 DIGITS = 9
@@ -21,7 +21,7 @@ Values = list[float | None]
 @dataclass(frozen=True)
 class Measured:
     """`norms`, `cosines`: for each layer, a value for each row; see
-    `schemas.jobs.captures.CaptureNorms`.
+    `records.CaptureNorms`.
     """
 
     manifest: Manifest

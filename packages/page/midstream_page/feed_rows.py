@@ -1,4 +1,4 @@
-"""Reads the rows of the web page's table of jobs, in batches.
+"""Reads the rows of the page's table of jobs, in batches.
 
 A record that cannot be read is left out, and logged.
 """
@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ....schemas.base import from_json, shortened
-from ....schemas.service.feed import FeedJob
-from ..core.record import FIELDS, SHOWN, decode
-from ..jobs.ledger import Ledger, reachable
-from ..results import views
+from midstream.broker.ledger.core.record import FIELDS, SHOWN, decode
+from midstream.broker.ledger.jobs.ledger import Ledger, reachable
+from midstream.broker.ledger.results import views
+from midstream.schemas.base import from_json, shortened
+
+from .records import FeedJob
 
 log = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from capture_kit import HIDDEN, finished, write
 from edge import Api, Hand
 from tenant_kit import Caller
 
-from midstream.api.context import MEASURED_OF_TENANT
 from midstream.client import CaptureReader
 from midstream.schemas.base import from_numpy, to_json
 from midstream.schemas.base.limits import MAX_NORM_BYTES, MAX_NORM_ROWS, MAX_NORM_VALUES
+from midstream_page.state import MEASURED_OF_TENANT
 
 HOOKS: dict[str, list[int]] = {"pre_attn": [1], "post_block": [0, 1, 2, 3]}
 SHARES: list[dict[str, list[int]]] = [

@@ -7,9 +7,23 @@ import numpy as np
 from litestar import get
 from litestar.params import QueryParameter
 
-from ...schemas.access.keys import Caller
-from ...schemas.base import MidstreamError, invalid, to_numpy
-from ...schemas.base.limits import (
+from midstream.api.context import AppContext
+from midstream.api.routes.captures import (
+    CAPTURE_ERRORS,
+    captured,
+    entries_of,
+    hook_of,
+    layers_of,
+    opened,
+    reading,
+    tag_of,
+)
+from midstream.api.routes.jobs import PROBLEM, JobId
+from midstream.api.routes.steering import named_module, tensors_of
+from midstream.api.web.auth import needs
+from midstream.schemas.access.keys import Caller
+from midstream.schemas.base import MidstreamError, invalid, to_numpy
+from midstream.schemas.base.limits import (
     MAX_COUNT,
     MAX_LAYER,
     MAX_LAYER_TEXT,
@@ -20,26 +34,15 @@ from ...schemas.base.limits import (
     MAX_TAG,
     NAME_PATTERN,
 )
-from ...schemas.jobs.captures import CaptureNorms, Manifest
-from ...schemas.jobs.jobs import FileEntry
-from ...schemas.prompts.selectors import as_ranges
-from ...schemas.requests.interventions import FAMILY
-from ...schemas.requests.steering import Module
-from ..context import MEASURED_OF_TENANT, AppContext
-from ..responses.norms import Measured, measured
-from ..web.auth import needs
-from .captures import (
-    CAPTURE_ERRORS,
-    captured,
-    entries_of,
-    hook_of,
-    layers_of,
-    opened,
-    reading,
-    tag_of,
-)
-from .jobs import PROBLEM, JobId
-from .steering import named_module, tensors_of
+from midstream.schemas.jobs.captures import Manifest
+from midstream.schemas.jobs.jobs import FileEntry
+from midstream.schemas.prompts.selectors import as_ranges
+from midstream.schemas.requests.interventions import FAMILY
+from midstream.schemas.requests.steering import Module
+
+from .records import CaptureNorms
+from .row_norms import Measured, measured
+from .state import MEASURED_OF_TENANT, STATE, PageState
 
 #: Hook to measure if the request names none.
 USUAL = "post_block"
@@ -58,10 +61,12 @@ MIB = 1 << 20
     f"an API process answers {MEASURED_OF_TENANT} of one tenant at the same time, "
     "and further ones with 429.",
     responses={**CAPTURE_ERRORS, 429: PROBLEM},
+    dependencies=STATE,
 )
 async def get_norms(
     job_id: JobId,
     context: AppContext,
+    page: PageState,
     caller: Caller,
     prompt: Annotated[
         int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")
@@ -151,8 +156,8 @@ async def get_norms(
             context.store, opened(context, job_id, entries), site, chosen, rows, vectors
         )
 
-    with context.measured.of(caller.tenant):
-        result = await reading(context, job_id, entries, read, context.measuring)
+    with page.measured.of(caller.tenant):
+        result = await reading(context, job_id, entries, read, page.measuring)
     manifest = result.manifest
     listed = rows(manifest)
     ids = [manifest.token_ids[place] for place in listed]

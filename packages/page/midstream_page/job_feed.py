@@ -10,10 +10,11 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.jobs.watch import JobWatcher
-from ...broker.ledger.people.feed import newest, read_jobs
-from ...schemas.base import MidstreamError, to_json
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.broker.ledger.jobs.watch import JobWatcher
+from midstream.schemas.base import MidstreamError, to_json
+
+from .feed_rows import newest, read_jobs
 
 log = logging.getLogger("midstream.api")
 

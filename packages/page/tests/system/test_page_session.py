@@ -20,7 +20,6 @@ from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 from wait_kit import wait_until
 
 from midstream.api.__main__ import trusted_proxies
-from midstream.api.routes.session import MAX_BODY
 from midstream.api.web.auth import COOKIE, CSRF_HEADER
 from midstream.api.web.wrong_keys import WRONG_PER_MINUTE
 from midstream.broker.ledger.people import sessions
@@ -30,6 +29,7 @@ from midstream.schemas.access.keys import CreatedKey, StoredKey
 from midstream.schemas.access.sessions import MAX_LOGIN_KEY, SESSION_S, Session
 from midstream.schemas.base import MidstreamError, from_msgpack, now, to_msgpack
 from midstream.schemas.settings.settings import Settings, SettingsError
+from midstream_page.session import MAX_BODY
 
 #: Only ends what hangs.
 LONG_S = 60.0

@@ -3,9 +3,9 @@
 import pytest
 
 from midstream.broker.ledger.core.record import SHOWN
-from midstream.broker.ledger.people.feed import OUTPUT_BYTES, _output
 from midstream.schemas.base import shortened, to_msgpack
 from midstream.schemas.jobs.jobs import Output
+from midstream_page.feed_rows import OUTPUT_BYTES, _output
 
 
 @pytest.mark.parametrize("length", [0, 5, 31, 32, 100, 300, 70_000])

@@ -12,14 +12,16 @@ from typing import Annotated, Any
 from litestar import Response, get
 from litestar.params import QueryParameter
 
-from ...schemas.access.keys import Caller
-from ...schemas.service.feed import MAX_FEED
-from ..context import AppContext
-from ..operations.job_feed import SENDS_PER_S, TICK_S
-from ..responses import events
-from ..web.auth import HeldKey, needs, tenant_asked
-from ..web.open_calls import EVENTS
-from .jobs import ERRORS, Whose
+from midstream.api.context import AppContext
+from midstream.api.responses import events
+from midstream.api.routes.jobs import ERRORS, Whose
+from midstream.api.web.auth import HeldKey, needs, tenant_asked
+from midstream.api.web.open_calls import EVENTS
+from midstream.schemas.access.keys import Caller
+
+from .job_feed import SENDS_PER_S, TICK_S
+from .records import MAX_FEED
+from .state import STATE, PageState
 
 #: Seconds between two `service` events; more while many feeds are open.
 SERVICE_S = 2.0
@@ -37,9 +39,11 @@ FEED_URL = "/v1/feed"
     media_type=events.MEDIA_TYPE,
     opt=needs("read") | EVENTS,
     responses=ERRORS,
+    dependencies=STATE,
 )
 async def feed(
     context: AppContext,
+    page: PageState,
     caller: Caller,
     limit: Annotated[
         int,
@@ -47,18 +51,23 @@ async def feed(
     ] = 500,
     tenant: Whose = None,
 ) -> Response[Any]:
-    sent = partial(_events, context, caller, tenant_asked(caller, tenant), limit)
+    sent = partial(_events, context, page, caller, tenant_asked(caller, tenant), limit)
     return events.stream(context, caller, FEED_URL, sent)
 
 
 async def _events(
-    context: AppContext, caller: Caller, tenant: str | None, count: int, held_key: HeldKey
+    context: AppContext,
+    page: PageState,
+    caller: Caller,
+    tenant: str | None,
+    count: int,
+    held_key: HeldKey,
 ) -> AsyncGenerator[bytes]:
     """Yield the events of `GET /v1/feed`, until the caller's key or session ends.
 
     `tenant`: None for all tenants. Events are rendered once for all feeds of the same audience.
     """
-    with context.feed.of(tenant) as subscriber:
+    with page.feed.of(tenant) as subscriber:
         for end in held_key.ends:
             end.add_done_callback(lambda _: subscriber.woken.set())
         service_due = 0.0
@@ -68,12 +77,12 @@ async def _events(
                 yield event
             if (at := time.monotonic()) >= service_due:
                 if not service_due and caller.may("observe"):
-                    yield context.figures.history()
-                yield await context.waiting.patiently(lambda: context.figures.rendered(caller))
-                service_due = at + max(SERVICE_S, context.feed.open / SENDS_PER_S)
+                    yield page.figures.history()
+                yield await context.waiting.patiently(lambda: page.figures.rendered(caller))
+                service_due = at + max(SERVICE_S, page.feed.open / SENDS_PER_S)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(TICK_S, service_due - time.monotonic())):
                     await subscriber.woken.wait()
 
 
-ROUTES = [feed]
+ROUTES: list[Any] = [feed]

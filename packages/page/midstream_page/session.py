@@ -10,13 +10,14 @@ from litestar import Response, delete, get, post
 from litestar.datastructures import Cookie
 from litestar.params import JSONBody
 
-from ...schemas.access.keys import EVERYBODY
-from ...schemas.access.sessions import SessionRequest, SessionView
-from ...schemas.base import MidstreamError, __version__
-from ..context import AppContext
-from ..web.auth import COOKIE, SessionVisit, address_of, needs, own_page, visit_of
-from ..web.body import JsonRequest
-from .pages import links
+from midstream.api.context import AppContext
+from midstream.api.routes.pages import links
+from midstream.api.web.auth import COOKIE, SessionVisit, address_of, needs, own_page, visit_of
+from midstream.api.web.body import JsonRequest
+from midstream.schemas.access.keys import EVERYBODY
+from midstream.schemas.base import MidstreamError, __version__
+
+from .records import SessionRequest, SessionView
 
 #: Bytes of a login's body: a key and little else.
 MAX_BODY = 4096
