@@ -1,4 +1,5 @@
-// Calls of the API: JSON in and out, errors as ApiError, server-sent events over fetch (so that POST streams work too).
+// Calls of the API: JSON in and out, errors as ApiError, server-sent events over fetch (so that POST
+// streams work too).
 
 export class ApiError extends Error {
   constructor(status, problem, retryAfter) {
@@ -44,10 +45,20 @@ async function call(method, path, body, signal, more = {}) {
   let [answer, isLate] = [null, 0];
   const timer = setTimeout(() => slow || onLate((late += isLate = 1)), LATE_MS);
   try {
-    answer = await fetch(path, { method, headers, signal, body: body === undefined ? undefined : JSON.stringify(body), credentials: "same-origin" });
+    answer = await fetch(path, {
+      method,
+      headers,
+      signal,
+      body: body === undefined ? undefined : JSON.stringify(body),
+      credentials: "same-origin",
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError(0, { type: "urn:midstream:unreachable", detail: "the API cannot be reached; is it running?" }, 2);
+    throw new ApiError(
+      0,
+      { type: "urn:midstream:unreachable", detail: "the API cannot be reached; is it running?" },
+      2,
+    );
   } finally {
     clearTimeout(timer);
     if (isLate) onLate((late -= 1));
@@ -70,9 +81,11 @@ async function problemOf(answer) {
 const parsed = async (answer) => (answer.status === 204 ? null : answer.json());
 
 export const get = async (path, { signal } = {}) => parsed(await call("GET", path, undefined, signal));
-export const post = async (path, body = {}, { signal, headers } = {}) => parsed(await call("POST", path, body, signal, headers));
+export const post = async (path, body = {}, { signal, headers } = {}) =>
+  parsed(await call("POST", path, body, signal, headers));
 export const put = async (path, body = {}, { signal } = {}) => parsed(await call("PUT", path, body, signal));
-export const patch = async (path, body = {}, { signal } = {}) => parsed(await call("PATCH", path, body, signal));
+export const patch = async (path, body = {}, { signal } = {}) =>
+  parsed(await call("PATCH", path, body, signal));
 export const del = async (path, { signal } = {}) => parsed(await call("DELETE", path, undefined, signal));
 /** The answer itself, for bytes: `(await raw(path)).arrayBuffer()`. */
 export const raw = (path, { method = "GET", body, signal } = {}) => call(method, path, body, signal);
@@ -101,7 +114,8 @@ export class EventParser {
       const line = this.text.slice(0, end);
       this.text = this.text.slice(end + (this.text.startsWith("\r\n", end) ? 2 : 1));
       if (line === "") {
-        if (this.lines.length) found.push({ event: this.event || "message", data: this.lines.join("\n"), id: this.id });
+        if (this.lines.length)
+          found.push({ event: this.event || "message", data: this.lines.join("\n"), id: this.id });
         this.reset();
       } else if (!line.startsWith(":")) {
         const colon = line.indexOf(":");
@@ -117,11 +131,17 @@ export class EventParser {
 }
 
 let away = new AbortController(); // aborts when the page is hidden or left
-document.addEventListener("visibilitychange", () => (document.hidden ? away.abort() : (away = new AbortController())));
+document.addEventListener("visibilitychange", () =>
+  document.hidden ? away.abort() : (away = new AbortController()),
+);
 
-/** Once the page is seen, a signal for what keeps a connection, of which a browser has six to a host: it aborts with `signal`, and when the page is hidden. */
+/**
+ * Once the page is seen, a signal for what keeps a connection, of which a browser has six to a host:
+ * it aborts with `signal`, and when the page is hidden.
+ */
 export async function whileSeen(signal) {
-  const awaited = (target, event) => new Promise((resolve) => target.addEventListener(event, resolve, { once: true }));
+  const awaited = (target, event) =>
+    new Promise((resolve) => target.addEventListener(event, resolve, { once: true }));
   if (document.hidden) await Promise.race([awaited(document, "visibilitychange"), awaited(signal, "abort")]);
   return AbortSignal.any([signal, away.signal]);
 }
@@ -137,17 +157,25 @@ export const pause = (seconds, signal) =>
 
 /**
  * Reads server-sent events: `onEvent({event, data, id})`, `data` parsed as JSON where it is JSON.
- * Resolves at the stream's end, at `[DONE]`, and when `signal` aborts; throws ApiError for a refusal and for an `error` event.
- * `reconnect`: connect again with growing pauses when the connection is lost or ends (for feeds without end), from the last id;
- * `onState(connected, error, answer)` says which; `answer` has the headers of the one that opened the stream. `after`: the id of the last event that is known.
+ * Resolves at the stream's end, at `[DONE]`, and when `signal` aborts; throws ApiError for a refusal
+ * and for an `error` event. `reconnect`: connect again with growing pauses when the connection is
+ * lost or ends (for feeds without end), from the last id; `onState(connected, error, answer)` says
+ * which; `answer` has the headers of the one that opened the stream. `after`: the id of the last
+ * event that is known.
  */
-export async function sse(path, { method = "GET", body, onEvent, signal, reconnect = false, after = null, onState = () => {} }) {
+export async function sse(
+  path,
+  { method = "GET", body, onEvent, signal, reconnect = false, after = null, onState = () => {} },
+) {
   let last = after;
   let wait = 0.5;
   for (;;) {
     const held = reconnect ? await whileSeen(signal) : signal;
     try {
-      const answer = await call(method, path, body, held, { accept: "text/event-stream", ...(last ? { "last-event-id": last } : {}) });
+      const answer = await call(method, path, body, held, {
+        accept: "text/event-stream",
+        ...(last ? { "last-event-id": last } : {}),
+      });
       if (answer.status === 204) return;
       onState(true, null, answer);
       const reader = answer.body.getReader();
@@ -167,7 +195,12 @@ export async function sse(path, { method = "GET", body, onEvent, signal, reconne
             // text
           }
           if (found.event === "error" || (data && data.error)) {
-            const problem = found.event === "error" ? data : data.error.detail ? data.error : { detail: data.error.message, field: data.error.param };
+            const problem =
+              found.event === "error"
+                ? data
+                : data.error.detail
+                  ? data.error
+                  : { detail: data.error.message, field: data.error.param };
             throw failed(problem.status || 500, problem);
           }
           onEvent({ ...found, data });

@@ -6,23 +6,29 @@ import { useEffect, useRef, useState, useTask } from "./ui.js";
 /** Seconds until the next look while no model is served: after a start, loading one takes a minute. */
 const NONE_S = 2;
 
-/** What `path` answers, of several the fields of all; undefined until then, null where it fails (`onError` gets why). No path: undefined. */
+/**
+ * What `path` answers, of several the fields of all; undefined until then, null where it fails
+ * (`onError` gets why). No path: undefined.
+ */
 export function useAnswer(paths, onError = () => {}) {
   const path = [paths].flat().filter(Boolean).join("\n");
   const [found, set] = useState({});
-  useTask((signal) => {
-    if (!path) return;
-    Promise.all(path.split("\n").map((each) => get(each, { signal }))).then(
-      (values) => set({ path, value: Object.assign({}, ...values) }),
-      (error) => signal.aborted || (set({ path, value: null }), onError(error)),
-    );
-  }, [path]);
+  useTask(
+    (signal) => {
+      if (!path) return;
+      Promise.all(path.split("\n").map((each) => get(each, { signal }))).then(
+        (values) => set({ path, value: Object.assign({}, ...values) }),
+        (error) => signal.aborted || (set({ path, value: null }), onError(error)),
+      );
+    },
+    [path],
+  );
   return found.path === path ? found.value : undefined; // never what another path answered
 }
 
 /**
- * [what `path` answered last, how to ask now, why it failed last], asked again every `seconds` while `busy(answer)`, until it is not found.
- * No path: nothing is asked.
+ * [what `path` answered last, how to ask now, why it failed last], asked again every `seconds` while
+ * `busy(answer)`, until it is not found. No path: nothing is asked.
  */
 export function usePolled(path, seconds, busy = () => true) {
   const [found, set] = useState({});

@@ -28,7 +28,12 @@ export function age(moment, now = Date.now() / 1000) {
 export function clock(moment, now) {
   const at = new Date(moment * 1000);
   const today = at.toDateString() === new Date(now * 1000).toDateString();
-  return at.toLocaleString("en", { hour12: false, hour: "2-digit", minute: "2-digit", ...(today ? { second: "2-digit" } : { month: "short", day: "numeric" }) });
+  return at.toLocaleString("en", {
+    hour12: false,
+    hour: "2-digit",
+    minute: "2-digit",
+    ...(today ? { second: "2-digit" } : { month: "short", day: "numeric" }),
+  });
 }
 
 export function bytes(value) {
@@ -43,9 +48,11 @@ export function bytes(value) {
   return `${unit && n < 10 ? n.toFixed(1) : Math.round(n)} ${units[unit]}`;
 }
 
-export const percent = (share) => (share === null || share === undefined ? "–" : `${Math.round(share * 100)} %`);
+export const percent = (share) =>
+  share === null || share === undefined ? "–" : `${Math.round(share * 100)} %`;
 /** A share in whole percents would make the rare 0 % and the frequent 100 %. */
-export const fine = (share) => `${share > 0 && share < 0.01 ? Number((100 * share).toPrecision(2)) : number(100 * share, 2)} %`;
+export const fine = (share) =>
+  `${share > 0 && share < 0.01 ? Number((100 * share).toPrecision(2)) : number(100 * share, 2)} %`;
 /** A moment as `2026-11-28 14:02:11`, as the command line writes it. */
 export const time = (moment) => (moment ? new Date(moment * 1000).toLocaleString("sv") : "–");
 

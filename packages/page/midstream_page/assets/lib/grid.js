@@ -1,4 +1,5 @@
-// A sweep's grids as arrays, filled from the server's view of it and from `cell` events; of one pair, or the mean over all.
+// A sweep's grids as arrays, filled from the server's view of it and from `cell` events; of one pair,
+// or the mean over all.
 
 import { hookName } from "./hooks.js";
 
@@ -36,10 +37,16 @@ export class SweepGrid {
     this.hooks = result.hooks;
     this.layers = result.layers;
     this.metric = result.metric;
-    this.titles = [{ head: "head", head_position: "head and token", neuron: "neurons by rank", together: "tokens" }[result.axis] || "token", "layer"];
+    this.titles = [
+      { head: "head", head_position: "head and token", neuron: "neurons by rank", together: "tokens" }[
+        result.axis
+      ] || "token",
+      "layer",
+    ];
     this.columns = result.pairs[0].labels.length;
     this.size = this.layers.length * this.columns;
-    const each = (make) => result.pairs.map(() => Object.fromEntries(this.hooks.map((hook) => [hook, make()])));
+    const each = (make) =>
+      result.pairs.map(() => Object.fromEntries(this.hooks.map((hook) => [hook, make()])));
     this.values = each(() => new Float64Array(this.size).fill(NaN));
     this.states = each(() => new Uint8Array(this.size));
     this.reasons = new Map(); // "pair/hook/index" → why there is no value
@@ -63,7 +70,8 @@ export class SweepGrid {
       }
     });
     for (const { pair, hook, layers, column, reason } of result.skipped) {
-      for (const layer of layers) this.set(pair, hook, this.layers.indexOf(layer) * this.columns + column, null, reason);
+      for (const layer of layers)
+        this.set(pair, hook, this.layers.indexOf(layer) * this.columns + column, null, reason);
     }
   }
 
@@ -81,10 +89,13 @@ export class SweepGrid {
     this.cached.delete("limits");
     states[index] = value === null ? NONE : VALUE;
     if (value === null) this.reasons.set(`${pair}/${hook}/${index}`, reason || "reason unknown");
-    else this.values[pair][hook][index] = value, this.reasons.delete(`${pair}/${hook}/${index}`);
+    else ((this.values[pair][hook][index] = value), this.reasons.delete(`${pair}/${hook}/${index}`));
   }
 
-  /** Cells of a pair that are to get no value get its reason, if `which(hook, index)`. They do not count as known. */
+  /**
+   * Cells of a pair that are to get no value get its reason, if `which(hook, index)`. They do not
+   * count as known.
+   */
   leave(pair, which, reason) {
     for (const hook of this.hooks) {
       this.states[pair][hook].forEach((state, index, states) => {
@@ -99,7 +110,10 @@ export class SweepGrid {
     return this.size * this.hooks.length * this.pairs.length;
   }
 
-  /** What nothing is written into has, in the metric's units; NaN: not known yet. `pair` null: the mean over all. */
+  /**
+   * What nothing is written into has, in the metric's units; NaN: not known yet. `pair` null: the mean
+   * over all.
+   */
   base(pair) {
     if (this.metric === "recovered") return 0;
     const known = this.chosen(pair).flatMap((p) => (this.pairs[p].base ? [this.pairs[p].base.value] : []));
@@ -115,7 +129,10 @@ export class SweepGrid {
     return pair === null ? this.pairs.map((_, p) => p) : [pair];
   }
 
-  /** {state: "value", value, effect, spread, count} | {state: "none", reason} | {state: "waiting"}; `row` counts layers. */
+  /**
+   * {state: "value", value, effect, spread, count} | {state: "none", reason} | {state: "waiting"};
+   * `row` counts layers.
+   */
   at(pair, hook, row, column) {
     const index = row * this.columns + column;
     let count = 0;
@@ -135,11 +152,24 @@ export class SweepGrid {
     }
     if (!count) return waits ? { state: "waiting" } : { state: "none", reason };
     const value = sum / count;
-    const squares = chosen.reduce((all, p) => all + (this.states[p][hook][index] === VALUE ? (this.values[p][hook][index] - value) ** 2 : 0), 0);
-    return { state: "value", value, effect: effects / count, count, spread: count > 1 ? Math.sqrt(squares / (count - 1)) : null };
+    const squares = chosen.reduce(
+      (all, p) =>
+        all + (this.states[p][hook][index] === VALUE ? (this.values[p][hook][index] - value) ** 2 : 0),
+      0,
+    );
+    return {
+      state: "value",
+      value,
+      effect: effects / count,
+      count,
+      spread: count > 1 ? Math.sqrt(squares / (count - 1)) : null,
+    };
   }
 
-  /** [low, high] of a scale that serves all hooks: as far on both sides of the base as any cell lies; −1 to 1 of shares. */
+  /**
+   * [low, high] of a scale that serves all hooks: as far on both sides of the base as any cell lies;
+   * −1 to 1 of shares.
+   */
   limits(pair) {
     return this.once("limits", pair, () => this.findLimits(pair));
   }
@@ -147,7 +177,10 @@ export class SweepGrid {
   /** What the scale's ends stand for, and what its colours mean. */
   legend(pair) {
     const base = this.base(pair);
-    return { ends: this.limits(pair).map(shown), text: `${MEANING[this.metric]}; neutral: unpatched${Number.isNaN(base) ? "" : ` (${shown(base)})`}` };
+    return {
+      ends: this.limits(pair).map(shown),
+      text: `${MEANING[this.metric]}; neutral: unpatched${Number.isNaN(base) ? "" : ` (${shown(base)})`}`,
+    };
   }
 
   /** What `find` gives, once for each pair until cells or views change it. */
@@ -180,13 +213,20 @@ export class SweepGrid {
     return [base - reach, base + reach];
   }
 
-  /** The largest change that a patch made which changes nothing, or the least that can be shown; null: not known. */
+  /**
+   * The largest change that a patch made which changes nothing, or the least that can be shown; null:
+   * not known.
+   */
   noise(pair) {
-    const floors = this.chosen(pair).flatMap((p) => (this.pairs[p].noise_floor === null ? [] : [this.pairs[p].noise_floor]));
+    const floors = this.chosen(pair).flatMap((p) =>
+      this.pairs[p].noise_floor === null ? [] : [this.pairs[p].noise_floor],
+    );
     if (!floors.length) return null;
     const floor = Math.max(...floors);
     const least = Math.max(...this.chosen(pair).map((p) => this.resolution(this.pairs[p])));
-    return floor > least ? { text: `± ${floor.toPrecision(2)}`, value: floor } : { text: `± less than ${least.toPrecision(1)}`, value: least };
+    return floor > least
+      ? { text: `± ${floor.toPrecision(2)}`, value: floor }
+      : { text: `± less than ${least.toPrecision(1)}`, value: least };
   }
 
   resolution({ base, source }) {
@@ -209,7 +249,12 @@ export class SweepGrid {
       const name = different.slice(0, NAMES).join("/") + (different.length > NAMES ? "/…" : "");
       const places = new Set(chosen.map((each) => (each.positions[column] || []).join()));
       const [first] = chosen[0].positions[column] || [];
-      const token = places.size === 1 && chosen.every((each) => (each.positions[column] || []).length === 1 && each.labels[column] === each.base_tokens[first]);
+      const token =
+        places.size === 1 &&
+        chosen.every(
+          (each) =>
+            (each.positions[column] || []).length === 1 && each.labels[column] === each.base_tokens[first],
+        );
       return token ? `${name} ${first}` : name;
     });
   }
@@ -223,7 +268,12 @@ export class SweepGrid {
           pair.labels.forEach((label, column) => {
             const cell = this.at(p, hook, row, column);
             found.push({
-              pair: p, hook, layer, column, label, positions: pair.positions[column] || [],
+              pair: p,
+              hook,
+              layer,
+              column,
+              label,
+              positions: pair.positions[column] || [],
               value: cell.state === "value" ? cell.value : null,
               effect: cell.state === "value" && !Number.isNaN(cell.effect) ? cell.effect : null,
               reason: cell.reason || "",
@@ -244,13 +294,24 @@ export class SweepGrid {
     if (cell.state === "waiting") return `${where}: pending`;
     if (cell.state === "none") return `${where}: no value, ${cell.reason}`;
     const noise = this.noise(pair);
-    const spread = cell.spread === null ? "" : `, standard deviation ${cell.spread.toPrecision(2)} over ${cell.count} pairs`;
-    const neurons = pair !== null || this.pairs.length === 1 ? (this.pairs[pair || 0].neurons[hook] || [])[row]?.[column] : null;
-    return `${where}: ${shown(cell.value)}${noise ? ` ${noise.text} (noise)` : ""} ${MEANING[this.metric]}${spread}${neurons && neurons.length ? `, dimensions ${neurons.join(", ")}` : ""}`;
+    const spread =
+      cell.spread === null
+        ? ""
+        : `, standard deviation ${cell.spread.toPrecision(2)} over ${cell.count} pairs`;
+    const neurons =
+      pair !== null || this.pairs.length === 1
+        ? (this.pairs[pair || 0].neurons[hook] || [])[row]?.[column]
+        : null;
+    const value = `${shown(cell.value)}${noise ? ` ${noise.text} (noise)` : ""}`;
+    const dimensions = neurons && neurons.length ? `, dimensions ${neurons.join(", ")}` : "";
+    return `${where}: ${value} ${MEANING[this.metric]}${spread}${dimensions}`;
   }
 }
 
-/** Where a cell lies on the scale, −1 to 1; NaN: it has no value; null: it is not there yet. `row` counts layers. */
+/**
+ * Where a cell lies on the scale, −1 to 1; NaN: it has no value; null: it is not there yet. `row`
+ * counts layers.
+ */
 export function shareOf(grid, pair, hook, row, column) {
   const cell = grid.at(pair, hook, row, column);
   if (cell.state !== "value") return cell.state === "none" ? NaN : null;
@@ -261,12 +322,17 @@ export function shareOf(grid, pair, hook, row, column) {
 }
 
 /** A value with the digits that matter. */
-export const shown = (value) => (Math.abs(value) >= 1000 || (value !== 0 && Math.abs(value) < 0.001) ? value.toExponential(2) : value.toFixed(3)).replace("-", "−");
+export const shown = (value) =>
+  (Math.abs(value) >= 1000 || (value !== 0 && Math.abs(value) < 0.001)
+    ? value.toExponential(2)
+    : value.toFixed(3)
+  ).replace("-", "−");
 
 const FORMULA = /^[=+\-@\t\r](?![\d.]*$)/; // what spreadsheets run, if it begins a text that is no number
 
 const quoted = (value) => {
-  const plain = value === null || value === undefined ? "" : Array.isArray(value) ? value.join(" ") : String(value);
+  const plain =
+    value === null || value === undefined ? "" : Array.isArray(value) ? value.join(" ") : String(value);
   const text = typeof value === "string" && FORMULA.test(value) ? `'${plain}` : plain;
   return /[",\n\r]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
 };
@@ -274,5 +340,9 @@ const quoted = (value) => {
 /** RFC 4180, with the records' fields as its header. */
 export function csv(records) {
   const names = Object.keys(records[0] || {});
-  return [names, ...records.map((record) => names.map((name) => record[name]))].map((row) => row.map(quoted).join(",")).join("\r\n") + "\r\n";
+  return (
+    [names, ...records.map((record) => names.map((name) => record[name]))]
+      .map((row) => row.map(quoted).join(","))
+      .join("\r\n") + "\r\n"
+  );
 }

@@ -1,14 +1,40 @@
-// A heatmap on a canvas: rows of tokens, columns of layers. Whatever the rate of updates, it is drawn once per animation frame.
+// A heatmap on a canvas: rows of tokens, columns of layers. Whatever the rate of updates, it is drawn
+// once per animation frame.
 
 import { isDark, onTheme } from "./theme.js";
 
 /**
- * ColorBrewer's RdBu, reversed: blue below, neutral in the middle, red above; told apart by people who are blind to some colours.
- * On a dark page the middle is dark and the ends are bright, so that a map in which little happens does not glare.
+ * ColorBrewer's RdBu, reversed: blue below, neutral in the middle, red above; told apart by people
+ * who are blind to some colours. On a dark page the middle is dark and the ends are bright, so that a
+ * map in which little happens does not glare.
  */
 const STOPS = {
-  light: [[5, 48, 97], [33, 102, 172], [67, 147, 195], [146, 197, 222], [209, 229, 240], [247, 247, 247], [253, 219, 199], [244, 165, 130], [214, 96, 77], [178, 24, 43], [103, 0, 31]],
-  dark: [[176, 216, 255], [112, 180, 246], [66, 138, 212], [43, 99, 157], [36, 66, 97], [37, 47, 52], [88, 50, 48], [143, 60, 54], [205, 81, 68], [244, 134, 110], [255, 200, 180]],
+  light: [
+    [5, 48, 97],
+    [33, 102, 172],
+    [67, 147, 195],
+    [146, 197, 222],
+    [209, 229, 240],
+    [247, 247, 247],
+    [253, 219, 199],
+    [244, 165, 130],
+    [214, 96, 77],
+    [178, 24, 43],
+    [103, 0, 31],
+  ],
+  dark: [
+    [176, 216, 255],
+    [112, 180, 246],
+    [66, 138, 212],
+    [43, 99, 157],
+    [36, 66, 97],
+    [37, 47, 52],
+    [88, 50, 48],
+    [143, 60, 54],
+    [205, 81, 68],
+    [244, 134, 110],
+    [255, 200, 180],
+  ],
 };
 
 /** `share` from −1 to 1, cut off there. */
@@ -20,16 +46,36 @@ export function colour(share, dark = isDark()) {
 function between(stops, part) {
   const at = Math.min(1, part) * (stops.length - 1);
   const below = Math.min(Math.floor(at), stops.length - 2);
-  return `rgb(${stops[below].map((part, n) => Math.round(part + (stops[below + 1][n] - part) * (at - below))).join(",")})`;
+  const parts = stops[below].map((low, n) => Math.round(low + (stops[below + 1][n] - low) * (at - below)));
+  return `rgb(${parts.join(",")})`;
 }
 
-/** From the ground of a cell to teal: for shares from 0 to 1 that have no other side, such as probabilities. */
-const SHADES = { light: [[243, 247, 247], [191, 226, 226], [112, 184, 187], [28, 128, 134], [6, 72, 80]], dark: [[30, 40, 44], [24, 74, 80], [23, 115, 121], [63, 166, 168], [160, 232, 228]] };
+/**
+ * From the ground of a cell to teal: for shares from 0 to 1 that have no other side, such as
+ * probabilities.
+ */
+const SHADES = {
+  light: [
+    [243, 247, 247],
+    [191, 226, 226],
+    [112, 184, 187],
+    [28, 128, 134],
+    [6, 72, 80],
+  ],
+  dark: [
+    [30, 40, 44],
+    [24, 74, 80],
+    [23, 115, 121],
+    [63, 166, 168],
+    [160, 232, 228],
+  ],
+};
 
 /** `share` from 0 to 1, cut off there. */
 export const shade = (share, dark = isDark()) => between(SHADES[dark ? "dark" : "light"], Math.max(0, share));
 
-const channel = (part) => (part / 255 <= 0.03928 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4);
+const channel = (part) =>
+  part / 255 <= 0.03928 ? part / 255 / 12.92 : ((part / 255 + 0.055) / 1.055) ** 2.4;
 
 /** Black or white, whichever is read better on `rgb(r,g,b)`: at least 4.5 to 1. */
 export function inkOn(rgb) {
@@ -50,11 +96,21 @@ const MOST = 16000; // device pixels of a canvas that browsers draw
 
 export class Heatmap {
   /**
-   * `source`: {rows: names of tokens, columns: names of layers, at(row, column) → share from −1 to 1, NaN: no value, null: not there yet,
-   * scale() → text that changes when all shares do, titles: of the rows' axis and of the columns', widest: CSS pixels of a cell,
-   * text(row, column) → what wide cells say, paint: share → colour}. `dark`: colours that do not follow the page's.
+   * `source`: {rows: names of tokens, columns: names of layers, at(row, column) → share from −1 to 1,
+   * NaN: no value, null: not there yet, scale() → text that changes when all shares do, titles: of
+   * the rows' axis and of the columns', widest: CSS pixels of a cell, text(row, column) → what wide
+   * cells say, paint: share → colour}. `dark`: colours that do not follow the page's.
    */
-  constructor(canvas, source, width, { ratio = globalThis.devicePixelRatio || 1, schedule = (draw) => requestAnimationFrame(draw), dark = null } = {}) {
+  constructor(
+    canvas,
+    source,
+    width,
+    {
+      ratio = globalThis.devicePixelRatio || 1,
+      schedule = (draw) => requestAnimationFrame(draw),
+      dark = null,
+    } = {},
+  ) {
     this.canvas = canvas;
     this.schedule = schedule;
     this.frames = 0; // drawn
@@ -75,7 +131,9 @@ export class Heatmap {
     const [rows, columns] = [source.rows.length, source.columns.length];
     this.context = this.canvas.getContext("2d");
     this.context.font = `${FONT}px system-ui, sans-serif`;
-    const widest = source.rows.slice(0, MEASURED).reduce((most, name) => Math.max(most, this.context.measureText(name).width), 16);
+    const widest = source.rows
+      .slice(0, MEASURED)
+      .reduce((most, name) => Math.max(most, this.context.measureText(name).width), 16);
     this.left = TITLE + Math.min(LABELS, widest + 8, Math.max(24, width / 3 - TITLE));
     this.cell = Math.min(source.widest || CELL[1], Math.max(CELL[0], (width - this.left - 2) / columns));
     this.row = Math.min(ROW[1], Math.max(ROW[0], HEIGHT / rows));
@@ -116,7 +174,8 @@ export class Heatmap {
     if (this.all || scale !== this.scale) {
       this.context.clearRect(0, 0, this.width, this.height);
       this.drawLabels();
-      for (let row = 0; row < this.source.rows.length; row += 1) for (let column = 0; column < columns; column += 1) this.drawCell(row, column);
+      for (let row = 0; row < this.source.rows.length; row += 1)
+        for (let column = 0; column < columns; column += 1) this.drawCell(row, column);
     } else {
       for (const index of this.dirty) this.drawCell(Math.floor(index / columns), index % columns);
     }
@@ -127,13 +186,20 @@ export class Heatmap {
 
   /** {left, top, width, height} of a cell, or of a rectangle of cells, in CSS pixels of the canvas. */
   box(row, column, rows = 1, columns = 1) {
-    return { left: this.left + column * this.cell, top: row * this.row, width: columns * this.cell, height: rows * this.row };
+    return {
+      left: this.left + column * this.cell,
+      top: row * this.row,
+      width: columns * this.cell,
+      height: rows * this.row,
+    };
   }
 
   /** The cell at a point of the canvas in CSS pixels; null: none is there. */
   hit(x, y) {
     const [row, column] = [Math.floor(y / this.row), Math.floor((x - this.left) / this.cell)];
-    return row >= 0 && column >= 0 && row < this.source.rows.length && column < this.source.columns.length ? { row, column } : null;
+    return row >= 0 && column >= 0 && row < this.source.rows.length && column < this.source.columns.length
+      ? { row, column }
+      : null;
   }
 
   drawCell(row, column) {
@@ -190,14 +256,19 @@ export class Heatmap {
     const every = Math.max(1, Math.ceil((FONT + 1) / this.row));
     for (let row = 0; row < source.rows.length; row += every) {
       let text = source.rows[row];
-      while (text.length > 3 && context.measureText(text).width > this.left - TITLE - 6) text = `${text.slice(0, -2)}…`;
+      while (text.length > 3 && context.measureText(text).width > this.left - TITLE - 6)
+        text = `${text.slice(0, -2)}…`;
       context.fillText(text, this.left - 5, (row + 0.5) * this.row);
     }
     context.textAlign = "center";
     const widest = Math.max(...source.columns.map((name) => String(name).length)) * 8 + 6;
     const step = Math.max(1, Math.ceil(widest / this.cell));
     for (let column = 0; column < source.columns.length; column += step) {
-      context.fillText(String(source.columns[column]), this.left + (column + 0.5) * this.cell, source.rows.length * this.row + 11);
+      context.fillText(
+        String(source.columns[column]),
+        this.left + (column + 0.5) * this.cell,
+        source.rows.length * this.row + 11,
+      );
     }
     const [rows, columns] = source.titles || ["token", "layer"];
     context.fillStyle = this.ink(0.75);
@@ -211,7 +282,9 @@ export class Heatmap {
 
   /** A colour of the page's palette, which is `light-dark(one, other)`. */
   style(name) {
-    const parts = getComputedStyle(document.documentElement).getPropertyValue(name).match(/#[0-9a-f]+/gi);
+    const parts = getComputedStyle(document.documentElement)
+      .getPropertyValue(name)
+      .match(/#[0-9a-f]+/gi);
     return parts[(this.fixed ?? isDark()) ? 1 : 0];
   }
 

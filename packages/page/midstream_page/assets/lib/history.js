@@ -1,4 +1,5 @@
-// What the service's figures were in the last hour, of which the API brings what was before the page was opened.
+// What the service's figures were in the last hour, of which the API brings what was before the page
+// was opened.
 
 import { kindOf } from "./kinds.js";
 
@@ -34,12 +35,16 @@ function median(values) {
   return (sorted[(sorted.length - 1) >> 1] + sorted[sorted.length >> 1]) / 2;
 }
 
-/** The median seconds from submission to end of the jobs that ended in each of the last `minutes`: [[at, seconds or null], …]. */
+/**
+ * The median seconds from submission to end of the jobs that ended in each of the last `minutes`:
+ * [[at, seconds or null], …].
+ */
 export function latencies(jobs, now, minutes) {
   const buckets = Array.from({ length: minutes }, () => []);
   for (const job of jobs) {
     const ago = Math.floor((now - (job.finished || 0)) / BUCKET_S);
-    if (job.state === "succeeded" && !kindOf(job.kind).slow && ago >= 0 && ago < minutes) buckets[minutes - 1 - ago].push(job.finished - job.created);
+    if (job.state === "succeeded" && !kindOf(job.kind).slow && ago >= 0 && ago < minutes)
+      buckets[minutes - 1 - ago].push(job.finished - job.created);
   }
   return buckets.map((found, n) => [now - (minutes - 1 - n) * BUCKET_S, found.length ? median(found) : null]);
 }

@@ -2,7 +2,10 @@
 
 import { html } from "./ui.js";
 
-/** Our name → [name for people, TransformerLens' name where it is another]. In the order of a layer's forward pass. */
+/**
+ * Our name → [name for people, TransformerLens' name where it is another]. In the order of a layer's
+ * forward pass.
+ */
 export const HOOKS = {
   pre_attn: ["Residual stream before the layer", "resid_pre"],
   q_proj: ["Queries as projected", "hook_q"],
@@ -20,7 +23,17 @@ export const HOOKS = {
   post_block: ["Residual stream after the layer", "resid_post"],
 };
 /** TransformerLens' names without `attn.` and `hook_`, where `HOOKS` does not say it. */
-const OTHERS = { "mlp.hook_post": "mlp_act", resid_pre: "pre_attn", resid_mid: "post_attn", resid_post: "post_block", rot_q: "q", rot_k: "k", mlp_post: "mlp_act", hook_q: "q_proj", hook_k: "k_proj" };
+const OTHERS = {
+  "mlp.hook_post": "mlp_act",
+  resid_pre: "pre_attn",
+  resid_mid: "post_attn",
+  resid_post: "post_block",
+  rot_q: "q",
+  rot_k: "k",
+  mlp_post: "mlp_act",
+  hook_q: "q_proj",
+  hook_k: "k_proj",
+};
 
 /** Our name of a hook point that a request calls by TransformerLens' name. */
 export function ours(name) {
@@ -29,11 +42,28 @@ export function ours(name) {
 }
 
 export const hookName = (hook) => (HOOKS[hook] ? HOOKS[hook][0] : hook);
-export const hookCode = (hook) => [hook, ...(HOOKS[hook] && HOOKS[hook][1] ? [HOOKS[hook][1]] : [])].join(", ");
+export const hookCode = (hook) =>
+  [hook, ...(HOOKS[hook] && HOOKS[hook][1] ? [HOOKS[hook][1]] : [])].join(", ");
 /** Both names, as text. */
 export const hookTitle = (hook) => (HOOKS[hook] ? `${hookName(hook)} (${hookCode(hook)})` : hook);
 
-/** Check boxes of hook points. `chosen(hook)`; `toggle(hook, on)`; `note(hook)`: what else is to be said of one. */
-export const HookBoxes = ({ hooks, chosen, toggle, note = () => "" }) => html`<div class="hook-boxes">${hooks.map(
-  (hook) => html`<label key=${hook}><input type="checkbox" data-hook=${hook} checked=${chosen(hook)} onChange=${(event) => toggle(hook, event.target.checked)} /> <span>${hookName(hook)} <code>${hookCode(hook)}</code>${note(hook)}</span></label>`,
-)}</div>`;
+/**
+ * Check boxes of hook points. `chosen(hook)`; `toggle(hook, on)`; `note(hook)`: what else is to be
+ * said of one.
+ */
+export const HookBoxes = ({ hooks, chosen, toggle, note = () => "" }) => html`
+  <div class="hook-boxes">
+    ${hooks.map(
+      (hook) => html`
+        <label key=${hook}>
+          <input
+            type="checkbox"
+            data-hook=${hook}
+            checked=${chosen(hook)}
+            onChange=${(event) => toggle(hook, event.target.checked)}
+          /> <span>${hookName(hook)} <code>${hookCode(hook)}</code>${note(hook)}</span>
+        </label>
+      `,
+    )}
+  </div>
+`;

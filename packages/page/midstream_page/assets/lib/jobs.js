@@ -43,7 +43,11 @@ export class JobStore {
   /** Whether jobs here have different values of `of`. */
   differ(of) {
     const { list } = this;
-    if (!this.varied.has(of)) this.varied.set(of, list.some((job) => of(job) !== of(list[0])));
+    if (!this.varied.has(of))
+      this.varied.set(
+        of,
+        list.some((job) => of(job) !== of(list[0])),
+      );
     return this.varied.get(of);
   }
 
@@ -57,37 +61,72 @@ export const owner = (job) => job.tenant || "default";
 const modelOf = (job) => job.model;
 export const over = (job) => ENDED.has(job.state) || job.state === "cancelled";
 const UNNAMED = "default"; // tag and owner of whoever gives none: it tells nothing
-export const tagOf = (job) => (!kindOf(job.kind).grid && job.tags && job.tags.length ? job.tags.filter((tag) => tag !== UNNAMED).join(", ") : (job.metadata && job.metadata.tag) || job.run || "");
+export const tagOf = (job) =>
+  !kindOf(job.kind).grid && job.tags && job.tags.length
+    ? job.tags.filter((tag) => tag !== UNNAMED).join(", ")
+    : (job.metadata && job.metadata.tag) || job.run || "";
 
-const OURS = { "gradient-worker": "Check of the gradient worker" }; // owner of jobs that nobody sent → what they are for
+// owner of jobs that nobody sent → what they are for
+const OURS = { "gradient-worker": "Check of the gradient worker" };
 /** Parts of a harvest name it in their metadata; users send surveys. */
 export const isSurvey = (job) => job.kind === "harvest" && !(job.metadata && job.metadata.harvest);
 
-/** What tells it from others of the same prompt in `jobs`: how it was read and edited, its tag, whose it is, its model. */
+/**
+ * What tells it from others of the same prompt in `jobs`: how it was read and edited, its tag, whose
+ * it is, its model.
+ */
 export const markOf = (job, jobs) => {
   const edits = [...Object.keys(job.modules || {}), ...(job.lora ? [job.lora.name] : [])].join(" + ");
-  return [...new Set([(job.metadata && job.metadata.page) || (isSurvey(job) ? "survey" : job.kind), edits ? `with ${edits}` : job.steered && "steered", tagOf(job), jobs.differ(owner) && owner(job) !== UNNAMED && owner(job), jobs.differ(modelOf) && job.model, job.prompts > 1 && `${job.prompts} prompts`])].filter(Boolean).join(" · ");
+  return [
+    ...new Set([
+      (job.metadata && job.metadata.page) || (isSurvey(job) ? "survey" : job.kind),
+      edits ? `with ${edits}` : job.steered && "steered",
+      tagOf(job),
+      jobs.differ(owner) && owner(job) !== UNNAMED && owner(job),
+      jobs.differ(modelOf) && job.model,
+      job.prompts > 1 && `${job.prompts} prompts`,
+    ]),
+  ]
+    .filter(Boolean)
+    .join(" · ");
 };
 
 /** What people call it: its `name` in the metadata, else what was asked. */
-export const titleOf = (job) => (job.metadata && job.metadata.name) || (job.prompt || "").trim() || OURS[owner(job)] || tagOf(job) || (job.kind === "harvest" ? `${isSurvey(job) ? "Survey" : "Part"} of a harvest` : `${job.kind} of token ids`);
+export const titleOf = (job) =>
+  (job.metadata && job.metadata.name) ||
+  (job.prompt || "").trim() ||
+  OURS[owner(job)] ||
+  tagOf(job) ||
+  (job.kind === "harvest" ? `${isSurvey(job) ? "Survey" : "Part"} of a harvest` : `${job.kind} of token ids`);
 
 /** What was asked, where it is called otherwise. */
 export const askedOf = (job) => (job.metadata && job.metadata.name && job.prompt ? job.prompt : "");
 
 /** What came of it, or why nothing did. */
-export const outcomeOf = (job) => (job.error ? job.error.detail : job.output || (over(job) && job.cells_expected ? `${job.cells || 0} of ${job.cells_expected} cells` : ""));
+export const outcomeOf = (job) =>
+  job.error
+    ? job.error.detail
+    : job.output ||
+      (over(job) && job.cells_expected ? `${job.cells || 0} of ${job.cells_expected} cells` : "");
 
 /** Views of readings, which name themselves in the metadata of the jobs that they submit. */
 const READINGS = new Set(["lens", "attention", "features", "probes"]);
 
 /** The view that shows it best. */
-export const placeOf = (job) => (job.metadata && READINGS.has(job.metadata.page) ? `#/${job.metadata.page}/${job.id}` : kindOf(job.kind).grid ? `#/${job.kind}/${job.id}` : job.tags && job.tags.length ? `#/capture/${job.id}` : `#/jobs/${job.id}`);
+export const placeOf = (job) =>
+  job.metadata && READINGS.has(job.metadata.page)
+    ? `#/${job.metadata.page}/${job.id}`
+    : kindOf(job.kind).grid
+      ? `#/${job.kind}/${job.id}`
+      : job.tags && job.tags.length
+        ? `#/capture/${job.id}`
+        : `#/jobs/${job.id}`;
 
 /** [done, total, words] of a job under way; null where nothing is counted. */
 export function progressOf(job) {
   if (over(job)) return null;
-  if (job.cells_expected) return [job.cells || 0, job.cells_expected, `${job.cells || 0} of ${job.cells_expected} cells`];
+  if (job.cells_expected)
+    return [job.cells || 0, job.cells_expected, `${job.cells || 0} of ${job.cells_expected} cells`];
   if (job.receipts_expected && job.generated) return [job.receipts || 0, job.receipts_expected, "checking"];
   return null;
 }
@@ -103,18 +142,33 @@ const SUCH = 5; // jobs whose time one's own is expected to take
 /** The median seconds that the latest jobs like it ran; null: none has. */
 export function usual(job, jobs) {
   const pageOf = (each) => each.metadata && each.metadata.page;
-  const such = jobs.list.filter((each) => each.state === "succeeded" && each.started && each.kind === job.kind && each.model === job.model && pageOf(each) === pageOf(job));
-  const took = such.slice(0, SUCH).map((each) => each.finished - each.started).sort((a, b) => a - b);
+  const such = jobs.list.filter(
+    (each) =>
+      each.state === "succeeded" &&
+      each.started &&
+      each.kind === job.kind &&
+      each.model === job.model &&
+      pageOf(each) === pageOf(job),
+  );
+  const took = such
+    .slice(0, SUCH)
+    .map((each) => each.finished - each.started)
+    .sort((a, b) => a - b);
   return took.length ? took[took.length >> 1] : null;
 }
 
 /** How many of the jobs that are known here were sent before it to its model, and wait too. */
-export const before = (job, jobs) => jobs.list.filter((each) => each.state === "queued" && each.model === job.model && each.created < job.created).length;
+export const before = (job, jobs) =>
+  jobs.list.filter(
+    (each) => each.state === "queued" && each.model === job.model && each.created < job.created,
+  ).length;
 
 /** How long, how much longer, which attempt and why: for a job at hand. */
 export function timing(job, now) {
   if (over(job)) return job.finished && job.started ? `took ${duration(job.finished - job.started)}` : "";
   const left = timeLeft(job, now);
-  const attempt = job.retry_reason ? `attempt ${job.state === "queued" ? job.attempt + 1 : job.attempt}: ${job.retry_reason}` : ""; // attempts count hand-overs between queues too
+  const attempt = job.retry_reason
+    ? `attempt ${job.state === "queued" ? job.attempt + 1 : job.attempt}: ${job.retry_reason}`
+    : ""; // attempts count hand-overs between queues too
   return [left === null ? "" : `about ${duration(left)} left`, attempt].filter(Boolean).join(" · ");
 }

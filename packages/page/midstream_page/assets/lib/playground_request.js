@@ -4,12 +4,19 @@ export const PATHS = { plain: "/v1/completions", chat: "/v1/chat/completions" };
 export const TAG = "playground";
 
 /** Modules whose slider is not at zero. One that is not saved yet has its own `entry`. */
-export const steeringOf = (form) => form.modules.filter(({ scale }) => scale !== 0).map(({ name, scale, entry }) => (entry ? { ...entry, scale } : { module: name, scale }));
+export const steeringOf = (form) =>
+  form.modules
+    .filter(({ scale }) => scale !== 0)
+    .map(({ name, scale, entry }) => (entry ? { ...entry, scale } : { module: name, scale }));
 
-const messagesOf = ({ system, prompt }) => [...(system ? [{ role: "system", content: system }] : []), { role: "user", content: prompt }];
+const messagesOf = ({ system, prompt }) => [
+  ...(system ? [{ role: "system", content: system }] : []),
+  { role: "user", content: prompt },
+];
 
 /** The tokens' text: what `/v1/tokenize` takes. */
-export const asked = (form) => (form.mode === "chat" ? { messages: messagesOf(form) } : { prompt: form.prompt });
+export const asked = (form) =>
+  form.mode === "chat" ? { messages: messagesOf(form) } : { prompt: form.prompt };
 
 /** The fields hold text, as it was typed. */
 function sampling(form) {
@@ -17,18 +24,30 @@ function sampling(form) {
   return form.seed === "" ? found : { ...found, seed: Number(form.seed) };
 }
 
-/** What colours the tokens, as fields of a request. `form.colour`: null, {probe, label}, or {module, hook, layer}. */
+/**
+ * What colours the tokens, as fields of a request. `form.colour`: null, {probe, label}, or {module,
+ * hook, layer}.
+ */
 function colouring(form) {
   const { colour } = form;
   if (!colour) return {};
   if (colour.probe) return { probes: [{ probe: colour.probe, tokens: true }] };
-  return { capture: { hooks: { [colour.hook]: [colour.layer] }, positions: "all", at: "after", tag: TAG }, capture_wait: true };
+  return {
+    capture: { hooks: { [colour.hook]: [colour.layer] }, positions: "all", at: "after", tag: TAG },
+    capture_wait: true,
+  };
 }
 
 /** The body of a completion, plain or chat. */
 export function bodyOf(form, steered) {
   const steering = steered ? steeringOf(form) : [];
-  return { model: form.model, ...asked(form), ...sampling(form), ...(steering.length ? { steering } : {}), ...colouring(form) };
+  return {
+    model: form.model,
+    ...asked(form),
+    ...sampling(form),
+    ...(steering.length ? { steering } : {}),
+    ...colouring(form),
+  };
 }
 
 /** Field of an error → the form's field, such as `steering[1].module` → `module 1`; null: of none. */

@@ -15,10 +15,14 @@ class Side {
     this.values = new Map(); // position → number
   }
 
-  /** The largest value that a colour must show; the first token is left out, whose row is an outlier in most models. */
+  /**
+   * The largest value that a colour must show; the first token is left out, whose row is an outlier in
+   * most models.
+   */
   limit() {
     let most = 0;
-    for (const [position, value] of this.values) if (position > 0 && value !== null) most = Math.max(most, Math.abs(value));
+    for (const [position, value] of this.values)
+      if (position > 0 && value !== null) most = Math.max(most, Math.abs(value));
     return most;
   }
 }
@@ -26,7 +30,10 @@ class Side {
 export const sides = () => [new Side("baseline", "Baseline"), new Side("steered", "Steered")];
 
 export class Stream {
-  /** `changed` is called when something is new, after at most `PAUSE` milliseconds: long texts are drawn anew each time. */
+  /**
+   * `changed` is called when something is new, after at most `PAUSE` milliseconds: long texts are
+   * drawn anew each time.
+   */
   constructor(form, changed) {
     this.form = form;
     this.sides = sides();
@@ -61,7 +68,9 @@ export class Stream {
   /** Cancels the jobs; the streams end with them. */
   async stop() {
     this.stopped = true;
-    await Promise.all(this.sides.filter(({ job, state }) => job && state === "running").map((side) => this.cancel(side)));
+    await Promise.all(
+      this.sides.filter(({ job, state }) => job && state === "running").map((side) => this.cancel(side)),
+    );
   }
 
   async cancel(side) {
@@ -78,9 +87,14 @@ export class Stream {
     try {
       await sse(PATHS[form.mode], {
         method: "POST",
-        body: { ...bodyOf(form, side.name === "steered"), stream: true, stream_options: { include_usage: true } },
+        body: {
+          ...bodyOf(form, side.name === "steered"),
+          stream: true,
+          stream_options: { include_usage: true },
+        },
         signal,
-        onState: (connected, error, answer) => answer && this.begun(side, answer.headers.get("x-midstream-job")),
+        onState: (connected, error, answer) =>
+          answer && this.begun(side, answer.headers.get("x-midstream-job")),
         onEvent: ({ data }) => this.take(side, data),
       });
       if (signal.aborted) return null;
@@ -112,7 +126,8 @@ export class Stream {
   take(side, data) {
     for (const { index, position, scores } of data.scores || []) {
       if (index !== 0 || !this.form.colour || !this.form.colour.probe) continue;
-      if (side.first === null) side.first = position + 1; // the first scores are those of the prompt's last token
+      // the first scores are those of the prompt's last token
+      if (side.first === null) side.first = position + 1;
       side.values.set(position, scores[this.form.colour.probe][this.form.colour.label]);
     }
     for (const choice of data.choices || []) {
@@ -129,7 +144,10 @@ export class Stream {
     this.changed();
   }
 
-  /** The tokens and, of a module, the projections on it: the component of each row along the module's vector. */
+  /**
+   * The tokens and, of a module, the projections on it: the component of each row along the module's
+   * vector.
+   */
   async read(side) {
     const { colour, model } = this.form;
     const { signal } = this.leaving;
@@ -140,7 +158,12 @@ export class Stream {
       post("/v1/detokenize", { model, tokens: outputs[0].token_ids }, { signal }),
     ]);
     if (colour.module) {
-      const query = new URLSearchParams({ hook: colour.hook, module: colour.module, module_layer: colour.layer, count: 4096 });
+      const query = new URLSearchParams({
+        hook: colour.hook,
+        module: colour.module,
+        module_layer: colour.layer,
+        count: 4096,
+      });
       const found = await get(`/v1/captures/${side.job}/norms?${query}`, { signal });
       found.positions.forEach((position, row) => {
         const [norm, cosine] = [found.norms[0][row], found.cosines[0][row]];

@@ -1,4 +1,5 @@
-// A table of thousands of rows of which only the visible ones are in the document. Rows are reached with the arrow keys.
+// A table of thousands of rows of which only the visible ones are in the document. Rows are reached
+// with the arrow keys.
 
 import { html, useEffect, useLayoutEffect, useRef, useState } from "./ui.js";
 
@@ -6,8 +7,9 @@ export const ROW = 54; // pixels; `.rows td` in app.css has the same height
 const SPARE = 8; // rows above and below the visible part
 
 /**
- * `columns`: [{name, title, cell(item)}]; `items`: objects with `id`, in order; `onOpen(item)`: Enter or a click on a row.
- * `active`: id of the row that is marked. What stands at the top stays there when rows are added above.
+ * `columns`: [{name, title, cell(item)}]; `items`: objects with `id`, in order; `onOpen(item)`: Enter
+ * or a click on a row. `active`: id of the row that is marked. What stands at the top stays there
+ * when rows are added above.
  */
 export function Rows({ label, columns, items, active, onOpen }) {
   const box = useRef(null);
@@ -19,7 +21,8 @@ export function Rows({ label, columns, items, active, onOpen }) {
   const look = () => {
     const top = box.current.scrollTop;
     const index = Math.min(Math.floor(top / ROW), items.length - 1);
-    anchor.current = top > 0 && index >= 0 ? { id: items[index].id, offset: top - index * ROW } : { id: null, offset: 0 };
+    anchor.current =
+      top > 0 && index >= 0 ? { id: items[index].id, offset: top - index * ROW } : { id: null, offset: 0 };
     setView({ top, height: box.current.clientHeight });
   };
   useEffect(() => {
@@ -52,7 +55,8 @@ export function Rows({ label, columns, items, active, onOpen }) {
     const head = box.current.querySelector("thead").offsetHeight;
     const { scrollTop, clientHeight } = box.current;
     if (to * ROW < scrollTop) box.current.scrollTop = to * ROW;
-    else if ((to + 1) * ROW > scrollTop + clientHeight - head) box.current.scrollTop = (to + 1) * ROW - clientHeight + head;
+    else if ((to + 1) * ROW > scrollTop + clientHeight - head)
+      box.current.scrollTop = (to + 1) * ROW - clientHeight + head;
     wanted.current = items[to].id;
     setFocused(items[to].id);
     look();
@@ -62,7 +66,14 @@ export function Rows({ label, columns, items, active, onOpen }) {
     if (!id) return; // a button in the row
     const at = items.findIndex((item) => item.id === id);
     const page = Math.max(1, Math.floor(view.height / ROW) - 2);
-    const to = { ArrowDown: at + 1, ArrowUp: at - 1, PageDown: at + page, PageUp: at - page, Home: 0, End: items.length - 1 }[event.key];
+    const to = {
+      ArrowDown: at + 1,
+      ArrowUp: at - 1,
+      PageDown: at + page,
+      PageUp: at - page,
+      Home: 0,
+      End: items.length - 1,
+    }[event.key];
     if (to !== undefined) {
       event.preventDefault();
       go(to);
@@ -75,21 +86,51 @@ export function Rows({ label, columns, items, active, onOpen }) {
   const first = Math.max(0, Math.floor(view.top / ROW) - SPARE);
   const last = Math.min(items.length, Math.ceil((view.top + view.height) / ROW) + SPARE);
   const shown = items.slice(first, last);
-  const reachable = shown.some((item) => item.id === focused) ? focused : shown.length ? shown[Math.min(Math.max(0, Math.ceil(view.top / ROW) - first), shown.length - 1)].id : null;
-  return html`<div class="rows" ref=${box} onScroll=${look} onKeyDown=${keys}>
-    <table aria-label=${label} aria-rowcount=${items.length + 1}>
-      <thead><tr aria-rowindex="1">${columns.map(({ name, title }) => html`<th scope="col" class=${`c-${name}`}>${title}</th>`)}</tr></thead>
-      <tbody>
-        ${first > 0 && html`<tr aria-hidden="true" class="space" style=${{ height: `${first * ROW}px` }}></tr>`}
-        ${shown.map(
-          (item, index) => html`<tr key=${item.id} data-id=${item.id} aria-rowindex=${first + index + 2} tabindex=${item.id === reachable ? 0 : -1}
-            class=${item.id === active ? "active" : ""} onFocus=${() => setFocused(item.id)}
-            onClick=${(event) => event.target.closest("button, a, input") || onOpen(item)}>
-            ${columns.map(({ name, cell }) => html`<td class=${`c-${name}`}>${cell(item)}</td>`)}
-          </tr>`,
-        )}
-        ${last < items.length && html`<tr aria-hidden="true" class="space" style=${{ height: `${(items.length - last) * ROW}px` }}></tr>`}
-      </tbody>
-    </table>
-  </div>`;
+  const reachable = shown.some((item) => item.id === focused)
+    ? focused
+    : shown.length
+      ? shown[Math.min(Math.max(0, Math.ceil(view.top / ROW) - first), shown.length - 1)].id
+      : null;
+  return html`
+    <div class="rows" ref=${box} onScroll=${look} onKeyDown=${keys}>
+      <table aria-label=${label} aria-rowcount=${items.length + 1}>
+        <thead>
+          <tr aria-rowindex="1">
+            ${columns.map(({ name, title }) => html`<th scope="col" class=${`c-${name}`}>${title}</th>`)}
+          </tr>
+        </thead>
+        <tbody>
+          ${
+            first > 0 &&
+            html`<tr aria-hidden="true" class="space" style=${{ height: `${first * ROW}px` }}></tr>`
+          }
+          ${shown.map(
+            (item, index) => html`
+              <tr
+                key=${item.id}
+                data-id=${item.id}
+                aria-rowindex=${first + index + 2}
+                tabindex=${item.id === reachable ? 0 : -1}
+                class=${item.id === active ? "active" : ""}
+                onFocus=${() => setFocused(item.id)}
+                onClick=${(event) => event.target.closest("button, a, input") || onOpen(item)}
+              >
+                ${columns.map(({ name, cell }) => html`<td class=${`c-${name}`}>${cell(item)}</td>`)}
+              </tr>
+            `,
+          )}
+          ${
+            last < items.length &&
+            html`
+              <tr
+                aria-hidden="true"
+                class="space"
+                style=${{ height: `${(items.length - last) * ROW}px` }}
+              ></tr>
+            `
+          }
+        </tbody>
+      </table>
+    </div>
+  `;
 }

@@ -11,15 +11,41 @@ const [PANEL, GAP, HEAD, FOOT, LINE, RATIO] = [420, 16, 46, 44, 14, 2];
 export function picture(grid, pair, title) {
   const { ends, text } = grid.legend(pair);
   const noise = grid.noise(pair);
-  const panels = grid.hooks.map((hook) => ({ name: hookTitle(hook), source: { rows: grid.names(pair), columns: grid.layers, titles: grid.titles, at: (row, column) => shareOf(grid, pair, hook, column, row) } }));
-  return maps(panels, title, ends, `${text.replace("neutral", "white")}; hatched: no value${noise ? `; noise ${noise.text}` : ""}`);
+  const panels = grid.hooks.map((hook) => ({
+    name: hookTitle(hook),
+    source: {
+      rows: grid.names(pair),
+      columns: grid.layers,
+      titles: grid.titles,
+      at: (row, column) => shareOf(grid, pair, hook, column, row),
+    },
+  }));
+  return maps(
+    panels,
+    title,
+    ends,
+    `${text.replace("neutral", "white")}; hatched: no value${noise ? `; noise ${noise.text}` : ""}`,
+  );
 }
 
-/** Maps of `panels` ([{name, source: as of a Heatmap}]) side by side on white: a promise of a PNG. `ends`: of the scale, which begins at share `from`. */
+/**
+ * Maps of `panels` ([{name, source: as of a Heatmap}]) side by side on white: a promise of a PNG.
+ * `ends`: of the scale, which begins at share `from`.
+ */
 export function maps(panels, title, ends, text, { width: wide = PANEL, paint = colour, from = -1 } = {}) {
   const ink = () => "rgb(20,20,20)";
-  const drawn = panels.map(({ name, source }) => ({ name, map: new Heatmap(document.createElement("canvas"), { scale: () => "", ink, paint, ...source }, wide, { ratio: RATIO, schedule: (draw) => draw(), dark: false }) }));
-  const width = Math.max(480, drawn.reduce((sum, { map }) => sum + map.width + GAP, GAP));
+  const drawn = panels.map(({ name, source }) => ({
+    name,
+    map: new Heatmap(document.createElement("canvas"), { scale: () => "", ink, paint, ...source }, wide, {
+      ratio: RATIO,
+      schedule: (draw) => draw(),
+      dark: false,
+    }),
+  }));
+  const width = Math.max(
+    480,
+    drawn.reduce((sum, { map }) => sum + map.width + GAP, GAP),
+  );
   const height = HEAD + Math.max(...drawn.map(({ map }) => map.height)) + FOOT;
   const canvas = document.createElement("canvas");
   canvas.width = width * RATIO;
