@@ -52,7 +52,7 @@ export PATH := $(abspath $(BIN)):$(PATH)
 PYTEST = run() { $(BIN)/pytest -ra $(if $(RESUME),--resume) $(PYTEST_ARGS) "$$@" $(if $(RESUME)$(SHARE),|| [ $$? = 5 ]) || failed=1; }; failed=0; run
 DONE = exit $$failed
 # The tests of a stage, or all, of the core and of packages.
-TESTS = $(if $(PACKAGE),packages/$(PACKAGE)/tests$(1:%=/%),tests$(1:%=/%) $(wildcard packages/*/tests$(1:%=/%)))
+TESTS = $(if $(PACKAGE),packages/$(PACKAGE)/tests$(1:%=/%),$(wildcard tests$(1:%=/%) packages/*/tests$(1:%=/%)))
 # Tests that share an engine, a stack or a file run in one process, the longest first (tests/sets.py), so that none is left with one at the end.
 SHARED = --dist loadgroup --no-loadscope-reorder --numprocesses
 
@@ -270,6 +270,7 @@ docs: .cache/docs/.ready ## build the documentation as a site in .cache/site, wi
 	@echo "== documentation"
 	@mkdir -p .cache/docs/package/midstream
 	@ln -sfn $(foreach name,$(CORE) $(wildcard *.py),"$(CURDIR)/$(name)") .cache/docs/package/midstream/
+	@ln -sfn $(foreach name,$(PACKAGES),"$(CURDIR)/packages/$(name)/midstream_$(name)") .cache/docs/package/
 	@PYTHONPATH=.cache/docs/package .cache/docs/bin/python docs/site/build.py
 	@echo "  .cache/site/index.html"
 

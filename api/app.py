@@ -15,6 +15,7 @@ from litestar.plugins.prometheus import PrometheusConfig
 from litestar.routes import HTTPRoute
 from litestar.types import Message, Scope
 
+from ..schemas import packages
 from ..schemas.base import __version__, learn_records
 from ..schemas.base.installed import part
 from ..schemas.jobs.kinds import of_kinds
@@ -23,16 +24,14 @@ from . import openapi
 from .context import context_of, open_context
 from .operations.twin import Twin, hand_over
 from .routes import (
+    absent,
     captures,
     completions,
-    feed,
     jobs,
     keys,
-    norms,
     pages,
     registered,
     service,
-    session,
     steering,
     tokens,
     webhooks,
@@ -49,7 +48,6 @@ ROUTES = [
     *jobs.ROUTES,
     *completions.ROUTES,
     *captures.ROUTES,
-    *norms.ROUTES,
     *steering.ROUTES,
     *registered.ROUTES,
     *webhooks.ROUTES,
@@ -57,10 +55,13 @@ ROUTES = [
     *service.ROUTES,
     *pages.ROUTES,
     *tokens.ROUTES,
-    *session.ROUTES,
-    *feed.ROUTES,
     *(handler for path in of_kinds("routes") for handler in part(path)),
 ]
+#: Entry points of routes: name → list of handlers, which the API adds to its own.
+ADDED_ROUTES = "midstream.routes"
+#: Entry points of what packages keep in a process of the API while that serves: name → a lifespan
+#: of Litestar, which begins once `app.state.context` is open.
+ADDED_LIFESPANS = "midstream.lifespans"
 
 
 async def _name_version(message: Message, scope: Scope) -> None:
@@ -85,6 +86,21 @@ async def _allow(message: Message, scope: Scope) -> None:
             MutableScopeHeaders.from_message(message)["Allow"] = ", ".join(sorted(methods))
 
 
+def _routes() -> list[Any]:
+    """Return our routes and those of installed packages; of the others, what answers in their
+    place.
+    """
+    added = [handler for handlers in packages.load_all(ADDED_ROUTES) for handler in handlers]
+    there = packages.offered(ADDED_ROUTES)
+    instead = [
+        handler
+        for name, handlers in absent.IN_PLACE.items()
+        if name not in there
+        for handler in handlers
+    ]
+    return [*ROUTES, *added, *instead]
+
+
 def make_app(settings: Settings, twin: Twin | None = None) -> App:
     """Return the application, which uses the Redis at `settings.redis_url`; it starts without a
     worker, relay or Redis. `twin` answers the calls that take long.
@@ -107,7 +123,7 @@ def make_app(settings: Settings, twin: Twin | None = None) -> App:
     learn_records()
     records = openapi.RecordSchemas()
     app = App(
-        route_handlers=ROUTES,
+        route_handlers=_routes(),
         dependencies={
             "context": Provide(context_of, sync_to_thread=False),
             "caller": Provide(caller_of, sync_to_thread=False),
@@ -115,7 +131,7 @@ def make_app(settings: Settings, twin: Twin | None = None) -> App:
             "view": Provide(jobs.view_of),
             "submission": Provide(jobs.submission_of, sync_to_thread=False),
         },
-        lifespan=[context],
+        lifespan=[context, *packages.load_all(ADDED_LIFESPANS)],
         request_class=JsonRequest,
         request_max_body_size=settings.tuning.max_body_mib * 1024 * 1024,
         exception_handlers={**problems.HANDLERS, HandedOver: hand_over},

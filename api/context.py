@@ -36,8 +36,6 @@ from ..schemas.settings.faults import crash_point
 from ..schemas.settings.settings import Settings, asks_for_keys
 from ..storage.store import open_store
 from .operations.disks import CaptureQuota, Disks
-from .operations.job_feed import JobFeed
-from .operations.service_figures import ServiceFigures
 from .operations.twin import Twin
 from .operations.waiting import Waiting, ended
 from .resolve.admission import admission
@@ -51,7 +49,6 @@ from .web.auth import Gate, KeyWatch, caller_of
 from .web.open_calls import OpenCalls
 from .web.problems import ClientGone
 from .web.request_context import traceparent
-from .web.shares import Shares
 
 log = logging.getLogger("midstream.api")
 
@@ -64,11 +61,6 @@ BROADCAST_S = 5.0
 INLINE_ENTRIES = 16
 #: Seconds between two reads of a harvest by its event streams, which share the reads.
 HARVEST_LOOK_S = 0.5
-#: Captures whose rows are read for their norms at the same time; others wait.
-MEASURED_AT_ONCE = 2
-#: How many of the captures that are read or wait may belong to one tenant, which bounds the wait of
-#: other tenants.
-MEASURED_OF_TENANT = 8
 
 
 class AppContext:
@@ -92,8 +84,6 @@ class AppContext:
         self.key_watch = KeyWatch(self.keys, self.sessions, self.gate.always)
         self.steering = LedgerSteering(ledger)
         self.harvests = LedgerHarvests(ledger)
-        self.measuring = anyio.CapacityLimiter(MEASURED_AT_ONCE)
-        self.measured = Shares(MEASURED_OF_TENANT, "looks at captured rows")
         self.watcher = watcher
         self.celery = celery
         self.store = open_store(settings.artifacts)
@@ -103,11 +93,11 @@ class AppContext:
         self.looks: SharedReads[Any] = SharedReads()
         self.harvest_looks: SharedReads[tuple[HarvestView, bytes]] = SharedReads(HARVEST_LOOK_S / 2)
         self.open_calls = OpenCalls(settings)
-        self.feed = JobFeed(ledger, watcher)
-        self.figures = ServiceFigures(settings, ledger, self.steering, self.disks, self.quota.usage)
         self.served = Served(settings, ledger)
         self.names = Names(settings, ledger, self.steering, self.served)
         self.waiting = Waiting(ledger, watcher, settings.max_wait_s)
+        # what packages have to do when the server stops
+        self.at_close: list[Callable[[], None]] = []
 
     def close(self) -> None:
         """Answer held responses with what is known so far: the server is stopping.
@@ -117,8 +107,9 @@ class AppContext:
         if self.twin is not None:
             self.twin.stop()
         self.key_watch.close()
-        self.feed.close()
         self.waiting.close()
+        for close in self.at_close:
+            close()
 
     def url(self, path: str) -> str:
         """Return the public address of a path below `/v1/`, such as `jobs/job_x`."""
@@ -245,12 +236,10 @@ async def open_context(settings: Settings, twin: Twin | None = None) -> AsyncIte
     try:
         async with JobWatcher(ledger) as watcher:
             context = AppContext(settings, ledger, watcher, celery, twin)
-            recording = asyncio.create_task(context.figures.record(), name="midstream-history")
             try:
                 yield context
             finally:
                 context.close()
-                await ended(recording)
                 await context.served.close()
                 if twin is not None:
                     await twin.close()

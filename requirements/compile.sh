@@ -59,7 +59,7 @@ import json, pathlib, tomllib
 text = pathlib.Path("pyproject.toml").read_text()
 for file in sorted(pathlib.Path("packages").glob("*/pyproject.toml")):
     project = tomllib.loads(file.read_text())["project"]
-    needs = [line for line in project["dependencies"] if not line.startswith("midstream==")]
+    needs = [line for line in project["dependencies"] if not line.startswith(("midstream==", "midstream["))]
     named = "\"{name}=={version}\"".format(**project)
     text = text.replace(named, ", ".join(map(json.dumps, needs)))
 print(text)' >"$scratch/project.toml")

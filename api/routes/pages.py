@@ -1,4 +1,5 @@
-"""Pages of the API: the live page at `/`, the documentation, the list of operations, Swagger UI.
+"""Pages of the API: the documentation, the list of operations, Swagger UI; and what sends the files
+of a page.
 
 Everything that they load is served here, under a strict CSP.
 """
@@ -20,9 +21,7 @@ from litestar.params import PathParameter
 from litestar.response import Redirect
 
 from ...schemas.base import MidstreamError, __version__, shortened, to_json
-from ...schemas.jobs.kinds import KINDS
 from ...schemas.settings.settings import Settings
-from ..context import AppContext
 from ..web.auth import needs
 from ..web.body import JsonRequest
 
@@ -146,7 +145,7 @@ def asset(request: JsonRequest, name: Annotated[str, PathParameter()]) -> Respon
     return Response(raw, media_type=media_type, headers=headers)
 
 
-class PageFile(NamedTuple):
+class ServedFile(NamedTuple):
     """A file of the live page or of the documentation."""
 
     media_type: str
@@ -155,32 +154,19 @@ class PageFile(NamedTuple):
     packed: bytes  # gzip
 
 
-def _files(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, PageFile]]:
+def files_below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, ServedFile]]:
     """Yield all files of `folder` that are served, with their paths below it."""
     for entry in folder.iterdir():
         name = f"{prefix}{entry.name}"
         if entry.is_dir():
-            yield from _files(entry, f"{name}/")
+            yield from files_below(entry, f"{name}/")
         elif (media_type := PAGE_TYPES.get(name[name.rfind(".") :])) is not None:
-            yield name, _packed(media_type, entry.read_bytes())
+            yield name, packed(media_type, entry.read_bytes())
 
 
-def _packed(media_type: str, raw: bytes) -> PageFile:
+def packed(media_type: str, raw: bytes) -> ServedFile:
     etag = f'"{hashlib.sha256(raw).hexdigest()[:32]}"'
-    return PageFile(media_type, etag, raw, gzip.compress(raw, mtime=0))
-
-
-@cache
-def page_files() -> dict[str, PageFile]:
-    """Return all files of the live page that are served, by path below `assets/page`; with the
-    kinds of jobs, as a module that exports the row of a kind.
-    """
-    rows = to_json({kind: row._asdict() for kind, row in KINDS.items()})
-    script = (
-        b"export const KINDS = %b;\nexport const kindOf = (name) => KINDS[name] || {};\n" % rows
-    )
-    folder = resources.files(__package__.rpartition(".")[0]).joinpath("assets", "page")
-    return {**dict(_files(folder)), "lib/kinds.js": _packed(PAGE_TYPES[".js"], script)}
+    return ServedFile(media_type, etag, raw, gzip.compress(raw, mtime=0))
 
 
 #: Held while the documentation is read: requests that come together read it once.
@@ -188,11 +174,11 @@ _READING = Lock()
 
 
 @lru_cache(maxsize=1)
-def _site_files(site: Path, built: int) -> dict[str, PageFile]:
-    return dict(_files(site))
+def _site_files(site: Path, built: int) -> dict[str, ServedFile]:
+    return dict(files_below(site))
 
 
-def site_files() -> dict[str, PageFile]:
+def site_files() -> dict[str, ServedFile]:
     """Return all files of the documentation by path, as last built; none: it is not built."""
     try:
         with _READING:
@@ -201,8 +187,8 @@ def site_files() -> dict[str, PageFile]:
         return {}
 
 
-def _file(
-    request: JsonRequest, found: PageFile | None, headers: dict[str, str], missing: MidstreamError
+def send_file(
+    request: JsonRequest, found: ServedFile | None, headers: dict[str, str], missing: MidstreamError
 ) -> Response[bytes]:
     """Send the file `found`, packed where the client accepts that, or raise `missing`."""
     if found is None:
@@ -214,13 +200,6 @@ def _file(
         headers["Content-Encoding"] = "gzip"
         return Response(found.packed, headers=headers, media_type=found.media_type)
     return Response(found.raw, headers=headers, media_type=found.media_type)
-
-
-def _page_file(request: JsonRequest, name: str) -> Response[bytes]:
-    missing = MidstreamError(
-        "not_found", f"the page has no file {shortened(name)!r}", allowed="the files that / loads"
-    )
-    return _file(request, page_files().get(name), PAGE_HEADERS, missing)
 
 
 @get("/docs", opt=needs(None), include_in_schema=False)
@@ -237,29 +216,30 @@ def docs_file(request: JsonRequest, path: Annotated[str, PathParameter()]) -> Re
     if not files:
         detail = "the documentation is not built on this server"
         hint = "run `make docs` in the repository that the API runs from, then reload"
-    return _file(
+    return send_file(
         request, files.get(name), SITE_HEADERS, MidstreamError("not_found", detail, hint=hint)
     )
 
 
-@get("/page/{path:path}", opt=needs(None), include_in_schema=False, sync_to_thread=True)
-def page_asset(request: JsonRequest, path: Annotated[str, PathParameter()]) -> Response[bytes]:
-    return _page_file(request, str(path).lstrip("/"))
-
-
-@get("/", opt=needs(None), include_in_schema=False, sync_to_thread=True)
-def front(request: JsonRequest, context: AppContext) -> Response[bytes]:
-    """Answer browsers with the live page, other clients with links as JSON."""
-    if "text/html" in request.headers.get("accept", ""):
-        return _page_file(request, "index.html")
+def front_links(settings: Settings) -> Response[bytes]:
+    """Answer `/` with links as JSON."""
     result = {
         "name": "midstream",
         "version": __version__,
-        "links": {name: url for name, (url, _) in links(context.settings).items()},
+        "links": {name: url for name, (url, _) in links(settings).items()},
     }
     return Response(
         to_json(result), media_type=MediaType.JSON, headers={**HEADERS, "Vary": "Accept"}
     )
+
+
+def link_list(settings: Settings) -> str:
+    """Return the links with their descriptions as HTML."""
+    rows = [
+        f'<li><a href="{html.escape(url)}">{html.escape(url)}</a>: {html.escape(what)}</li>'
+        for url, what in links(settings).values()
+    ]
+    return f"<ul>{''.join(rows)}</ul>"
 
 
 def links(settings: Settings) -> dict[str, tuple[str, str]]:
@@ -288,4 +268,4 @@ def links(settings: Settings) -> dict[str, tuple[str, str]]:
     return result
 
 
-ROUTES = [front, page_asset, docs, docs_file, asset]
+ROUTES: list[Any] = [docs, docs_file, asset]

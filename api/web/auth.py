@@ -300,11 +300,13 @@ async def known_query(
 ) -> None:
     """Check the names of the query's parameters. Raises a 400 that names the nearest valid one.
 
-    Those of monitoring are ignored: load balancers and scrapers add their own.
+    Those of monitoring are ignored: load balancers and scrapers add their own; so are those of a
+    handler with the `opt` `any_query`.
     """
     path = connection.scope["path_template"]
     method = connection.scope["method"]  # type: ignore[typeddict-item]
     unread = path == "/" or path.startswith(PAGES) or path in MONITORING
+    unread = unread or "any_query" in handler.opt
     if not connection.query_params or method == "OPTIONS" or unread:
         return
     known = {

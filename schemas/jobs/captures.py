@@ -194,35 +194,3 @@ class CapturePage(Record):
 
     captures: list[CaptureEntry]
     next: str | None = None  # pass as `?cursor=`
-
-
-class CaptureNorms(Record):
-    """Answer of `GET /v1/captures/{id}/norms`: a number for each layer and position, computed in
-    float32 from the stored rows.
-
-    `norms[l][p]` is the Euclidean norm of the row at `layers[l]` and `positions[p]`;
-    `cosines[l][p]` is its cosine to the module's vector. Null if the number is not finite: the row
-    is zero or not finite, or its norm overflows float32.
-    """
-
-    job: str
-    model: str
-    request: int
-    tag: str
-    hook: str
-    at: str
-    dtype: str  # of the stored rows
-    width: int  # elements of a row
-    hooks: list[str]  # captured hooks
-    requests: list[int]  # prompts with rows under this tag
-    prompt_tokens: int
-    rows: int  # number of captured positions, of which `positions` lists a part
-    start: int  # index of the first listed position among all captured positions
-    positions: list[int]
-    token_ids: list[int]
-    tokens: list[str] | None  # the text of each token; null: the model is no longer served
-    layers: list[int]
-    norms: list[list[float | None]]
-    module: str | None = None
-    # null for a layer for which the module has no vector
-    cosines: list[list[float | None] | None] | None = None

@@ -1,1 +1,1 @@
-"""The service's reports on itself: health, status, feed, compatibility."""
+"""The service's reports on itself: health, status, compatibility."""

@@ -8,10 +8,7 @@ from pathlib import Path
 import pytest
 from edge import Api
 
-from midstream.api.routes.pages import ASSETS, page_files
-
-#: Bytes of the whole page: 439,597 on 29 November 2026, and 3 % of room.
-MAX_WEIGHT = 452_000
+from midstream.api.routes.pages import ASSETS
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 SUMS = (Path(__file__).resolve().parents[2] / "api/assets/README.md").read_text()
@@ -98,37 +95,3 @@ def test_front_links_resolve(api: Api) -> None:
             assert api.http.get(url).status_code == (503 if url == "/readyz" else 200), url
     assert links["flower"].startswith("http://127.0.0.1:")
     assert api.http.get("/").headers["content-type"] == "application/json"  # as curl asks
-
-
-def test_a_file_of_the_page_is_served_once(api: Api) -> None:
-    for name, file in page_files().items():
-        first = api.http.get(f"/page/{name}")
-        assert first.status_code == 200
-        assert first.headers["content-encoding"] == "gzip"
-        assert first.headers["cache-control"] == "no-cache"
-        assert first.content == file.raw
-        again = api.http.get(f"/page/{name}", headers={"if-none-match": first.headers["etag"]})
-        assert again.status_code == 304
-        assert again.content == b""
-        plain = api.http.get(f"/page/{name}", headers={"accept-encoding": "identity"})
-        assert plain.headers.get("content-encoding") is None
-        assert plain.content == file.raw
-        policy = first.headers["content-security-policy"]
-        assert "script-src 'self'" in policy
-        assert "unsafe" not in policy
-
-
-@pytest.mark.parametrize("path", ["nothing.js", "../pages.css", "..%2f..%2fapp.py", "vendor", ""])
-def test_nothing_else_is_served_as_the_page(api: Api, path: str) -> None:
-    assert api.http.get(f"/page/{path}").status_code == 404
-
-
-def test_the_page_weighs_little() -> None:
-    """All of it, as it is without compression."""
-    assert sum(len(file.raw) for file in page_files().values()) <= MAX_WEIGHT
-
-
-def test_the_vendored_library_is_the_published_file() -> None:
-    assert (
-        f"{hashlib.sha256(page_files()['vendor/preact.js'].raw).hexdigest()}  page/vendor/preact.js"
-    ) in SUMS

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path += [str(ROOT / "tests" / part) for part in ("", "fake_engine", "system", "web")]
+sys.path += [str(ROOT / "tests" / part) for part in ("", "fake_engine", "system")]
+sys.path.append(str(ROOT / "packages" / "page" / "tests"))
 
 from PIL import Image  # noqa: E402
 from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402

@@ -1,1 +1,1 @@
-"""API keys, sessions of the page, its feed."""
+"""API keys, sessions of the page."""

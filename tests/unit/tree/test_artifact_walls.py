@@ -6,13 +6,12 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 from tree import CORE, ROOT, sources
 
-from midstream.storage import store
+from midstream.schemas import packages
 from midstream.storage.store import STORES, open_store
 
 #: Modules that name the artifact store, or the capture root, without opening a store: to show it,
 #: or to hand it to a rank.
 NAMES = {
-    "api/operations/service_figures.py",
     "broker/artifacts/corpora.py",
     "broker/ledger/results/views.py",
     "client/cli/demo.py",
@@ -50,6 +49,12 @@ def test_a_store_of_an_unknown_scheme_is_refused_by_name() -> None:
         open_store("gs://bucket")
 
 
+def offer(monkeypatch: pytest.MonkeyPatch, *offers: EntryPoint) -> None:
+    """Have these entry points alone installed."""
+    found = EntryPoints(offers)
+    monkeypatch.setattr(packages, "entry_points", lambda **asked: found.select(**asked))
+
+
 @pytest.mark.parametrize(
     ("offers", "said"),
     [
@@ -64,14 +69,13 @@ def test_a_store_of_an_unknown_scheme_is_refused_by_name() -> None:
 def test_a_store_whose_package_is_missing_is_refused_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, offers: list[EntryPoint], said: str
 ) -> None:
-    monkeypatch.setattr(store, "entry_points", lambda **asked: EntryPoints(offers).select(**asked))
+    offer(monkeypatch, *offers)
     with pytest.raises(ValueError, match=said):
         open_store("s3://bucket/never-opened-before")
 
 
 def test_a_store_of_another_package_is_found_by_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
-    offers = EntryPoints([EntryPoint("kept", "urllib.parse:urlsplit", STORES)])
-    monkeypatch.setattr(store, "entry_points", lambda **asked: offers.select(**asked))
+    offer(monkeypatch, EntryPoint("kept", "urllib.parse:urlsplit", STORES))
     assert open_store("kept://here/lab") == ("kept", "here", "/lab", "", "")
 
 

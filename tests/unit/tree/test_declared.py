@@ -83,11 +83,16 @@ def required(lines: list[str]) -> set[str]:
     """
     optional = project_of(ROOT)["optional-dependencies"]
     names: set[str] = set()
+    seen: set[str] = set()  # the page needs the extra that names it
     waiting = [*lines]
     while waiting:
-        requirement = Requirement(waiting.pop())
+        line = waiting.pop()
+        if line in seen:
+            continue
+        seen.add(line)
+        requirement = Requirement(line)
         package = requirement.name.removeprefix("midstream-")
-        if package in PACKAGES and package not in names:
+        if package in PACKAGES:
             waiting.extend(project_of(ROOT / "packages" / package)["dependencies"])
         if requirement.name == "midstream":
             for extra in requirement.extras:

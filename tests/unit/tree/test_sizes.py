@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tree import NODES, PACKAGES, ROOT, most, nodes, product
+from tree import BYTES, NODES, PACKAGES, ROOT, loaded_bytes, most, most_bytes, nodes, product
 
+#: Bytes of scripts and styles that need no budget.
+SMALL = 1_000
 #: The most statements of a class, and lines of an `__init__.py`.
 CLASS = 300
 INIT = 60
@@ -40,6 +42,15 @@ def test_the_core_and_each_package_keep_to_their_budgets_of_nodes(part: str) -> 
         f"{part} has {nodes(part):,} nodes, and may have {most(part):,}, "
         f"{NODES[part]:,} and 3 % (tools/tree.py)"
     )
+
+
+@pytest.mark.parametrize("part", ["core", *PACKAGES])
+def test_what_browsers_load_keeps_to_its_budget_of_bytes(part: str) -> None:
+    loaded = loaded_bytes(part)
+    if part in BYTES:
+        assert loaded <= most_bytes(part), f"{part}: {loaded:,} bytes (tools/tree.py)"
+    else:
+        assert loaded < SMALL, f"{part} has no budget of bytes (tools/tree.py)"
 
 
 def test_no_class_and_no_init_is_too_large() -> None:

@@ -156,12 +156,12 @@ def test_requests_that_come_together_read_the_site_once(
     (site / "index.html").write_text("<h1>one</h1>")
     read: list[str] = []
 
-    def slowly(folder: Path) -> Iterator[tuple[str, pages.PageFile]]:
+    def slowly(folder: Path) -> Iterator[tuple[str, pages.ServedFile]]:
         read.append(folder.name)
         time.sleep(0.05)
-        yield "index.html", pages.PageFile("text/html", "", b"", b"")
+        yield "index.html", pages.ServedFile("text/html", "", b"", b"")
 
-    monkeypatch.setattr(pages, "_files", slowly)
+    monkeypatch.setattr(pages, "files_below", slowly)
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: len(pages.site_files()), range(4)))
     assert found == [1] * 4

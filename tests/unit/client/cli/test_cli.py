@@ -69,7 +69,7 @@ def told_commands() -> Iterator[tuple[str, list[str]]]:
     sources = {
         **dict.fromkeys(("README.md", "CONTRIBUTING.md", "PACKAGE.md", "docs/**/*.md"), told),
         **{f"{part}/**/*.py": told for part in ("api", "broker", "client", "workers")},
-        "api/assets/page/views/*.js": r'command: "midstream ([a-z ]+)',
+        "packages/page/midstream_page/assets/views/*.js": r'command: "midstream ([a-z ]+)',
     }
     for pattern, form in sources.items():
         for file in ROOT.glob(pattern):

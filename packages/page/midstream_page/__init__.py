@@ -1,0 +1,1 @@
+"""The live page: its files and its own calls."""

@@ -1,0 +1,61 @@
+// Readings of a job, as its page shows them.
+
+import { html, useState } from "../lib/ui.js";
+import { AttentionResult } from "./attention.js";
+import { FeaturesResult } from "./features.js";
+import { LensResult } from "./lens.js";
+import { ProbeResult } from "./probes.js";
+
+/**
+ * The lens, features, scores and attention patterns of one prompt of a job, where it has them.
+ * `attention`: it captured queries and keys.
+ */
+export default function Answers({ result, view, attention }) {
+  const [request, choose] = useState(0);
+  const of = (field) => (result[field] || []).filter((found) => found.request === request);
+  const model = view.model;
+  return html`
+    ${
+      result.outputs.length > 1 &&
+      html`
+        <p class="inline">
+          <label>
+            Readings of prompt <input
+              type="number"
+              min="0"
+              max=${result.outputs.length - 1}
+              value=${request}
+              onInput=${({ target }) =>
+                choose(
+                  Math.max(0, Math.min(result.outputs.length - 1, Math.trunc(target.valueAsNumber) || 0)),
+                )}
+            />
+          </label>
+        </p>
+      `
+    }
+    ${of("lens").map(
+      (reading) =>
+        html`<h3>Lens</h3><${LensResult} key=${`lens ${request}`} reading=${reading} model=${model} />`,
+    )}
+    ${of("features").map(
+      (reading) => html`
+        <h3>Features of ${reading.sae}</h3>
+        <${FeaturesResult} key=${`${reading.sae} ${request}`} reading=${reading} model=${model} />
+      `,
+    )}
+    ${of("probes").map(
+      (found) => html`
+        <h3>${found.policy ? `Decisions of ${found.policy.name}` : `Scores of ${found.probe}`}</h3>
+        <${ProbeResult} key=${`${found.probe} ${request}`} found=${found} result=${result} view=${view} />
+      `,
+    )}
+    ${
+      attention &&
+      html`
+        <h3>Attention</h3>
+        <${AttentionResult} key=${`attention ${request}`} job=${view.id} model=${model} request=${request} />
+      `
+    }
+  `;
+}

@@ -1,0 +1,62 @@
+"""Routes of the page and of its files.
+
+All that it loads is served here, under a CSP without exceptions.
+"""
+
+from functools import cache
+from importlib import resources
+from typing import Annotated, Any
+
+from litestar import Response, get
+from litestar.params import PathParameter
+
+from midstream.api.context import AppContext
+from midstream.api.routes.pages import (
+    PAGE_HEADERS,
+    PAGE_TYPES,
+    ServedFile,
+    files_below,
+    front_links,
+    packed,
+    send_file,
+)
+from midstream.api.web.auth import needs
+from midstream.api.web.body import JsonRequest
+from midstream.schemas.base import MidstreamError, shortened, to_json
+from midstream.schemas.jobs.kinds import KINDS
+
+
+@cache
+def page_files() -> dict[str, ServedFile]:
+    """Return all files of the page that are served, by path below `assets`; with the kinds of
+    jobs, as a module that exports the row of a kind.
+    """
+    rows = to_json({kind: row._asdict() for kind, row in KINDS.items()})
+    script = (
+        b"export const KINDS = %b;\nexport const kindOf = (name) => KINDS[name] || {};\n" % rows
+    )
+    folder = resources.files(__package__).joinpath("assets")
+    return {**dict(files_below(folder)), "lib/kinds.js": packed(PAGE_TYPES[".js"], script)}
+
+
+def _send(request: JsonRequest, name: str) -> Response[bytes]:
+    missing = MidstreamError(
+        "not_found", f"the page has no file {shortened(name)!r}", allowed="the files that / loads"
+    )
+    return send_file(request, page_files().get(name), PAGE_HEADERS, missing)
+
+
+@get("/page/{path:path}", opt=needs(None), include_in_schema=False, sync_to_thread=True)
+def page_asset(request: JsonRequest, path: Annotated[str, PathParameter()]) -> Response[bytes]:
+    return _send(request, str(path).lstrip("/"))
+
+
+@get("/", opt=needs(None), include_in_schema=False, sync_to_thread=True)
+def front(request: JsonRequest, context: AppContext) -> Response[bytes]:
+    """Answer browsers with the page, other clients with links as JSON."""
+    if "text/html" in request.headers.get("accept", ""):
+        return _send(request, "index.html")
+    return front_links(context.settings)
+
+
+ROUTES: list[Any] = [front, page_asset]
