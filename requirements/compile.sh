@@ -108,7 +108,7 @@ printf '%s\n' ttsem==0.1.0 triton==3.8.0 torch msgspec setuptools >"$scratch/tts
 grep -v '^triton==' "$scratch/agreed" >"$scratch/agreed-ttsem"
 source=ttsem.in oldest=3.12
 compile ttsem.lock --constraint "$scratch/agreed-ttsem"
-oldest=3.11
+source=pyproject.toml oldest=3.11
 cuda_only=() cpu= # torch's own metadata: the libraries of CUDA belong to it
 compile gpu.lock --extra engine-gpu --extra model --extra otel --extra s3
 pins "$here/gpu.lock" >"$scratch/agreed-gpu"
