@@ -12,6 +12,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -141,7 +142,24 @@ def local(page: str, name: str) -> tuple[str, dict[str, str]]:
     return SCRIPT.sub(stored, page.replace(SHIM, f"{up}assets/iframe-worker.js")), scripts
 
 
+def offer_packages() -> None:
+    """Writes the entry points of our packages beside their code, as an installation has them, so
+    that the references have what packages add.
+    """
+    for file in sorted(ROOT.glob("packages/*/pyproject.toml")):
+        project = tomllib.loads(file.read_text())["project"]
+        name = project["name"].replace("-", "_")
+        info = WORK / "package" / f"{name}-{project['version']}.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        groups = [
+            f"[{group}]\n" + "".join(f"{entry} = {place}\n" for entry, place in entries.items())
+            for group, entries in project["entry-points"].items()
+        ]
+        (info / "entry_points.txt").write_text("\n".join(groups))
+
+
 def main() -> None:
+    offer_packages()
     source, site = WORK / "source", WORK / "site"
     shutil.rmtree(source, ignore_errors=True)
     ignored = shutil.ignore_patterns("site", "*.md")

@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 from tree import CORE, ROOT, sources
 
-from midstream.storage import store
+from midstream.schemas import packages
 from midstream.storage.store import STORES, open_store
 
 #: Modules that name the artifact store, or the capture root, without opening a store: to show it,
@@ -64,14 +64,16 @@ def test_a_store_of_an_unknown_scheme_is_refused_by_name() -> None:
 def test_a_store_whose_package_is_missing_is_refused_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, offers: list[EntryPoint], said: str
 ) -> None:
-    monkeypatch.setattr(store, "entry_points", lambda **asked: EntryPoints(offers).select(**asked))
+    monkeypatch.setattr(
+        packages, "entry_points", lambda **asked: EntryPoints(offers).select(**asked)
+    )
     with pytest.raises(ValueError, match=said):
         open_store("s3://bucket/never-opened-before")
 
 
 def test_a_store_of_another_package_is_found_by_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     offers = EntryPoints([EntryPoint("kept", "urllib.parse:urlsplit", STORES)])
-    monkeypatch.setattr(store, "entry_points", lambda **asked: offers.select(**asked))
+    monkeypatch.setattr(packages, "entry_points", lambda **asked: offers.select(**asked))
     assert open_store("kept://here/lab") == ("kept", "here", "/lab", "", "")
 
 

@@ -1,0 +1,42 @@
+"""What packages beside the core add to it: each offers it by an entry point, and the core loads it
+when it needs it.
+"""
+
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+
+class MissingPackageError(ModuleNotFoundError):
+    """What an entry point names cannot be loaded; the message says what is missing."""
+
+
+def offered(group: str) -> list[str]:
+    """Return the names of a group's entry points, sorted."""
+    return sorted(entry_points(group=group).names)
+
+
+def load(group: str, name: str, extra: str = "") -> Any:
+    """Return what an installed package offers under a name.
+
+    `extra`: of ours, that installs the package. Raises MissingPackageError.
+    """
+    missing = f"midstream-{extra or name}"
+    try:
+        for offer in entry_points(group=group, name=name):
+            return offer.load()
+    except ModuleNotFoundError as error:
+        missing = error.name or missing
+    remedy = f": {installing(extra)}" if extra else ""
+    raise MissingPackageError(f"needs the package {missing}{remedy}")
+
+
+def load_all(group: str) -> Iterator[Any]:
+    """Yield all that installed packages offer in a group. Raises MissingPackageError."""
+    for name in offered(group):
+        yield load(group, name)
+
+
+def installing(extra: str) -> str:
+    """Return the command that installs an extra of ours."""
+    return f"pip install 'midstream[{extra}]'"
