@@ -231,12 +231,13 @@ LIGHT := docs inspect lm-eval redis
 OVER := torch-2.11 triton-3.6
 # Built by the tests' setuptools, so that nothing is downloaded without a hash.
 .cache/inspect/.ready: INSTALLED = rm -rf .cache/inspect/wheel && mkdir .cache/inspect/wheel \
-	&& $(BIN)/python -c 'from setuptools import build_meta; build_meta.build_editable(".cache/inspect/wheel")' >.cache/inspect/build.log 2>&1 \
+	&& for project in . packages/bridges; do (cd $$project && $(abspath $(BIN))/python -c 'import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])' \
+	"$(CURDIR)/.cache/inspect/wheel") || exit 1; done >.cache/inspect/build.log 2>&1 \
 	&& .cache/inspect/bin/python -m pip install --quiet --no-deps --no-index .cache/inspect/wheel/*.whl
 .cache/inspect/.ready .cache/lm-eval/.ready: | $(READY)
 # `make docs` needs no engine, and so no environment of ours: any suitable Python makes its own.
 ANY_PYTHON = $(firstword $(PYTHON) $(wildcard $(BIN)/python) $(shell command -v python3.11 python3.12 python3.13 python3))
-$(LIGHT:%=.cache/%/.ready) $(OVER:%=.cache/%/.ready): .cache/%/.ready: requirements/%.lock pyproject.toml
+$(LIGHT:%=.cache/%/.ready) $(OVER:%=.cache/%/.ready): .cache/%/.ready: requirements/%.lock pyproject.toml $(wildcard packages/*/pyproject.toml)
 	@echo "== environment in .cache/$*"
 	@$(ANY_PYTHON) -m venv .cache/$*
 	@$(LOCKED) -r $<

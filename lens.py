@@ -1,12 +1,21 @@
 """The TransformerLens-style facade: `HookedModel`, its cache, and the ops that its hooks take.
 
-See `docs/coming-from.md`.
+The package `midstream-bridges` offers it. See `docs/coming-from.md`.
 """
 
-from .client.lens import ops as ops
-from .client.lens.cache import ActivationCache as ActivationCache, NotServed as NotServed
-from .client.lens.logits import Logits as Logits
-from .client.lens.model import Config as Config, HookedModel as HookedModel
-from .client.lens.ops import Op as Op
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["ActivationCache", "Config", "HookedModel", "Logits", "NotServed", "Op", "ops"]
+from .schemas.packages import MissingPackageError, load
+
+if TYPE_CHECKING:
+    from midstream_bridges.lens import *  # noqa: F403 - so that its types are known
+
+try:
+    _facade = load("midstream.facades", "lens", extra="bridges")
+except MissingPackageError as error:
+    raise ImportError(f"midstream.lens {error}") from error
+__all__ = _facade.__all__
+
+
+def __getattr__(name: str) -> Any:
+    return getattr(_facade, name)

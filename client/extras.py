@@ -41,6 +41,8 @@ COMMANDS = {
     "demo": ("client", "up", "plots", "model", "cpu"),
     "deep": ("client", "up", "model", "cpu"),
 }
+#: Command of a package beside this one → that package, and the extra that installs it.
+PACKAGED = {"convert": ("midstream-bridges", "bridges")}
 #: Missing modules that an error names; more are counted.
 NAMED = 5
 #: Seconds after which an import is not waited for: torch takes tens of them on a cold disk, and any
@@ -125,6 +127,12 @@ def explained(error: ModuleNotFoundError) -> ModuleNotFoundError:
     if isinstance(error, MissingExtraError) or not extra:
         return error
     return MissingExtraError(_message(f"this needs {name}", extra), name=name)
+
+
+def absent(command: str) -> MissingExtraError:
+    """Return an error that names the package of a command in `PACKAGED`, and its extra."""
+    package, extra = PACKAGED[command]
+    return MissingExtraError(_message(f"`midstream {command}` needs {package}", extra))
 
 
 def _message(needed: str, extra: str) -> str:

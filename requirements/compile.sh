@@ -55,13 +55,15 @@ dependency-metadata = [
 
 # The packages of packages/ are on no index, and in no lock: an extra that names one stands for what that package needs.
 (cd "$here/.." && "$scratch/env/bin/python" -c '
-import json, pathlib, tomllib
+import json, pathlib, re, tomllib
 text = pathlib.Path("pyproject.toml").read_text()
 for file in sorted(pathlib.Path("packages").glob("*/pyproject.toml")):
     project = tomllib.loads(file.read_text())["project"]
     needs = [line for line in project["dependencies"] if not line.startswith(("midstream==", "midstream["))]
-    named = "\"{name}=={version}\"".format(**project)
-    text = text.replace(named, ", ".join(map(json.dumps, needs)))
+    extras = project.get("optional-dependencies", {})
+    for extra, more in {None: [], **extras}.items():
+        named = "\"{0}{2}=={1}\"".format(project["name"], project["version"], f"[{extra}]" if extra else "")
+        text = text.replace(named, ", ".join(map(json.dumps, needs + more)))
 print(text)' >"$scratch/project.toml")
 
 oldest=3.11
@@ -108,7 +110,7 @@ printf '%s\n' ttsem==0.1.0 triton==3.8.0 torch msgspec setuptools >"$scratch/tts
 grep -v '^triton==' "$scratch/agreed" >"$scratch/agreed-ttsem"
 source=ttsem.in oldest=3.12
 compile ttsem.lock --constraint "$scratch/agreed-ttsem"
-oldest=3.11
+source=pyproject.toml oldest=3.11
 cuda_only=() cpu= # torch's own metadata: the libraries of CUDA belong to it
 compile gpu.lock --extra engine-gpu --extra model --extra otel --extra s3
 pins "$here/gpu.lock" >"$scratch/agreed-gpu"

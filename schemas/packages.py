@@ -21,7 +21,7 @@ def load(group: str, name: str, extra: str = "") -> Any:
 
     `extra`: of ours, that installs the package. Raises MissingPackageError.
     """
-    missing = f"midstream-{name}"
+    missing = f"midstream-{extra or name}"
     try:
         for offer in entry_points(group=group, name=name):
             return offer.load()

@@ -49,7 +49,12 @@ EXTRAS: dict[str, Extra] = {
     "harvest": Extra("import midstream.client.harvest, pyarrow.parquet"),
     "lens": Extra("import transformer_lens", "lens.lock", torch=True),
     "sae": Extra("import sae_lens, midstream; midstream.Client", "sae.lock", torch=True),
-    "inspect": Extra("import inspect_ai, midstream.client.inspect_provider", "inspect.lock"),
+    "bridges": Extra(
+        "from midstream.lens import HookedModel; import midstream.client.vectors as vectors; "
+        "vectors.to_bytes([], 'safetensors')",
+        "client.lock",
+    ),
+    "inspect": Extra("import inspect_ai, midstream_bridges.inspect_provider", "inspect.lock"),
     "lm-eval": Extra(
         "import lm_eval.tasks, lm_eval.models.openai_completions, transformers, aiohttp, tenacity",
         "lm-eval.lock",
@@ -148,6 +153,11 @@ def all_built(source: Path, folder: Path) -> Path:
     return built(source, folder)
 
 
+def beside(wheel: Path) -> list[Path]:
+    """The wheel, and those of our packages in its folder."""
+    return sorted(wheel.parent.glob("midstream*.whl"))
+
+
 def interpreter(version: str) -> str:
     """Python `version` of this machine, found by its name or below pyenv's folder; empty if there
     is none.
@@ -183,17 +193,17 @@ def with_extra(folder: Path, wheel: Path, extra: str, python: str) -> Path:
     requirements = ROOT / "requirements"
     promised = EXTRAS[extra]
     if promised.torch:
-        wheels = sorted(wheel.parent.glob("*.whl"))
+        wheels = beside(wheel)
         run(requirements / "install.sh", folder, promised.lock, *wheels, cwd=ROOT, PYTHON=python)
         return folder / "bin" / "python"
     made = environment(folder, python)
     uv = (requirements / "locked.sh", folder, "--quiet")
     if promised.lock:
         run(*uv, "--no-deps", "--require-hashes", "-r", requirements / promised.lock, cwd=ROOT)
-        run(*uv, "--no-deps", "--no-index", wheel, *own_wheels(wheel, extra), cwd=ROOT)
+        run(*uv, "--no-deps", "--no-index", *beside(wheel), cwd=ROOT)
     else:
-        beside = ("--find-links", wheel.parent, "--constraint", pins(folder))
-        run(*uv, *beside, f"midstream[{extra}] @ {wheel.as_uri()}", cwd=ROOT)
+        known = ("--find-links", wheel.parent, "--constraint", pins(folder))
+        run(*uv, *known, f"midstream[{extra}] @ {wheel.as_uri()}", cwd=ROOT)
     return made
 
 
@@ -228,14 +238,15 @@ def unmet(python: Path, extra: str) -> list[str]:
 import sys
 from importlib.metadata import PackageNotFoundError, requires, version
 from pip._vendor.packaging.requirements import Requirement
-def check(extra):
-    for line in requires("midstream") or []:
+def check(package, extra):
+    for line in requires(package) or []:
         wanted = Requirement(line)
         if wanted.marker and not wanted.marker.evaluate({"extra": extra}):
             continue
-        if wanted.name == "midstream":
+        if wanted.name.startswith("midstream"):
             for part in wanted.extras:
-                check(part)
+                check(wanted.name, part)
+        if wanted.name == "midstream":
             continue
         try:
             there = version(wanted.name)
@@ -243,7 +254,7 @@ def check(extra):
             there = ""
         if not there or not wanted.specifier.contains(there, prereleases=True):
             print(f"unmet: {line} (there is {there or 'none'})")
-check(sys.argv[1])
+check("midstream", sys.argv[1])
 """
     return [
         line
@@ -261,7 +272,7 @@ def borrowing(folder: Path, wheel: Path) -> Path:
     in an environment's own folder only.
     """
     python = environment(folder)
-    install(python, "--no-deps", "--no-index", wheel)
+    install(python, "--no-deps", "--no-index", *beside(wheel))
     theirs = Path(sys.prefix) / SITE
     (folder / SITE / "borrowed.pth").write_text(f"{theirs}\n")
     where = (

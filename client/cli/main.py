@@ -1,4 +1,6 @@
-"""The `midstream` command: `demo`, `fetch`, and the commands that the other modules register."""
+"""The `midstream` command: `demo`, `fetch`, and the commands that other modules register and
+installed packages add.
+"""
 
 import re
 import sys
@@ -11,13 +13,16 @@ from typer.core import TyperGroup
 from ...schemas.base import MidstreamError, __version__
 from ...schemas.base.installed import part
 from ...schemas.jobs.kinds import of_kinds
+from ...schemas.packages import load_all
 from ...schemas.settings.settings import SettingsError
-from ..extras import COMMANDS, MissingExtraError, explained, need
+from ..extras import COMMANDS, PACKAGED, MissingExtraError, absent, explained, need
 from ..sdk.client import VERBS
 from . import doctor, jobs, requests, service, stack, start, verbs
 from .kinds import KINDS
 from .terminal import err, out
 
+#: Entry points of packages: any name → a function that adds commands to the app that it is given.
+ADDED_COMMANDS = "midstream.commands"
 #: Section of `midstream --help` → its commands, in this order.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start and stop": ("up", "serve", "demo", "status", "logs", "down", "fetch"),
@@ -56,20 +61,46 @@ _FIELD = re.compile(r"No such option: --(\S+)|\((\w[\w.]*)=(\S*)\)")
 
 
 class Commands(TyperGroup):
-    """The commands, in sections; for an unknown one, suggests what was probably meant."""
+    """The commands, in sections; for an unknown one, suggests what was probably meant.
+
+    Those of installed packages are loaded for a list of all, and for a word that is no command of
+    this package.
+    """
+
+    _whole = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the commands in the order of their sections."""
+        self._complete()
         known = [name for names in SECTIONS.values() for name in names]
-        return known + [name for name in self.commands if name not in known]
+        added = [name for name in self.commands if name not in known]
+        return [name for name in known if name in self.commands] + added
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, with its section set."""
+        """Return a command, with its section set.
+
+        Raises MissingExtraError for a command whose package is not installed.
+        """
+        if cmd_name not in self.commands:
+            self._complete()
         command: Any = super().get_command(ctx, cmd_name)
         if command is not None:
             sections = (title for title, names in SECTIONS.items() if command.name in names)
             command.rich_help_panel = next(sections, ADDED)
+        elif cmd_name in PACKAGED:
+            raise absent(cmd_name)
         return command
+
+    def _complete(self) -> None:
+        """Add the commands of installed packages; one of this package keeps its name."""
+        if self._whole:
+            return
+        self._whole = True
+        added = typer.Typer()
+        for add in load_all(ADDED_COMMANDS):
+            add(added)
+        if added.registered_commands or added.registered_groups:
+            self.commands = {**typer.main.get_group(added).commands, **self.commands}
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command. An error about a word that may be a field says how fields are given."""
@@ -94,6 +125,8 @@ class Commands(TyperGroup):
             raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            self._complete()
         if args and args[0] not in self.commands and (meant := self._meant(*args[:2])):
             ctx.fail(f"No such command {args[0]!r}. Did you mean 'midstream {meant}'?")
         return super().resolve_command(ctx, args)

@@ -1,5 +1,5 @@
 """The commands that do one thing with every kind of thing: `list`, `get`, `put`, `change`,
-`delete`, `export`, `check`, `create` and `fit`; and `redeliver` and `convert`.
+`delete`, `export`, `check`, `create` and `fit`; and `redeliver`.
 """
 
 import inspect
@@ -7,18 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
-from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from ...schemas.base import MidstreamError, Translated, invalid
-from ...schemas.prompts.selectors import as_ranges
 from ..render import records
 from ..sdk.calls import keyword_check
 from ..sdk.client import Client
 from ..values import checked
-from ..vectors import jacobian
 from . import fits, keys, options
 from .kinds import Kind, find, kinds_with
 from .terminal import (
@@ -59,7 +56,6 @@ def register(app: typer.Typer) -> None:
     for command in (list_, get, put, change, delete, export, check, create, fit):
         app.command(command.__name__.rstrip("_"))(command)
     app.command()(redeliver)
-    app.command()(convert)
 
 
 def _given(*names: str | None) -> list[str]:
@@ -303,24 +299,3 @@ def redeliver(
     for webhook in ids:
         client.webhooks.redeliver(webhook)
         say(f"{webhook} will be sent again")
-
-
-def convert(
-    file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="A lens of neuronpedia or TransformerLens: .pt.")
-    ],
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FOLDER", help="Folder to write, below the server's artifacts_dir/lenses."
-        ),
-    ],
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Folder of the model's checkpoint, whose output matrix edits need."),
-    ] = None,
-) -> None:
-    """Write a folder that can be registered from another tool's file of a Jacobian lens."""
-    with Translated((OSError, ValueError), lambda error: invalid("FILE", str(error))):
-        layers = jacobian.convert(file, folder, checkpoint)
-    say(f"{folder}: layers {as_ranges(layers)}")

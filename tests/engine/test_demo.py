@@ -34,7 +34,7 @@ AGREED = re.compile(
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 def test_the_demo_runs_from_the_wheel_and_leaves_valid_files(tmp_path: Path) -> None:
-    wheel = wheel_kit.built(wheel_kit.exported(tmp_path / "source"), tmp_path / "wheel")
+    wheel = wheel_kit.all_built(wheel_kit.exported(tmp_path / "source"), tmp_path / "wheel")
     shutil.rmtree(tmp_path / "source")
     python = wheel_kit.borrowing(tmp_path / "env", wheel)
     said = wheel_kit.run(

@@ -35,12 +35,12 @@ def client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     wheel_kit.install(
         python, "--no-deps", "--require-hashes", "-r", ROOT / "requirements" / "client.lock"
     )
-    wheel_kit.install(python, "--no-deps", "--no-index", wheel)
+    wheel_kit.install(python, "--no-deps", "--no-index", *wheel_kit.beside(wheel))
     return python
 
 
 #: Modules for packages that the extra `cpu` does not include.
-OPTIONAL = ("client/inspect_provider.py", "kernels/triton_site.py")
+OPTIONAL = ("kernels/triton_site.py",)
 
 
 def packaged() -> set[str]:

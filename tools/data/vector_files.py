@@ -1,8 +1,8 @@
 """What do other tools write?
 
 Steering vectors as repeng, llama.cpp, EasySteer, pyreft, assistant-axis, refusal_direction,
-persona_vectors and notebooks save them, with 8 numbers for each layer: `tests/data/vectors`, whose
-names begin with the producer and its version.
+persona_vectors and notebooks save them, with 8 numbers for each layer, in the folder
+`packages/bridges/tests/data/vectors`: names begin with the producer and its version.
 
 None of them is needed to test Midstream. With repeng, gguf, torch and safetensors installed,
 `python tools/data/vector_files.py` writes the files again. repeng writes its own; the other forms
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parents[2] / "tests" / "data" / "vectors"
+ROOT = Path(__file__).resolve().parents[2].joinpath("packages/bridges/tests/data/vectors")
 WIDTH = 8
 
 

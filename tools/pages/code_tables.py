@@ -91,9 +91,10 @@ def _calls() -> str:
 
 def _commands() -> str:
     group: Any = typer.main.get_command(app)
+    commands = {name: group.get_command(None, name) for name in group.list_commands(None)}
     rows = [
         f"| `midstream {name}` | {_first(each.help)} |\n"
-        for name, each in group.commands.items()
+        for name, each in commands.items()
         if not each.hidden
     ]
     return f"| command | |\n|---|---|\n{''.join(rows)}"

@@ -1,5 +1,5 @@
-"""Run by tests/long/test_inspect.py in the environment of Inspect AI: evaluations against the
-service at `sys.argv[1]`, as JSON.
+"""Run by packages/bridges/tests/long/test_inspect.py in the environment of Inspect AI: evaluations
+against the service at `sys.argv[1]`, as JSON.
 """
 
 import json

@@ -4,7 +4,7 @@
     make lens                                            # TransformerLens' own environment
     .cache/lens/bin/python tools/peers/lens_facade.py           # tests/data/hooked.safetensors
     .cache/lens/bin/python tools/peers/lens_facade.py FILE
-        # every activation of every layer, for tests/long/test_equivalents.py
+        # every activation of every layer, for packages/bridges/tests/long/test_equivalents.py
 
 Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports
 nothing of ours. float32. Hooks are Python functions; the facade is given the op that does the same.

@@ -1,5 +1,5 @@
 """Records what nnsight's column of the table of equivalents in docs/coming-from.md gives, for
-tests/long/test_equivalents.py.
+packages/bridges/tests/long/test_equivalents.py.
 
     .cache/lens/bin/python tools/peers/nnsight_calls.py MODEL rows.safetensors
         # the environment of `make lens`; float32

@@ -13,7 +13,6 @@ from midstream import Answer, Client, MidstreamError, ServerTimeout
 from midstream.broker.ledger.jobs.ledger import not_found
 from midstream.client.cli.options import overrides
 from midstream.client.sdk import wire
-from midstream.lens import HookedModel
 from midstream.schemas.base import invalid, unknown
 from midstream.schemas.settings.settings import SettingsError, load_settings
 
@@ -58,14 +57,6 @@ def test_an_address_may_omit_its_scheme() -> None:
     with server(reply({"object": "list", "data": []})) as (url, seen):
         Client(url.removeprefix("http://")).models()
     assert seen == ["GET /v1/models"]
-
-
-@pytest.mark.parametrize(
-    "given", [CLOSED, f"http://{CLOSED}/", Client(CLOSED)], ids=["host", "url", "client"]
-)
-def test_a_hooked_model_takes_an_address_or_a_client(given: Any) -> None:
-    error = refusal(lambda: HookedModel(given))
-    assert "no Midstream server answers at http://127.0.0.1:1 " in str(error)
 
 
 def test_a_closed_client_says_so() -> None:

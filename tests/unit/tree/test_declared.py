@@ -31,12 +31,14 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
 }
 #: Inside functions, imports for which another extra is the remedy.
 LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
-    "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest", "inspect"),
+    "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest"),
     "broker": ("otel", "up"),
     "tools": ("lens",),
 }
 #: Loaded only when it is asked for, so its top counts as the inside of a function.
-LOADED_LATE = {"client/harvest/training.py", "client/inspect_provider.py"}
+LOADED_LATE = {"client/harvest/training.py"}
+#: Module of a package that is loaded only by a library → the package's extra with that library.
+OF_EXTRAS = {"packages/bridges/midstream_bridges/inspect_provider.py": "inspect"}
 #: Comes with a package that we declare, at the version which that package wants.
 BROUGHT_ALONG = {
     "triton": "torch",
@@ -93,7 +95,10 @@ def required(lines: list[str]) -> set[str]:
         requirement = Requirement(line)
         package = requirement.name.removeprefix("midstream-")
         if package in PACKAGES:
-            waiting.extend(project_of(ROOT / "packages" / package)["dependencies"])
+            project = project_of(ROOT / "packages" / package)
+            waiting.extend(project["dependencies"])
+            for extra in requirement.extras:
+                waiting.extend(project["optional-dependencies"][extra])
         if requirement.name == "midstream":
             for extra in requirement.extras:
                 waiting.extend(optional[extra])
@@ -117,9 +122,14 @@ def test_every_import_is_a_declared_dependency(folder: str) -> None:
 @pytest.mark.parametrize("name", PACKAGES)
 def test_every_import_of_a_package_is_its_own_declared_dependency(name: str) -> None:
     project = project_of(ROOT / "packages" / name)
-    allowed = required([*project_of(ROOT)["dependencies"], *project["dependencies"]])
-    imports = [found for path in product(name) for found in outside(path)]
-    assert [found for found in imports if not distributions_of(found) & allowed] == []
+    always = [*project_of(ROOT)["dependencies"], *project["dependencies"]]
+    wrong = []
+    for path in product(name):
+        extra = OF_EXTRAS.get(str(path.relative_to(ROOT)))
+        more = project["optional-dependencies"][extra] if extra else []
+        allowed = required([*always, *more])
+        wrong += [found for found in outside(path) if not distributions_of(found) & allowed]
+    assert wrong == []
 
 
 def outside(path: Path) -> list[Import]:

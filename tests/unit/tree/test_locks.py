@@ -48,11 +48,13 @@ LOCKS = [
     "triton-3.6.lock",
     "ttsem.lock",
 ]
-#: Our packages, which no lock names → what they need.
+#: Our packages, which no lock names → what they need, and what they need with an extra of theirs.
 PACKAGED: dict[str, list[str]] = {}
+PACKAGED_EXTRAS: dict[str, dict[str, list[str]]] = {}
 for _file in sorted(ROOT.glob("packages/*/pyproject.toml")):
     _project = tomllib.loads(_file.read_text())["project"]
     PACKAGED[_project["name"]] = _project["dependencies"]
+    PACKAGED_EXTRAS[_project["name"]] = _project.get("optional-dependencies", {})
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")
 PLACES = [(python, machine) for python in PYTHONS for machine in MACHINES]
@@ -108,6 +110,8 @@ def asked_for(extras: tuple[str, ...]) -> list[Requirement]:
                 waiting += project["optional-dependencies"][extra]
         elif requirement.name in PACKAGED:
             waiting += PACKAGED[requirement.name]
+            for extra in requirement.extras:
+                waiting += PACKAGED_EXTRAS[requirement.name][extra]
         else:
             direct.append(requirement)
     return direct

@@ -35,7 +35,7 @@ STARTERS = {
     "client/cli/main.py", "client/cli/start.py", "client/cli/keys.py", "client/cli/doctor.py",
 }  # fmt: skip
 #: Imported inside functions only, so it may reach further at its top.
-LOADED_LATE = {"client/cli/demo.py", "client/harvest/training.py", "client/inspect_provider.py"}
+LOADED_LATE = {"client/cli/demo.py", "client/harvest/training.py"}
 STARTERS_MAY = {"broker", "workers"}
 
 #: Folder → its rooms (and the modules beside them) from top to bottom, those of one line side by
@@ -62,8 +62,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
     ),
     "client": (
         "__main__",
-        "cli inspect_provider",
-        "study lens",
+        "cli",
+        "study",
         "render",
         "stack",
         "sdk",
@@ -83,6 +83,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "runner",
     ),
     "schemas": (
+        "packages",
         "service",
         "jobs",
         "extensions",

@@ -5,9 +5,10 @@ into a folder that can be registered.
 from pathlib import Path
 from typing import Any
 
-from ...schemas.artifacts.jacobian_lenses import SKIP_FIRST, JacobianRecord
-from ...schemas.base.limits import MAX_TUNED_BYTES
-from ...storage.formats.lens_files import output_matrix, write
+from midstream.schemas.artifacts.jacobian_lenses import SKIP_FIRST, JacobianRecord
+from midstream.schemas.base.limits import MAX_TUNED_BYTES
+from midstream.storage.formats.lens_files import output_matrix, write
+
 from .array_files import PlainArray, read_torch
 
 

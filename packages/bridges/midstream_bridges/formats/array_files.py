@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...schemas.base import DTYPES, ITEM_BYTES, DType, Tensor, Translated, widened
-from ...schemas.base.limits import (
+from midstream.schemas.base import DTYPES, ITEM_BYTES, DType, Tensor, Translated, widened
+from midstream.schemas.base.limits import (
     MAX_FILE_HEADER,
     MAX_FILE_TENSORS,
     MAX_TENSOR_BYTES,
     MAX_VECTOR_FILE,
 )
-from ...storage.formats.tensor_files import npy_header
+from midstream.storage.formats.tensor_files import npy_header
 
 #: The most members of an archive that are not tensors.
 _MAX_OTHER_MEMBERS = 64
@@ -56,14 +56,6 @@ class PlainArray(NamedTuple):
     dtype: DType
     shape: tuple[int, ...]
     data: bytes
-
-    def rows(self) -> "list[PlainArray]":
-        """Return the arrays along the first dimension."""
-        size = ITEM_BYTES[self.dtype] * math.prod(self.shape[1:])
-        return [
-            PlainArray(self.dtype, self.shape[1:], self.data[at : at + size])
-            for at in range(0, len(self.data), size)
-        ]
 
     def numpy(self) -> np.ndarray:
         """Return a numpy array; bfloat16 becomes float32, exactly."""

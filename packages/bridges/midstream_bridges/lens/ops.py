@@ -14,9 +14,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ...schemas.base import Translated, invalid
-from ...schemas.requests.interventions import PLACE
-from ..values import is_torch
+from midstream.client.values import is_torch
+from midstream.schemas.base import Translated, invalid
+from midstream.schemas.requests.interventions import PLACE
+
 from .cache import ActivationCache
 from .names import BLOCK, PATTERN, Card, NamedSite
 

@@ -10,13 +10,13 @@ import pytest
 from job_kit import job_result
 from refusal_kit import refuses
 
-from midstream.client.lens.cache import ActivationCache
-from midstream.client.lens.names import BLOCK, Card, NamedSite, chosen
 from midstream.lens import HookedModel, ops
 from midstream.schemas.jobs.jobs import Output
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.prompts.tokens import Detokenized, Tokenized
+from midstream_bridges.lens.cache import ActivationCache
+from midstream_bridges.lens.names import BLOCK, Card, NamedSite, chosen
 
 CARD = {
     "id": "m",

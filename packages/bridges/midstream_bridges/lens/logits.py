@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.base import MidstreamError, by_key, invalid
-from ...schemas.base.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
-from ...schemas.readings.lens import LensReading
+from midstream.schemas.base import MidstreamError, by_key, invalid
+from midstream.schemas.base.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
+from midstream.schemas.readings.lens import LensReading
+
 from .cache import refused
 
 #: Request to the server: (index of the prompt, positions, number of top tokens, ids of named

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ...schemas.base import MidstreamError, by_key, invalid
-from ...schemas.jobs.models import ModelFacts
-from ...schemas.model.banks import BANK, OF_HEADS
-from ...schemas.prompts.selectors import FORWARD, INSIDE, LENS_NAMES, NOT_SET, Hook
+from midstream.schemas.base import MidstreamError, by_key, invalid
+from midstream.schemas.jobs.models import ModelFacts
+from midstream.schemas.model.banks import BANK, OF_HEADS
+from midstream.schemas.prompts.selectors import FORWARD, INSIDE, LENS_NAMES, NOT_SET, Hook
 
 PATTERN = "attn.hook_pattern"
 _ORDER: tuple[tuple[Hook, ...], ...] = (

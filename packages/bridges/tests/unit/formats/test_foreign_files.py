@@ -11,11 +11,11 @@ import torch
 from safetensors.numpy import save
 
 from midstream.client import vectors
-from midstream.client.vectors.array_files import OLD_MAGIC
-from midstream.client.vectors.files import from_bytes
+from midstream.client.vectors import from_bytes
 from midstream.schemas.base import to_numpy
+from midstream_bridges.formats.array_files import OLD_MAGIC
 
-FILES = Path(__file__).parents[3] / "data" / "vectors"
+FILES = Path(__file__).parents[2] / "data" / "vectors"
 
 
 def row(layer: int) -> np.ndarray:

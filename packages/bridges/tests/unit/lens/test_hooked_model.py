@@ -7,10 +7,18 @@ import numpy as np
 import pytest
 from refusal_kit import refuses
 
-from midstream.client.lens.cache import REFUSED as OF_CACHE, ActivationCache
-from midstream.client.lens.logits import Logits, Predictions
-from midstream.client.lens.model import REFUSED as OF_MODEL, HookedModel, edits_of
-from midstream.client.lens.names import (
+from midstream import Client
+from midstream.lens import ops
+from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.limits import MAX_LENS_TOKENS
+from midstream.schemas.jobs.jobs import JobRequest
+from midstream.schemas.model.banks import RowShape
+from midstream.schemas.prompts.selectors import ALIASES, EVERY, HOOKS
+from midstream.schemas.readings.lens import LensReading
+from midstream_bridges.lens.cache import REFUSED as OF_CACHE, ActivationCache
+from midstream_bridges.lens.logits import Logits, Predictions
+from midstream_bridges.lens.model import REFUSED as OF_MODEL, HookedModel, edits_of
+from midstream_bridges.lens.names import (
     ABSENT,
     BLOCK,
     SHORT,
@@ -20,13 +28,6 @@ from midstream.client.lens.names import (
     hooks_of,
     site_of,
 )
-from midstream.lens import ops
-from midstream.schemas.base import MidstreamError
-from midstream.schemas.base.limits import MAX_LENS_TOKENS
-from midstream.schemas.jobs.jobs import JobRequest
-from midstream.schemas.model.banks import RowShape
-from midstream.schemas.prompts.selectors import ALIASES, EVERY, HOOKS
-from midstream.schemas.readings.lens import LensReading
 
 WIDE = RowShape(heads=3, width=4)
 HEADS = RowShape(heads=1, width=20)
@@ -440,3 +441,15 @@ def test_the_loss_is_that_of_each_next_token() -> None:
 def test_what_logits_cannot_give_is_refused(use: Any, said: str) -> None:
     with refuses(said):
         use(logits()[0])
+
+
+#: An address where nothing listens.
+CLOSED = "127.0.0.1:1"
+
+
+@pytest.mark.parametrize(
+    "given", [CLOSED, f"http://{CLOSED}/", Client(CLOSED)], ids=["host", "url", "client"]
+)
+def test_a_hooked_model_takes_an_address_or_a_client(given: Any) -> None:
+    with pytest.raises(MidstreamError, match="no Midstream server answers at http"):
+        HookedModel(given)

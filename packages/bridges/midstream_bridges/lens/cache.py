@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.base import MidstreamError, invalid
-from ..captures.reader import CaptureReader
+from midstream.client.captures.reader import CaptureReader
+from midstream.schemas.base import MidstreamError, invalid
+
 from .names import BLOCK, PATTERN, CacheKey, Card, NamedSite, site_of
 
 #: Methods of TransformerLens' cache that this one lacks → the reason.

@@ -12,13 +12,14 @@ from typing import Any, Unpack
 import msgspec
 import numpy as np
 
-from ...schemas.base import MidstreamError, Translated, invalid
-from ...schemas.jobs.results import JobResult
-from ...schemas.readings.lens import LensReading
-from ..sdk import wire
-from ..sdk.client import Client
-from ..sdk.fields import ReadingFields
-from ..values import is_torch
+from midstream.client.sdk import wire
+from midstream.client.sdk.client import Client
+from midstream.client.sdk.fields import ReadingFields
+from midstream.client.values import is_torch
+from midstream.schemas.base import MidstreamError, Translated, invalid
+from midstream.schemas.jobs.results import JobResult
+from midstream.schemas.readings.lens import LensReading
+
 from .cache import ActivationCache, refused
 from .logits import Logits, Predictions
 from .names import PATTERN, Card, Filter, NamedSite, chosen, hooks_of

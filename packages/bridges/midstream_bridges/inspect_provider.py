@@ -28,14 +28,14 @@ from inspect_ai.solver._task_state import sample_state
 from inspect_ai.tool import ToolChoice, ToolInfo
 from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 
-from ..schemas.base import MidstreamError, Translated
-from ..schemas.jobs.openai import ChatRequest
-from ..schemas.readings.readings import READINGS
-from .sdk.calls import finish
-from .sdk.client import Client
-from .sdk.discovery import address
-from .sdk.mapping.map import standing
-from .sdk.wire import headers, openai_body
+from midstream.client.sdk.calls import finish
+from midstream.client.sdk.client import Client
+from midstream.client.sdk.discovery import address
+from midstream.client.sdk.mapping.map import standing
+from midstream.client.sdk.wire import headers, openai_body
+from midstream.schemas.base import MidstreamError, Translated
+from midstream.schemas.jobs.openai import ChatRequest
+from midstream.schemas.readings.readings import READINGS
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from ...schemas.base import ITEM_BYTES, DType, Tensor, Translated
-from ...schemas.base.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES
-from ...schemas.requests.specs import SteeringSpec
+from midstream.schemas.base import ITEM_BYTES, DType, Tensor, Translated
+from midstream.schemas.base.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES
+from midstream.schemas.requests.specs import SteeringSpec
 
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)

@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ...schemas.base import ITEM_BYTES, DType, Tensor, Translated
-from ...schemas.base.limits import (
-    MAX_ENTRIES,
-    MAX_TENSOR_BYTES,
-    Index,
-)
-from ...schemas.requests.specs import SteeringSpec
+from midstream.schemas.base import ITEM_BYTES, DType, Tensor, Translated
+from midstream.schemas.base.json_bounds import TooManyValues, check_json
+from midstream.schemas.base.limits import MAX_ENTRIES, MAX_TENSOR_BYTES, Index
+from midstream.schemas.prompts.selectors import resolve_hook
+from midstream.schemas.requests.specs import SteeringSpec
+
+from .plain import cannot_hold, check, layers_of
 
 #: `original_dtype` → Midstream's dtype; old clients do not send it, and `dtype` is used.
 _DTYPES: dict[str, DType] = {
@@ -102,6 +102,28 @@ def unpacked(tensor: LensTensor) -> tuple[DType, list[int], bytes]:
     return dtype, tensor.shape, raw
 
 
+def read(raw: bytes) -> list[SteeringSpec]:
+    """Return the entries in a JSON file. Raises ValueError."""
+    with Translated(
+        (msgspec.DecodeError, TooManyValues, UnicodeDecodeError),
+        lambda error: ValueError(f"it is not valid JSON of a SteeringVector: {error}"),
+    ):
+        check_json(raw)
+        result = msgspec.json.decode(raw)
+    return entries_of(result if isinstance(result, list) else [result])
+
+
+def entries_of(vectors: list[Any]) -> list[SteeringSpec]:
+    """Return the entries in `SteeringVector`s, as JSON has them. Raises ValueError."""
+    with Translated(
+        msgspec.ValidationError,
+        lambda error: ValueError(f"it is not a SteeringVector of vllm-lens: {error}"),
+    ):
+        return [
+            spec for vector in msgspec.convert(vectors, LensVectors) for spec in specs_of(vector)
+        ]
+
+
 def specs_of(vector: LensVector) -> list[SteeringSpec]:
     """Convert a vector to equivalent entries at `post_block`: one for each layer, and for each
     position if positions have separate rows.
@@ -161,4 +183,28 @@ def packed(dtype: DType, shape: Sequence[int], raw: bytes) -> dict[str, Any]:
         "dtype": STORED[dtype],
         "original_dtype": f"torch.{dtype}",
         "shape": list(shape),
+    }
+
+
+def write(specs: Sequence[SteeringSpec]) -> bytes:
+    """Return entries as a JSON file. Raises ValueError for what it cannot hold."""
+    check(specs, "vllm-lens", keeps={"norm_match"})
+    for index, spec in enumerate(specs):
+        if resolve_hook(spec.hook or "post_block") != "post_block":
+            raise cannot_hold(index, f"hook {spec.hook}", "vllm-lens")
+    return msgspec.json.encode([_vector_of(spec) for spec in specs])
+
+
+def _vector_of(spec: SteeringSpec) -> dict[str, Any]:
+    assert spec.vector is not None
+    layers = layers_of(spec) or []
+    tensor = spec.vector
+    return {
+        "activations": packed(
+            tensor.dtype, [len(layers), *tensor.shape], tensor.data * len(layers)
+        ),
+        "layer_indices": layers,
+        "scale": 1.0 if spec.scale is None else spec.scale,
+        "norm_match": bool(spec.norm_match),
+        "position_indices": None,
     }

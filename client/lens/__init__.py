@@ -1,1 +1,0 @@
-"""The TransformerLens-style facade, which `midstream.lens` exports."""

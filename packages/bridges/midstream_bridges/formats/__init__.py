@@ -1,0 +1,1 @@
+"""Files of other tools: vectors, Jacobian lenses."""

@@ -1,0 +1,3 @@
+"""Fixtures of the core's long tests."""
+
+from demo_services import library as library, serve as serve

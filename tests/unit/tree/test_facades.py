@@ -1,0 +1,59 @@
+"""What packages put behind names of the core is there, and where a package is absent, its extra is
+named.
+"""
+
+import subprocess
+import sys
+
+from midstream.client.extras import PACKAGED
+
+#: As on an installation without the packages beside the core.
+ALONE = """
+import importlib.metadata as m
+m.entry_points = lambda **asked: m.EntryPoints([])
+"""
+
+
+def alone(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program where no package offers anything."""
+    return subprocess.run(
+        [sys.executable, "-c", ALONE + program], capture_output=True, text=True, timeout=120
+    )
+
+
+def test_the_facade_has_the_names_of_its_package() -> None:
+    import midstream.lens
+    import midstream_bridges.lens
+
+    assert midstream.lens.__all__ == midstream_bridges.lens.__all__
+    assert midstream.lens.HookedModel is midstream_bridges.lens.HookedModel
+
+
+def test_a_facade_whose_package_is_absent_names_the_extra() -> None:
+    done = alone("from midstream.lens import HookedModel")
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: midstream.lens needs the package midstream-bridges: "
+        "pip install 'midstream[bridges]'"
+    )
+
+
+def test_the_rest_of_the_client_needs_no_package() -> None:
+    done = alone("import midstream, midstream.client.vectors; midstream.Client; print('there')")
+    assert done.stdout == "there\n", done.stderr
+
+
+def test_a_command_whose_package_is_absent_names_the_extra() -> None:
+    for command, (package, extra) in PACKAGED.items():
+        done = alone(f"from midstream.client.cli.main import main; main([{command!r}, 'a', 'b'])")
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"error: `midstream {command}` needs {package}, not installed here: "
+            f"pip install 'midstream[{extra}]'\n"
+        )
+
+
+def test_help_without_packages_lists_the_commands_that_are_there() -> None:
+    done = alone("from midstream.client.cli.main import main; main(['--help'])")
+    assert done.returncode == 0, done.stderr
+    assert "submit" in done.stdout
+    assert not any(f" {command} " in done.stdout for command in PACKAGED)
