@@ -60,7 +60,7 @@ def test_every_type_refuses_unknown_fields_but_what_processes_say_of_themselves(
     }
     assert len(objects) > 30
     kinds = [Published]
-    lenient = set()
+    lenient = {"JobResult"}  # those of kinds that are not installed here have further fields
     while kinds:
         kind = kinds.pop()
         kinds += kind.__subclasses__()

@@ -35,6 +35,7 @@ from midstream.schemas.extensions import Extension, ReaderTerms
 from midstream.schemas.jobs import jobs, openai
 from midstream.schemas.jobs.jobs import Sampling
 from midstream.schemas.jobs.receipts import Consumed, Receipt
+from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.readings import features, installed, lens
 from midstream.schemas.readings.features import StoredFeatures
 from midstream.schemas.readings.lens import LensSpec, StoredLens
@@ -317,7 +318,7 @@ def test_parts_of_all_ranks_are_a_result_that_is_shown_and_answered(field: str) 
     assert [each.request for each in found[field]] == [0, 1]
     assert readings(ticket[:1]).keys() == ({field} if len(parts) == 1 else set())
     result = job_result("a", "b", **found)
-    assert from_json(to_json(result), jobs.JobResult) == result
+    assert from_json(to_json(result), JobResult) == result
     for name, wanted in EXAMPLES[field].result.items():
         assert getattr(found[field][0], name) == wanted
     shown = [each for each in tables(result, {}) if isinstance(each, str)]
