@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 import pytest
 from edge import MODEL, Api, Hand, refused, running
-from ledger_kit import make_job
+from ledger_kit import WORKER, make_job, worker_info
 
-from midstream.broker.ledger.jobs.inputs import GRACE_S, LARGE, SWEEP_AGAIN_S, LedgerInputs
+from midstream.broker.ledger.jobs.inputs import GRACE_S, LARGE, SIGNS, SWEEP_AGAIN_S, LedgerInputs
 from midstream.broker.ledger.jobs.ledger import Ledger, accepted_at
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.schemas.base import MidstreamError, Tensor, content_hash, from_msgpack, from_numpy
@@ -46,20 +46,28 @@ def edits(count: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def inputs(ledger: Ledger) -> LedgerInputs:
-    return LedgerInputs(ledger)
+async def inputs(ledger: Ledger) -> LedgerInputs:
+    """With a live worker that has the store."""
+    store = LedgerInputs(ledger)
+    worker = worker_info()
+    await ledger.heartbeat(worker)
+    await store.sign(worker.worker, worker.boot)
+    return store
 
 
 @pytest.fixture
 def wide(api: Api) -> Iterator[Hand]:
     with Hand(api.settings, hidden_size=WIDE, steering_rows=0, steering_entries=0) as worker:
+        worker.do(LedgerInputs(worker.ledger).sign(worker.worker, "b1"))
         yield worker
 
 
 def kept_in(inputs: LedgerInputs) -> list[Path]:
-    """Every file and folder below the store."""
+    """Everything in the store but the signs of workers."""
     root = Path(inputs.store.uri)
-    return sorted(root.rglob("*"))
+    own = (root / SIGNS, root / ".deleted")
+    signs = {*own, *(root / SIGNS).iterdir()}
+    return sorted(path for path in root.rglob("*") if path not in signs)
 
 
 async def accepted(ledger: Ledger, inputs: LedgerInputs) -> Job:
@@ -112,6 +120,21 @@ async def test_few_vectors_stay_in_the_ledger(inputs: LedgerInputs) -> None:
     assert not kept_in(inputs)
 
 
+@pytest.mark.parametrize("worker", ["none", "another", "restarted"])
+async def test_vectors_stay_in_the_ledger_where_a_worker_may_not_have_the_store(
+    ledger: Ledger, inputs: LedgerInputs, worker: str
+) -> None:
+    if worker == "none":
+        await ledger.redis.delete(f"ms:alive:{WORKER}")
+    else:
+        name = WORKER if worker == "restarted" else "w9"
+        await ledger.heartbeat(worker_info(name, "started later"))
+    async with inputs.kept(make_job(), BLOBS) as (job, blobs):
+        assert blobs == BLOBS
+    assert job.inputs is None
+    assert not kept_in(inputs)
+
+
 async def test_inputs_go_when_the_job_has_ended(
     ledger: Ledger, inputs: LedgerInputs, reaper: Reaper
 ) -> None:
@@ -121,7 +144,7 @@ async def test_inputs_go_when_the_job_has_ended(
     assert await inputs.read(job) == BLOBS
     await ledger.request_cancel(job.id)
     await reaper.sweep(soon + SWEEP_AGAIN_S)
-    assert not [path for path in kept_in(inputs) if path.name != ".deleted"]
+    assert not kept_in(inputs)
 
 
 async def test_inputs_of_a_job_that_was_never_accepted_go_after_a_while(
@@ -138,14 +161,14 @@ async def test_inputs_of_a_job_that_was_never_accepted_go_after_a_while(
     await reaper.sweep(accepted_at(job.id) + GRACE_S - 1)
     assert await inputs.read(job) == BLOBS, "it may still be accepted"
     await reaper.sweep(accepted_at(other.id) + GRACE_S + SWEEP_AGAIN_S)
-    assert not [path for path in kept_in(inputs) if path.name != ".deleted"]
+    assert not kept_in(inputs)
 
 
 async def test_inputs_of_a_refused_job_go_at_once(inputs: LedgerInputs) -> None:
     with pytest.raises(MidstreamError, match="limit"):
         async with inputs.kept(make_job(), BLOBS):
             raise MidstreamError("rate_limited", "a limit")
-    assert not [path for path in kept_in(inputs) if path.name != ".deleted"]
+    assert not kept_in(inputs)
 
 
 async def test_inputs_stay_where_the_ledger_may_have_accepted_the_job(
@@ -158,15 +181,18 @@ async def test_inputs_stay_where_the_ledger_may_have_accepted_the_job(
 
 
 def test_a_repeated_submission_leaves_one_object(api: Api, wide: Hand) -> None:
+    before = kept_in(LedgerInputs(wide.ledger))
     body = {"model": MODEL, "prompts": ["hello"], "steering": edits(FEW)}
     ids = {
         api.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "k"}).json()["id"]
         for _ in range(2)
     }
-    assert {key.rstrip("/") for key in LedgerInputs(wide.ledger).store.children()} >= ids
     assert len(ids) == 1
     kept = wide.do(LedgerInputs(wide.ledger).read(wide.job(*ids)))
     assert len(kept) == FEW
+    added = {*kept_in(LedgerInputs(wide.ledger))} - {*before}
+    assert {path.name for path in added} == {*ids, "tensors"}
+    assert len(added) == 2
 
 
 @pytest.mark.parametrize("damage", ["gone", "changed"])

@@ -117,9 +117,9 @@ KeptUnit = tuple[int, bytes, bytes, bool]
 
 #: A job of more bytes than this, by estimate, is packed and compressed in parts of about this size.
 PART = 1 << 16
-#: Level of zlib, the fastest; and how what it returns begins, as no packed job does.
-COMPRESSION = 1
-_COMPRESSED = b"\x78"
+#: Level of zlib, the fastest but one; and how what it returns begins, as no packed job does.
+COMPRESSION = 2
+_COMPRESSED = b"x"
 #: What a prompt, and an entry of its steering or captures, take to pack: as long as so many bytes.
 PROMPT = 1 << 8
 ENTRY = 1 << 4

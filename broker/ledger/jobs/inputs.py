@@ -2,6 +2,9 @@
 store for each job, because Redis takes every byte, and writes it to its log, on the one thread that
 all jobs wait for.
 
+Where a worker of the model has another store, as on several machines without a shared folder, and
+where none is there, Redis takes all.
+
 The object is durable before the job is accepted, and the job names its size and hash. It is removed
 once the job has ended; so is one whose job was not accepted, as soon as nothing can accept it any
 more. See docs/decisions/0050-inputs.md.
@@ -11,12 +14,13 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
 from ....schemas.base import MidstreamError, Translated, from_msgpack, to_msgpack
 from ....schemas.jobs.jobs import TERMINAL, Inputs, Job
+from ....schemas.jobs.models import WorkerInfo
 from ....storage.store import below, committed, open_store
 from .ledger import Ledger, LedgerPart, accepted_at, of_each, reachable
 
@@ -30,6 +34,8 @@ GRACE_S = 600.0
 SWEEP_AGAIN_S = 30.0
 #: The folder in the artifact store, which no tag of captures can be.
 FOLDER = ".inputs"
+#: The folder in it with the last start of each worker that has it.
+SIGNS = "workers"
 
 
 class LedgerInputs(LedgerPart):
@@ -45,26 +51,32 @@ class LedgerInputs(LedgerPart):
         self, job: Job, blobs: Mapping[str, bytes]
     ) -> AsyncIterator[tuple[Job, Mapping[str, bytes]]]:
         """Yield the job and the blobs (content hash → bytes) for the ledger to accept: large ones
-        are in the store, and the job says so. They are removed if the block refuses the job.
+        are in the store, if the workers have it, and the job says so. They are removed if the block
+        refuses the job.
 
         Raises MidstreamError("unavailable") if the store takes nothing.
         """
-        if sum(map(len, blobs.values())) < LARGE:
+        inputs = None
+        if sum(map(len, blobs.values())) >= LARGE:
+            with Translated(OSError, _away):
+                if await self._reaches(job):
+                    inputs = await asyncio.to_thread(self._write, job.id, blobs)
+        if inputs is None:
             yield job, blobs
             return
-        with Translated(
-            OSError,
-            lambda error: MidstreamError(
-                "unavailable", f"the job's tensors cannot be written to the artifact store: {error}"
-            ),
-        ):
-            inputs = await asyncio.to_thread(self._write, job.id, blobs)
         try:
             yield msgspec.structs.replace(job, inputs=inputs), {}
         except MidstreamError as error:
             if error.kind != "unavailable":  # else the job may have been accepted
                 await self.discard(job.id)
             raise
+
+    async def sign(self, worker: str, boot: str) -> None:
+        """Let those who accept jobs know that this worker reads and writes the store that they do.
+
+        Raises OSError.
+        """
+        await asyncio.to_thread(self._put, _sign_of(worker), boot.encode())
 
     async def read(self, job: Job) -> dict[str, bytes]:
         """Return what `keep` wrote for the job: content hash → bytes.
@@ -111,10 +123,26 @@ class LedgerInputs(LedgerPart):
         await asyncio.to_thread(self._remove, ended)
         return ended
 
+    async def _reaches(self, job: Job) -> bool:
+        """Return whether all workers that serve the job's model have signed in this store: on
+        several machines, a folder may be another on each. False if none serves it.
+        """
+        live = await self._ledger.workers(queue=None)
+        serving = [info for info in live if info.model == job.model]
+        return bool(serving) and await asyncio.to_thread(lambda: all(map(self._signed, serving)))
+
+    def _signed(self, info: WorkerInfo) -> bool:
+        with suppress(FileNotFoundError), self.store.open(_sign_of(info.worker)) as sign:
+            return sign.read(0, sign.size) == info.boot.encode()
+        return False
+
+    def _put(self, key: str, raw: bytes) -> None:
+        with committed(self.store) as writer:
+            writer.append(key, [raw])
+
     def _write(self, job_id: str, blobs: Mapping[str, bytes]) -> Inputs:
         raw = to_msgpack(blobs)
-        with committed(self.store) as writer:
-            writer.append(_key(job_id), [raw])
+        self._put(_key(job_id), raw)
         return Inputs(bytes=len(raw), digest=hashlib.sha256(raw).hexdigest())
 
     def _read(self, job_id: str, inputs: Inputs) -> dict[str, bytes]:
@@ -130,12 +158,22 @@ class LedgerInputs(LedgerPart):
     def _names(self) -> list[str]:
         """Return the jobs of which something is in the store, or is being removed."""
         folders = {key.rstrip("/") for key in self.store.children()}
-        return sorted(folders | {*self.store.marks()})
+        return sorted((folders | {*self.store.marks()}) - {SIGNS})
 
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             self.store.delete(f"{name}/")
             self.store.unmark(name)
+
+
+def _away(error: OSError) -> MidstreamError:
+    return MidstreamError(
+        "unavailable", f"the job's tensors cannot be written to the artifact store: {error}"
+    )
+
+
+def _sign_of(worker: str) -> str:
+    return f"{SIGNS}/{worker}"
 
 
 def _key(job_id: str) -> str:
