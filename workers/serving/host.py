@@ -298,10 +298,11 @@ class EngineHost:
 
     async def _sign_store(self) -> None:
         """If the store cannot be signed, the ledger keeps what large jobs bring."""
+        inputs = LedgerInputs(self._ledger)
         try:
-            await LedgerInputs(self._ledger).sign(self.settings.worker_id, BOOT)
+            await inputs.sign(self.settings.worker_id, BOOT)
         except OSError as error:
-            logger.warning("cannot sign %s: %s", self.settings.artifacts, error)
+            logger.warning("cannot sign %s: %s", inputs.store.uri, error)
 
     async def _watch_disks(self) -> str:
         """Check until cancelled.
