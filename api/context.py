@@ -18,6 +18,7 @@ import anyio.to_thread
 import msgspec
 from litestar import Request
 
+from ..broker.ledger.jobs.inputs import LedgerInputs
 from ..broker.ledger.jobs.ledger import Ledger, new_job_id, reachable
 from ..broker.ledger.jobs.watch import JobWatcher, SharedReads
 from ..broker.ledger.named.steering import LedgerSteering
@@ -78,6 +79,7 @@ class AppContext:
         self.settings = settings
         self.ledger = ledger
         self.keys = LedgerKeys(ledger)
+        self.inputs = LedgerInputs(ledger)
         self.sessions = Sessions(ledger)
         self.gate = Gate(settings, self.keys, self.sessions)
         self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
@@ -185,11 +187,14 @@ class AppContext:
         if parent := traceparent():
             job = msgspec.structs.replace(job, trace=parent)
         operator_tags = {spec.tag for spec in info.global_captures}
-        request_context.accepting(job.id, self.job_url(job.id))
-        job_id, _ = await self.ledger.submit(
-            job, blobs, idempotency, pinned, operator_tags, request
-        )
+        async with self.inputs.kept(job, blobs) as (job, blobs):
+            request_context.accepting(job.id, self.job_url(job.id))
+            job_id, _ = await self.ledger.submit(
+                job, blobs, idempotency, pinned, operator_tags, request
+            )
         crash_point("api.committed")
+        if job.inputs is not None and job_id != job.id:  # a repeat of the first
+            await self.inputs.discard(job.id)
         request_context.accepted(job_id, self.job_url(job_id))
         logs.bind(job=job_id)
         return job_id

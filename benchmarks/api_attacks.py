@@ -36,6 +36,7 @@ import httpx2
 import msgspec
 from services import service
 
+from midstream.broker.ledger.jobs.inputs import LedgerInputs
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.client.stack.supervisor import read_state
 from midstream.schemas.jobs.models import TokenizerBundle, encode_bundle
@@ -54,6 +55,8 @@ TEMPLATE = (
     "<|im_start|>assistant\n"
 )
 MIB = 1 << 20
+#: As long as the worker that serves nothing counts as alive.
+LEASE_S = 3600.0
 #: Just within the largest JSON body.
 FULL = 8 * MIB - 64 * 1024
 JSON = "application/json"
@@ -94,17 +97,18 @@ def words(characters: int) -> str:
     ]
 
 
-def vector() -> dict[str, Any]:
+def vector(number: int) -> dict[str, Any]:
+    """A vector of its own for each number."""
     return {
         "dtype": "float32",
         "shape": [HIDDEN],
-        "data": base64.b64encode(struct.pack("<f", 0.5) * HIDDEN).decode(),
+        "data": base64.b64encode(struct.pack("<f", 0.5 + number / MIB) * HIDDEN).decode(),
     }
 
 
 def edits(count: int) -> list[dict[str, Any]]:
     return [
-        {"layers": index % LAYERS, "op": "add", "vector": vector(), "positions": "all"}
+        {"layers": index % LAYERS, "op": "add", "vector": vector(index), "positions": "all"}
         for index in range(count)
     ]
 
@@ -412,6 +416,7 @@ async def publish(settings: Settings, length: int = LENGTH) -> None:
         (worker,) = await ledger.workers()
         absent = msgspec.structs.replace(worker, worker="absent", model=MODEL)
         await ledger.publish_model(msgspec.structs.replace(fake, **facts), absent)
+        await LedgerInputs(ledger).sign(absent.worker, absent.boot)
     finally:
         await ledger.close()
 
@@ -460,7 +465,7 @@ def main() -> None:
         for attack in ATTACKS
         if not options.only or any(part in attack.name for part in options.only)
     ]
-    with service(engine="fake", model=FAKE, log_level="WARNING") as stack:
+    with service(engine="fake", model=FAKE, log_level="WARNING", lease_s=LEASE_S) as stack:
         asyncio.run(publish(stack.settings))
         pid = read_state(stack.data)["processes"]["api"][0]
         with httpx2.Client(base_url=stack.url, timeout=300) as http:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import httpx2
 from api_attacks import (
     FAKE,
+    LEASE_S,
     MODEL,
     MODULE,
     Probe,
@@ -174,7 +175,12 @@ def main() -> None:
     ]
     rows = []
     with service(
-        engine="fake", model=FAKE, log_level="WARNING", auth="keys", admin_key=ADMIN
+        engine="fake",
+        model=FAKE,
+        log_level="WARNING",
+        auth="keys",
+        admin_key=ADMIN,
+        lease_s=LEASE_S,
     ) as stack:
         asyncio.run(publish(stack.settings, LENGTH))
         pid = read_state(stack.data)["processes"]["api"][0]

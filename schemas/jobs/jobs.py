@@ -215,6 +215,13 @@ class Accepted(Record, omit_defaults=True, kw_only=True):
     queue: Queue = ""
 
 
+class Inputs(Record):
+    """The object of the artifact store that has a job's tensors and images."""
+
+    bytes: int
+    digest: str  # SHA-256
+
+
 class Job(Accepted, dict=True, kw_only=True):
     # `dict`: for the cached property; `omit_defaults`: as for `Sampling`
     """A validated job as the ledger keeps it and the worker reads it.
@@ -245,6 +252,7 @@ class Job(Accepted, dict=True, kw_only=True):
     fills: bool = False
     probes: list[StoredProbe] = []  # that score all its prompts; also for its policies
     hooks: dict[str, Callback] = {}  # policy that acts on it → the webhook of its decisions
+    inputs: Inputs | None = None  # null: its tensors and images are in the ledger
     # if its prompts are not in `prompts`: the global captures
     global_captures: list[CaptureSpec] = []
     # that the attempt runs under, from its claim to its end; the stored job has none

@@ -21,6 +21,7 @@ from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, identity_of
 from stack import Stack, stack_with
 from wait_kit import holding, wait_until
 
+from midstream.broker.ledger.jobs import inputs
 from midstream.broker.ledger.jobs.ledger import Ledger, Renewal, new_job_id
 from midstream.broker.ledger.named.source_runs import LedgerRuns
 from midstream.broker.ledger.named.steering import LedgerSteering
@@ -119,6 +120,28 @@ class Harness:
         return await self.ledger.view(job_id)
 
 
+async def brought(at: Harness, monkeypatch: pytest.MonkeyPatch) -> Job:
+    """An accepted job whose vector is in the artifact store."""
+    monkeypatch.setattr(inputs, "LARGE", 1)
+    job = Job(
+        id=new_job_id(),
+        kind="generate",
+        model="fake-model",
+        prompts=[StoredPrompt(token_ids=[1, 1])],
+        sampling=Sampling(max_tokens=4),
+        created=now(),
+        steering=[[SHIFT.stored("all")]],
+        identity=identity_of(at.settings),
+    )
+    store = inputs.LedgerInputs(at.ledger)
+    await at.ledger.heartbeat(worker_info("w1", "boot", model="fake-model"))
+    await store.sign("w1", "boot")
+    async with store.kept(job, {VECTOR: PACKED}) as (kept, blobs):
+        await at.ledger.submit(kept, blobs)
+    assert await at.ledger.get_blob(VECTOR) is None
+    return kept
+
+
 @pytest.fixture
 async def at(
     redis_url: str, tmp_path: Path, request: pytest.FixtureRequest
@@ -173,6 +196,47 @@ async def test_one_failing_prompt_fails_the_job_and_stops_the_others(at: Harness
     assert view.error.type == "urn:midstream:capture_failed"
     assert sorted(stopped) == [0, 2]
     assert at.runs.held == {}
+
+
+async def test_a_job_gets_what_it_brought_in_the_store_in_each_attempt(
+    at: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await brought(at, monkeypatch)
+    lost = await at.running(job.id)
+    at.runs.stop([job.id], AttemptOutcome.RELEASED)
+    assert await lost is AttemptOutcome.RELEASED
+    other = Attempts(at.ledger, at.engine, at.watch, "w1", "boot", at.died)
+    assert await other.run_job(job.id) is AttemptOutcome.GENERATED
+
+
+@pytest.mark.parametrize("damage", ["gone", "changed"])
+async def test_a_job_without_what_it_brought_fails_with_a_type(
+    at: Harness, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    job = await brought(at, monkeypatch)
+    path = Path(at.settings.artifacts) / inputs.FOLDER / job.id / "tensors"
+    if damage == "gone":
+        path.unlink()
+    else:
+        path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(JobFailed, match=job.id):
+        await at.runs.run_job(job.id)
+    assert (await at.view(job.id)).error.type == "urn:midstream:intervention_failed"
+
+
+async def test_a_job_waits_for_the_store_that_has_what_it_brought(
+    at: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = await brought(at, monkeypatch)
+    path = Path(at.settings.artifacts) / inputs.FOLDER / job.id / "tensors"
+    content = path.read_bytes()
+    path.unlink()
+    path.mkdir()  # which cannot be read
+    assert await at.runs.run_job(job.id) is AttemptOutcome.STORE_UNAVAILABLE
+    assert (await at.view(job.id)).state is State.QUEUED
+    path.rmdir()
+    path.write_bytes(content)
+    assert await at.runs.run_job(job.id) is AttemptOutcome.GENERATED
 
 
 @pytest.mark.parametrize("at", [{"engine.max_model_len": 8}], indirect=True)

@@ -4,7 +4,7 @@ of job defines to run one.
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -13,7 +13,15 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from ...broker.ledger.jobs.ledger import EventsLost, Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
-from ...schemas.base import MidstreamError, Record, Tensor, content_hash, from_json, to_json
+from ...schemas.base import (
+    MidstreamError,
+    Record,
+    Tensor,
+    content_hash,
+    from_json,
+    from_msgpack,
+    to_json,
+)
 from ...schemas.jobs.jobs import Event, EventKind, Job, StoredOutcome
 from ...schemas.jobs.receipts import Receipt
 from ..engine.admission import CellSlots
@@ -100,6 +108,8 @@ class Attempt:
     finished: int = 0  # number of finished prompts
     last: Event | None = None  # the last prompt's `output` event, stored with the outputs
     emitted: int = 0  # number of events
+    # content hash → tensor, packed, or image: what the job brought in the artifact store
+    inputs: Mapping[str, bytes] = field(default_factory=dict)
     _emitting: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
@@ -194,9 +204,24 @@ class Bench(Generic[E]):
 
         return CellSlots(at_once)
 
+    async def blob(self, name: str) -> bytes | None:
+        """Return the bytes of a content hash; None if they are not stored."""
+        if (raw := self._brought(name)) is not None:
+            return raw
+        return await patiently(lambda: self.ledger.get_blob(name), f"blob {name[:12]}")
+
+    def _brought(self, name: str) -> bytes | None:
+        """Return what a job that runs here brought in the artifact store."""
+        every = (attempt.inputs for attempt in self.running.values())
+        return next((inputs[name] for inputs in every if name in inputs), None)
+
     async def fetch(self, name: str) -> Tensor:
         """Return the tensor of a content hash. Raises MidstreamError if it is not stored."""
-        tensor = await patiently(lambda: self.ledger.get_tensor(name), f"vector {name[:12]}")
+        if (raw := self._brought(name)) is None:
+            tensor = await patiently(lambda: self.ledger.get_tensor(name), f"vector {name[:12]}")
+        else:
+            await asyncio.sleep(0)  # a job may have thousands
+            tensor = from_msgpack(raw, Tensor)
         if content_hash(tensor) != name:
             raise MidstreamError(
                 "intervention_failed", f"vector {name[:12]}: content does not match its hash"

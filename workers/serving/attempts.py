@@ -11,13 +11,22 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
+from ...broker.ledger.jobs.inputs import LedgerInputs
 from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, Ledger
 from ...schemas.base import MidstreamError, Problem, now
 from ...schemas.jobs.harvest_names import PARTS_PER_WORKER
-from ...schemas.jobs.jobs import State
+from ...schemas.jobs.jobs import Job, State
 from ...schemas.settings.faults import crash_point
 from ..engine.protocol import Engine, check_lengths
-from .attempt import Attempt, AttemptOutcome, Bench, JobFailed, ending_for_retry, leaves_of
+from .attempt import (
+    Attempt,
+    AttemptOutcome,
+    Bench,
+    JobFailed,
+    StoreUnavailable,
+    ending_for_retry,
+    leaves_of,
+)
 from .kinds import runs_of
 from .progress import AttemptProgress, Totals
 from .rank_watch import RankWatch
@@ -54,6 +63,7 @@ class Attempts:
         """`unreachable` returns why the artifact store takes no writes; empty while it does."""
         self._ledger = ledger
         self._engine = engine
+        self._inputs = LedgerInputs(ledger)
         self._bench = bench = Bench(ledger, engine, worker)
         self._runs = runs_of(bench)
         self._running = bench.running
@@ -234,6 +244,7 @@ class Attempts:
     async def _perform(self, attempt: Attempt) -> AttemptOutcome:
         try:
             check_lengths(attempt.job, self._engine.info)
+            attempt.inputs = await self._inputs_of(attempt.job)
             if (outputs := await self._runs[attempt.job.kind].work(attempt)) is None:
                 attempt.closed = True
                 return AttemptOutcome.HANDED_ON
@@ -275,6 +286,12 @@ class Attempts:
                 return await self._abandon(attempt, ending)
             attempt.closed = True
             return await self._give_up(attempt, problem_of(error))
+
+    async def _inputs_of(self, job: Job) -> Mapping[str, bytes]:
+        try:
+            return await self._inputs.read(job)
+        except OSError as error:
+            raise StoreUnavailable(f"the job's tensors cannot be read: {error}") from error
 
     async def _abandon(self, attempt: Attempt, ending: AttemptOutcome) -> AttemptOutcome:
         """Stop the attempt in the engine, and record its ending in the ledger."""

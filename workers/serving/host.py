@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import msgspec
 
+from ...broker.ledger.jobs.inputs import LedgerInputs
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.steering import LedgerSteering
 from ...broker.ledger.recovery.reaper import Reaper
@@ -182,6 +183,7 @@ class EngineHost:
         await patiently(self._ledger.ping, "start")
         await patiently(self._release_former_boots, "start")
         await self._await_disks()
+        await self._sign_store()
         # a thread: reading the model's configuration may wait for a download
         engine = await asyncio.to_thread(make_engine, settings)
         logger.info("engine starting: %s", settings.model)
@@ -293,6 +295,14 @@ class EngineHost:
         while self._disk_trouble:
             await asyncio.sleep(DISK_LOOK_S)
             await self._look_at_disks()
+
+    async def _sign_store(self) -> None:
+        """If the store cannot be signed, the ledger keeps what large jobs bring."""
+        inputs = LedgerInputs(self._ledger)
+        try:
+            await inputs.sign(self.settings.worker_id, BOOT)
+        except OSError as error:
+            logger.warning("cannot sign %s: %s", inputs.store.uri, error)
 
     async def _watch_disks(self) -> str:
         """Check until cancelled.

@@ -93,7 +93,7 @@ async def _answer_all(bench: Bench[GeneratingEngine], attempt: Attempt) -> list[
         {name for name in steered if not is_row(name) and name != ZEROS} | tensors_of(job)
     )
     files = {
-        image.digest: await _image(bench.ledger, image.digest)
+        image.digest: await _image(bench, image.digest)
         for prompt in job.prompts
         for image in prompt.images
     }
@@ -106,8 +106,8 @@ async def _answer_all(bench: Bench[GeneratingEngine], attempt: Attempt) -> list[
             await engine.release_vectors(names)
 
 
-async def _image(ledger: Ledger, name: str) -> bytes:
-    data = await patiently(lambda: ledger.get_blob(name), f"image {name[:12]}")
+async def _image(bench: Bench[GeneratingEngine], name: str) -> bytes:
+    data = await bench.blob(name)
     if data is None or digest_of(data) != name:
         raise MidstreamError(
             "internal",

@@ -7,7 +7,7 @@ idle process never waits, a busy one groups automatically.
 
 import asyncio
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import hiredis
@@ -31,25 +31,6 @@ LARGE = 1 << 16
 SLICE = 1 << 17
 
 RedisCommand = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
-
-
-class Parts:
-    """A large argument that is produced in parts while it is sent, and is never in memory as a
-    whole. `size`: bytes of all parts.
-    """
-
-    def __init__(self, size: int, make: Callable[[], Iterable[bytes]]) -> None:
-        self._size = size
-        self._make = make
-
-    def __len__(self) -> int:
-        return self._size
-
-    def __iter__(self) -> Iterator[bytes]:
-        return iter(self._make())
-
-
-Piece = bytes | Parts
 
 
 class PipelinedRedis(redis.asyncio.Redis):
@@ -115,17 +96,14 @@ class PipelinedRedis(redis.asyncio.Redis):
                 answer.set_result(result)
 
 
-def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[Piece]:
+def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[bytes]:
     """Return the commands in Redis' protocol, in pieces; a large argument is a separate piece,
     which is not copied.
     """
-    pieces: list[Piece] = []
+    pieces: list[bytes] = []
     small: list[bytes] = []
     for args in commands:
-        if any(isinstance(arg, Parts) for arg in args):
-            pieces += [*small, *_with_parts(args, encoder)]
-            small = []
-        elif any(isinstance(arg, (bytes, str)) and len(arg) > LARGE for arg in args):
+        if any(isinstance(arg, (bytes, str)) and len(arg) > LARGE for arg in args):
             pieces += [*small, *_Serializer(LARGE, encoder.encode).pack(*args)]
             small = []
         else:
@@ -134,50 +112,35 @@ def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[Piece]:
     return [*pieces, b"".join(small)] if small else pieces
 
 
-def _with_parts(args: tuple[Any, ...], encoder: Any) -> Iterator[Piece]:
-    head = b"*%d\r\n" % len(args)
-    for arg in args:
-        if isinstance(arg, Parts):
-            yield head + b"$%d\r\n" % len(arg)
-            yield arg
-            head = b"\r\n"
-        else:
-            raw = encoder.encode(arg)
-            head += b"$%d\r\n%b\r\n" % (len(raw), raw)
-    yield head
-
-
-async def _send(connection: Any, pieces: list[Piece]) -> None:
+async def _send(connection: Any, pieces: list[bytes]) -> None:
     """Send large pieces in slices, so that neither the process nor its memory is full of them.
 
     The slices of a command go over one connection: redis-py would open another one in between,
     where the rest of an argument, perhaps the text of a prompt, would be read as commands. An
     error or a cancellation closes the connection. Raises redis.ConnectionError.
     """
-    if not any(isinstance(piece, Parts) or len(piece) > LARGE for piece in pieces):
+    if not any(len(piece) > LARGE for piece in pieces):
         await connection.send_packed_command(pieces)
         return
     begun = False
     try:
         for piece in pieces:
-            parts = piece if isinstance(piece, Parts) else [piece]
-            for part in parts:
-                for start in range(0, len(part), SLICE):
-                    if begun and not connection.is_connected:
-                        raise redis.exceptions.ConnectionError(
-                            "the connection was closed while a command was sent"
-                        )
-                    await connection.send_packed_command(
-                        [memoryview(part)[start : start + SLICE]], check_health=not begun
+            for start in range(0, len(piece), SLICE):
+                if begun and not connection.is_connected:
+                    raise redis.exceptions.ConnectionError(
+                        "the connection was closed while a command was sent"
                     )
-                    begun = True
-                    await asyncio.sleep(0)
+                await connection.send_packed_command(
+                    [memoryview(piece)[start : start + SLICE]], check_health=not begun
+                )
+                begun = True
+                await asyncio.sleep(0)
     except BaseException:
         await connection.disconnect(nowait=True)
         raise
 
 
-async def _exchange(connection: Any, pieces: list[Piece], count: int) -> list[Any]:
+async def _exchange(connection: Any, pieces: list[bytes], count: int) -> list[Any]:
     """Send `count` commands and read their answers, all within the connection's timeout.
 
     A failed command's answer is its error. This is redis-py's pipeline without the handling of

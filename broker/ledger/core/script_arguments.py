@@ -26,9 +26,4 @@ def binary(data: bytes) -> msgspec.Raw:
     """Return bytes as a MessagePack string: Lua's cmsgpack knows no binary type, and its strings
     are bytes.
     """
-    return msgspec.Raw(binary_head(len(data)) + data)
-
-
-def binary_head(size: int) -> bytes:
-    """Return the header of a MessagePack string of `size` bytes."""
-    return b"\xdb" + size.to_bytes(4, "big")
+    return msgspec.Raw(b"\xdb" + len(data).to_bytes(4, "big") + data)

@@ -6,7 +6,6 @@ are typed signatures of the scripts with many arguments; the others are called w
 """
 
 import asyncio
-import itertools
 import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from zlib_ng import zlib_ng
 
 from ....schemas.access.keys import unscoped
 from ....schemas.artifacts.conditions import StoredPolicy
@@ -25,6 +25,7 @@ from ....schemas.base import (
     MidstreamError,
     Translated,
     __version__,
+    from_msgpack,
     now,
     to_json,
     to_msgpack,
@@ -42,10 +43,9 @@ from ....schemas.settings.settings import Settings
 from ...queue.celery_app import SEPARATOR, channels_of
 from ...queue.messages import ORIGIN, TASK_CHANNELS, templates
 from . import script_arguments
-from .auto_pipeline import Parts
 from .dispatch import STEPS, URGENCY
 from .record import accepted
-from .script_arguments import binary, binary_head
+from .script_arguments import binary
 from .tenants import limits_of
 
 #: A job that has been queued this long without being claimed is searched for in the broker's lists.
@@ -115,8 +115,11 @@ STAMP: dict[State, str] = {
 #: is a cell.
 KeptUnit = tuple[int, bytes, bytes, bool]
 
-#: A job of more bytes than this, by estimate, is packed in parts of about this size.
+#: A job of more bytes than this, by estimate, is packed and compressed in parts of about this size.
 PART = 1 << 16
+#: Level of zlib, the fastest but one; and how what it returns begins, as no packed job does.
+COMPRESSION = 2
+_COMPRESSED = b"x"
 #: What a prompt, and an entry of its steering or captures, take to pack: as long as so many bytes.
 PROMPT = 1 << 8
 ENTRY = 1 << 4
@@ -260,31 +263,43 @@ def _record(job: Job) -> Iterator[bytes]:
         yield rest
 
 
-async def record(job: Job) -> bytes | Parts:
-    """Return the job as it is stored for workers, without its title.
+async def record(job: Job) -> bytes:
+    """Return the job as it is stored for workers, without its title; `recorded` inverts it.
 
-    A large job is packed twice, to find its size and to send it, and is never in memory as a whole.
+    A large job is compressed part by part, and is never in memory as a whole: Redis takes, logs and
+    keeps much less, on its one thread.
     """
     job = msgspec.structs.replace(job, title="")  # workers of older versions refuse the field
+    parts: Iterable[bytes] = _record(job)
     if _weight(job) < PART:
-        return to_msgpack(job)
-    size = 0
-    for part in _record(job):
-        size += len(part)
+        packed = to_msgpack(job)
+        if len(packed) < PART:
+            return packed
+        parts = [packed]
+    compressor = zlib_ng.compressobj(COMPRESSION)
+    compressed = []
+    for part in parts:
+        compressed.append(compressor.compress(part))
         await asyncio.sleep(0)
-    return Parts(size, lambda: _record(job))
+    return b"".join([*compressed, compressor.flush()])
+
+
+def recorded(raw: bytes) -> Job:
+    """Return the job of a `record`. Raises msgspec.ValidationError."""
+    packed = zlib_ng.decompress(raw) if raw.startswith(_COMPRESSED) else raw
+    return from_msgpack(packed, Job)
 
 
 def submit(
     settings: Settings,
     job: Job,
-    spec: bytes | Parts,
+    spec: bytes,
     blobs: Mapping[str, bytes],
     pinned: Iterable[str],
     idempotency: tuple[str, str] | None,
     operator_tags: Collection[str] = (),
     request: bytes = b"",
-) -> list[bytes | Parts]:
+) -> list[bytes]:
     """Return ARGV of `submit` except its last item: memory usage of Redis, in percent.
 
     `spec`: the job as `record` returns it. `pinned`: blobs copied from pinned tensors.
@@ -307,7 +322,7 @@ def submit(
         if job.run
         else None
     )
-    arguments = pack(
+    return pack(
         settings,
         id=job.id,
         record=accepted(job, request),
@@ -321,16 +336,8 @@ def submit(
         charged=captured and not job.opened.facts.writes_files,
         limits=limits_of(settings),
         blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
-        # last, so that `_followed` can append a large one
-        spec=spec if isinstance(spec, bytes) else msgspec.Raw(b""),
+        spec=spec,
     )
-    return [*arguments] if isinstance(spec, bytes) else [_followed(arguments[0], spec)]
-
-
-def _followed(packed: bytes, spec: Parts) -> Parts:
-    """Return the packed arguments with `spec` appended as the value of the last."""
-    head = packed + binary_head(len(spec))
-    return Parts(len(head) + len(spec), lambda: itertools.chain([head], spec))
 
 
 def claim(

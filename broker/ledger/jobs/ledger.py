@@ -142,6 +142,14 @@ def new_job_id() -> str:
     return "job_" + prefix + "".join(ALPHABET[byte & 31] for byte in secrets.token_bytes(26))
 
 
+def accepted_at(job_id: str) -> float:
+    """Return when `new_job_id` made the id, in seconds since the epoch; 0 for any other name."""
+    stamp = 0
+    for letter in job_id.removeprefix("job_")[:9]:
+        stamp = 32 * stamp + max(ALPHABET.find(letter), 0)
+    return stamp / 1000 if job_id.startswith("job_") else 0.0
+
+
 def not_found(job_id: str) -> MidstreamError:
     return MidstreamError("not_found", f"unknown job {job_id}", hint=LISTED)
 
@@ -597,7 +605,7 @@ class Ledger(Fleet):
     async def _decode_job(self, job_id: str, raw: bytes) -> Job:
         """Decode a stored job. Raises MidstreamError("version_mismatch")."""
         try:
-            return from_msgpack(raw, Job)
+            return scripts.recorded(raw)
         except msgspec.ValidationError as error:
             writer = (
                 await self.redis.hget(f"ms:job:{job_id}", "written_by") or b"(unknown)"

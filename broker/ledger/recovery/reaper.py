@@ -22,6 +22,7 @@ from ...queue.celery_app import UNACKED, lists_of, queue_of
 from ...queue.messages import job_of_task
 from ..core import scripts
 from ..jobs.captures import LedgerCaptures
+from ..jobs.inputs import LedgerInputs
 from ..jobs.ledger import Ledger, of_each, reachable
 from ..jobs.status import relay_since
 from ..named.source_runs import LedgerRuns
@@ -104,6 +105,7 @@ class Reaper:
         self._recount_at = 0.0
         self._captures = LedgerCaptures(ledger)
         self._runs = LedgerRuns(ledger)
+        self._inputs = LedgerInputs(ledger)
         self._harvests = LedgerHarvests(ledger)
 
     @reachable
@@ -154,6 +156,10 @@ class Reaper:
             report.deleted += await self._captures.sweep(at)
         except OSError as error:  # jobs do not depend on it
             log.error("cannot delete captures from %s: %s", self._captures.store.uri, error)
+        try:
+            await self._inputs.sweep(at)
+        except OSError as error:
+            log.error("cannot remove inputs from %s: %s", self._inputs.store.uri, error)
         return report
 
     @reachable

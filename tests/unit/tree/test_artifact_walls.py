@@ -9,10 +9,11 @@ from tree import CORE, ROOT, sources
 from midstream.schemas import packages
 from midstream.storage.store import STORES, open_store
 
-#: Modules that name the artifact store, or the capture root, without opening a store: to show it,
-#: or to hand it to a rank.
+#: Modules that name the artifact store, or the capture root, without opening it: to show it, to hand
+#: it to a rank, or to open a store inside.
 NAMES = {
     "broker/artifacts/corpora.py",
+    "broker/ledger/jobs/inputs.py",
     "broker/ledger/results/views.py",
     "client/cli/demo.py",
     "client/stack/checks/disk_checks.py",
