@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import PurePath
 from types import TracebackType
 from typing import Protocol, Self, TypeVar, runtime_checkable
+
+from ..schemas.base.packages import offered
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -358,18 +359,19 @@ def _opener(scheme: str) -> Callable[[str], ArtifactStore]:
         # this module is imported by that one
         opener = import_module(f"{__package__}.file_store").open_store
         return opener
-    offers = tuple(entry_points(group=STORES, name=scheme))
-    if not offers and scheme not in PACKAGED:
-        raise ValueError(
-            f"there is no artifact store for {scheme}://; valid: a folder, file:///folder, "
-            "or s3://bucket/prefix"
-        )
     missing = f"midstream-{scheme}"
     try:
-        if offers:
-            opener = offers[0].load()
-            return opener
+        offers = offered(STORES, scheme)
     except ModuleNotFoundError as error:
         missing = error.name or missing
+    else:
+        if scheme in offers:
+            opener = offers[scheme]
+            return opener
+        if scheme not in PACKAGED:
+            raise ValueError(
+                f"there is no artifact store for {scheme}://; valid: a folder, file:///folder, "
+                "or s3://bucket/prefix"
+            )
     remedy = f": pip install 'midstream[{scheme}]'" if scheme in PACKAGED else ""
     raise ValueError(f"a store at {scheme}:// needs the package {missing}{remedy}")

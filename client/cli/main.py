@@ -1,21 +1,23 @@
-"""The `midstream` command: `demo`, `fetch`, and the commands that the other modules register."""
+"""The `midstream` command, of which other modules register the commands, and installed packages."""
 
 import re
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from ...schemas.base import MidstreamError, __version__
+from ...schemas.base.packages import offered
 from ...schemas.settings.settings import SettingsError
-from ..extras import COMMANDS, MissingExtraError, explained, need
+from ..extras import PACKAGED, MissingExtraError, absent, explained
 from ..sdk.client import VERBS
-from . import doctor, jobs, requests, service, stack, start, verbs
+from . import jobs, requests, service, verbs
 from .kinds import KINDS
-from .terminal import err, out
+from .terminal import out
 
+#: Entry points of packages: any name → a function that adds commands to the app that it is given.
+COMMANDS = "midstream.commands"
 #: Section of `midstream --help` → its commands, in this order.
 SECTIONS: dict[str, tuple[str, ...]] = {
     "Start and stop": ("up", "serve", "demo", "status", "logs", "down", "fetch"),
@@ -27,6 +29,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Things, by kind": (*("list", "get", "put", "change", "delete", "export", "check", "create"),),
     "Operations": ("top", "doctor", "redeliver", "convert"),
 }
+#: Section of the commands of other packages.
+ADDED = "Of other packages"
 #: First guess at a command → the command, besides those of `VERBS`.
 _MEANT = {
     **dict.fromkeys(("run", "generate", "complete"), "submit"),
@@ -52,20 +56,46 @@ _FIELD = re.compile(r"No such option: --(\S+)|\((\w[\w.]*)=(\S*)\)")
 
 
 class Commands(TyperGroup):
-    """The commands, in sections; for an unknown one, suggests what was probably meant."""
+    """The commands, in sections; for an unknown one, suggests what was probably meant.
+
+    Those of installed packages are loaded for a list of all, and for a word that is no command of
+    this package.
+    """
+
+    _whole = False
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the commands in the order of their sections."""
-        return [name for names in SECTIONS.values() for name in names]
+        self._complete()
+        known = [name for names in SECTIONS.values() for name in names]
+        added = [name for name in self.commands if name not in known]
+        return [name for name in known if name in self.commands] + added
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return a command, with its section set."""
+        """Return a command, with its section set.
+
+        Raises MissingExtraError for a command whose package is not installed.
+        """
+        if cmd_name not in self.commands:
+            self._complete()
         command: Any = super().get_command(ctx, cmd_name)
         if command is not None:
-            command.rich_help_panel = next(
-                title for title, names in SECTIONS.items() if command.name in names
-            )
+            sections = (title for title, names in SECTIONS.items() if command.name in names)
+            command.rich_help_panel = next(sections, ADDED)
+        elif cmd_name in PACKAGED:
+            raise absent(cmd_name)
         return command
+
+    def _complete(self) -> None:
+        """Add the commands of installed packages; one of this package keeps its name."""
+        if self._whole:
+            return
+        self._whole = True
+        added = typer.Typer()
+        for add in offered(COMMANDS).values():
+            add(added)
+        if added.registered_commands or added.registered_groups:
+            self.commands = {**typer.main.get_group(added).commands, **self.commands}
 
     def invoke(self, ctx: Any) -> Any:
         """Run a command. An error about a word that may be a field says how fields are given."""
@@ -90,6 +120,8 @@ class Commands(TyperGroup):
             raise
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] not in self.commands:
+            self._complete()
         if args and args[0] not in self.commands and (meant := self._meant(*args[:2])):
             ctx.fail(f"No such command {args[0]!r}. Did you mean 'midstream {meant}'?")
         return super().resolve_command(ctx, args)
@@ -133,45 +165,7 @@ def root(
     """Activation steering, capture and patching on stock vLLM, as a job service."""
 
 
-@app.command()
-def demo(
-    data: Annotated[
-        Path | None, typer.Option(help="Keep data and captures in this folder.")
-    ] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Leave the stack and its page open until Ctrl-C.")
-    ] = False,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="Use this running stack, which serves the demo model, instead of starting one."
-        ),
-    ] = None,
-) -> None:
-    """Start the stack; capture, steer and patch a real model; check the results; stop.
-
-    Exits non-zero if a check fails.
-    """
-    if url is None:
-        need("cpu", "`midstream demo`", *COMMANDS["demo"])
-    from .demo import run_demo
-
-    raise typer.Exit(run_demo(data, url, keep=keep))
-
-
-@app.command()
-def fetch(
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Recompute the checksums of the cached files.")
-    ] = False,
-) -> None:
-    """Download the demo model, SmolLM2-135M-Instruct, to the cache folder and print its path."""
-    from ...workers.demo_model import fetch_demo_model
-
-    print(fetch_demo_model(say=lambda line: err.print(line, style="dim"), verify=verify))
-
-
-for _module in (start, requests, jobs, verbs, service, doctor, stack):
+for _module in (requests, jobs, verbs, service):
     _module.register(app)
 
 

@@ -25,11 +25,11 @@ from midstream.api.web.auth import COOKIE, CSRF_HEADER
 from midstream.api.web.wrong_keys import WRONG_PER_MINUTE
 from midstream.broker.ledger.people import sessions
 from midstream.broker.ledger.people.sessions import SESSION, SESSIONS, Sessions, name_of
-from midstream.broker.redis_service.server import RedisServer
 from midstream.schemas.access.keys import CreatedKey, StoredKey
 from midstream.schemas.access.sessions import MAX_LOGIN_KEY, SESSION_S, Session
 from midstream.schemas.base import MidstreamError, from_msgpack, now, to_msgpack
 from midstream.schemas.settings.settings import Settings, SettingsError
+from midstream_ops.redis_server import RedisServer
 
 #: Only ends what hangs.
 LONG_S = 60.0

@@ -91,9 +91,11 @@ def _calls() -> str:
 
 def _commands() -> str:
     group: Any = typer.main.get_command(app)
+    context = typer.Context(group)
+    commands = {name: group.get_command(context, name) for name in group.list_commands(context)}
     rows = [
         f"| `midstream {name}` | {_first(each.help)} |\n"
-        for name, each in group.commands.items()
+        for name, each in commands.items()
         if not each.hidden
     ]
     return f"| command | |\n|---|---|\n{''.join(rows)}"

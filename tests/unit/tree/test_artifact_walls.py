@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint, EntryPoints
 import pytest
 from tree import CORE, ROOT, sources
 
-from midstream.storage import store
+from midstream.schemas.base import packages
 from midstream.storage.store import STORES, open_store
 
 #: Modules that name the artifact store, or the capture root, without opening a store: to show it,
@@ -15,8 +15,6 @@ NAMES = {
     "api/operations/service_figures.py",
     "broker/artifacts/corpora.py",
     "broker/ledger/results/views.py",
-    "client/cli/demo.py",
-    "client/stack/checks/disk_checks.py",
     "schemas/settings/settings.py",
     "workers/engine/vllm.py",
 }
@@ -64,14 +62,16 @@ def test_a_store_of_an_unknown_scheme_is_refused_by_name() -> None:
 def test_a_store_whose_package_is_missing_is_refused_with_its_extra(
     monkeypatch: pytest.MonkeyPatch, offers: list[EntryPoint], said: str
 ) -> None:
-    monkeypatch.setattr(store, "entry_points", lambda **asked: EntryPoints(offers).select(**asked))
+    monkeypatch.setattr(
+        packages, "entry_points", lambda **asked: EntryPoints(offers).select(**asked)
+    )
     with pytest.raises(ValueError, match=said):
         open_store("s3://bucket/never-opened-before")
 
 
 def test_a_store_of_another_package_is_found_by_its_scheme(monkeypatch: pytest.MonkeyPatch) -> None:
     offers = EntryPoints([EntryPoint("kept", "urllib.parse:urlsplit", STORES)])
-    monkeypatch.setattr(store, "entry_points", lambda **asked: offers.select(**asked))
+    monkeypatch.setattr(packages, "entry_points", lambda **asked: offers.select(**asked))
     assert open_store("kept://here/lab") == ("kept", "here", "/lab", "", "")
 
 

@@ -11,6 +11,7 @@ from tree import NODES, PACKAGES, ROOT, imports_of, part_of, product, tracked
 
 #: Package → the rooms of the core that it may import.
 ROOMS: dict[str, set[str]] = {
+    "ops": {"broker", "client", "schemas", "storage", "workers"},
     "s3": {"schemas.jobs", "schemas.settings", "storage"},
 }
 #: What a package's folder has, beside its code and its tests.

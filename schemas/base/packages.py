@@ -1,0 +1,14 @@
+"""Packages beside the core, which it finds by their entry points and imports by no name."""
+
+from importlib.metadata import entry_points
+from typing import Any
+
+
+def offered(group: str, *names: str) -> dict[str, Any]:
+    """Return what installed packages offer in a group of entry points, by its name; with `names`,
+    only these.
+
+    Raises ModuleNotFoundError if what a package needs is not installed.
+    """
+    offers = entry_points(group=group)
+    return {offer.name: offer.load() for offer in offers if offer.name in names or not names}
