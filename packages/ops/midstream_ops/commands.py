@@ -14,7 +14,7 @@ from .engine_packages import COMMANDS, need_engine
 def add(app: typer.Typer) -> None:
     """Add the commands to an app: the entry point `ops` of the group `midstream.commands`."""
     app.command()(start.up)
-    app.command(cls=start.Serve)(start.serve)
+    app.command(cls=start.ServeCommand)(start.serve)
     app.command()(demo)
     app.command()(fetch)
     app.command()(running.status)

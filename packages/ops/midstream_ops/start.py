@@ -29,7 +29,7 @@ Set = Annotated[
 ]
 
 
-class Serve(TyperCommand):
+class ServeCommand(TyperCommand):
     """The command `serve` with the flags of `vllm serve`, which are made when it is parsed: the
     other commands do not wait for them.
     """
