@@ -5,6 +5,8 @@ them.
 import sys
 from importlib.util import find_spec
 
+from ..schemas.base.packages import remedy
+
 #: Extra → the modules that it installs, by import name. For a module of several extras, an error
 #: names the first.
 MODULES: dict[str, tuple[str, ...]] = {
@@ -36,7 +38,7 @@ PACKAGED = {
     **dict.fromkeys(("up", "serve", "demo"), ("midstream-ops", "cpu")),
     **dict.fromkeys(("status", "logs", "down", "fetch", "doctor"), ("midstream-ops", "ops")),
 }
-#: Extras that name packages beside this one: in a clone, pip is told where these are.
+#: Extras that name packages beside this one.
 WITH_PACKAGES = ("ops", "up", "cpu")
 #: Missing modules that an error names; more are counted.
 NAMED = 5
@@ -80,9 +82,9 @@ def absent(command: str) -> MissingExtraError:
 
 
 def _message(needed: str, extra: str) -> str:
-    engine = ", or with the extra `gpu`" if extra == "cpu" else ""
-    clone = f"; in a clone: pip install '.[{extra}]' packages/*/" if extra in WITH_PACKAGES else ""
-    return f"{needed}, not installed here: pip install 'midstream[{extra}]'{engine}{clone}"
+    command = remedy(extra) if extra in WITH_PACKAGES else f"pip install 'midstream[{extra}]'"
+    engine = "; on a GPU, with the extra `gpu`" if extra == "cpu" else ""
+    return f"{needed}, not installed here: {command}{engine}"
 
 
 def _found(name: str) -> bool:

@@ -17,7 +17,7 @@ from pathlib import PurePath
 from types import TracebackType
 from typing import Protocol, Self, TypeVar, runtime_checkable
 
-from ..schemas.base.packages import offered
+from ..schemas.base.packages import offered, remedy
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -373,5 +373,5 @@ def _opener(scheme: str) -> Callable[[str], ArtifactStore]:
                 f"there is no artifact store for {scheme}://; valid: a folder, file:///folder, "
                 "or s3://bucket/prefix"
             )
-    remedy = f": pip install 'midstream[{scheme}]'" if scheme in PACKAGED else ""
-    raise ValueError(f"a store at {scheme}:// needs the package {missing}{remedy}")
+    command = f": {remedy(scheme)}" if scheme in PACKAGED else ""
+    raise ValueError(f"a store at {scheme}:// needs the package {missing}{command}")

@@ -12,3 +12,10 @@ def offered(group: str, *names: str) -> dict[str, Any]:
     """
     offers = entry_points(group=group)
     return {offer.name: offer.load() for offer in offers if offer.name in names or not names}
+
+
+def remedy(extra: str) -> str:
+    """Return the commands that install an extra which names packages beside the core; in a clone,
+    pip is told where these are, because no index has them.
+    """
+    return f"pip install 'midstream[{extra}]'; in a clone: pip install '.[{extra}]' packages/*/"
