@@ -47,6 +47,7 @@ def test_the_command_that_the_demo_proposes_shows_its_captures(
 def test_the_demo_names_commands_as_they_can_be_typed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(tmp_path / ".venv" / "bin" / "midstream")])
     assert _command() == ".venv/bin/midstream"
     monkeypatch.setattr(sys, "argv", ["midstream"])
