@@ -48,8 +48,8 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE
 export PATH := $(abspath $(BIN)):$(PATH)
 
-# A run that finds nothing to do has not failed: of a share, or of what a run before it left.
-PYTEST = run() { $(BIN)/pytest -ra $(if $(RESUME),--resume) $(PYTEST_ARGS) "$$@" $(if $(RESUME)$(SHARE),|| [ $$? = 5 ]) || failed=1; }; failed=0; run
+# A run that finds nothing to do has not failed: of a share, of a package, or of what a run before it left.
+PYTEST = run() { $(BIN)/pytest -ra $(if $(RESUME),--resume) $(PYTEST_ARGS) "$$@" $(if $(RESUME)$(SHARE)$(PACKAGE),|| [ $$? = 5 ]) || failed=1; }; failed=0; run
 DONE = exit $$failed
 # The tests of a stage, or all, of the core and of packages.
 TESTS = $(if $(PACKAGE),packages/$(PACKAGE)/tests$(1:%=/%),$(wildcard tests$(1:%=/%) packages/*/tests$(1:%=/%)))
@@ -78,7 +78,7 @@ $(READY): requirements/cpu.lock $(INSTALLER)
 
 model: $(STACK) ## download the demo model into the cache folder
 	@echo "== demo model"
-	@$(BIN)/python -m midstream.workers.demo_model
+	@$(BIN)/python -m midstream_ops.demo_model
 
 demo: $(STACK) ## start the stack, capture, steer and patch a real model, stop
 	@$(BIN)/midstream demo
@@ -271,7 +271,7 @@ docs: .cache/docs/.ready ## build the documentation as a site in .cache/site, wi
 	@echo "== documentation"
 	@mkdir -p .cache/docs/package/midstream
 	@ln -sfn $(foreach name,$(CORE) $(wildcard *.py),"$(CURDIR)/$(name)") .cache/docs/package/midstream/
-	@ln -sfn $(foreach name,$(PACKAGES),"$(CURDIR)/packages/$(name)/midstream_$(name)") .cache/docs/package/
+	@.cache/docs/bin/python docs/site/packages.py
 	@PYTHONPATH=.cache/docs/package .cache/docs/bin/python docs/site/build.py
 	@echo "  .cache/site/index.html"
 

@@ -38,7 +38,7 @@ from services import service
 
 from midstream.broker.ledger.jobs.inputs import LedgerInputs
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.client.stack.supervisor import read_state
+from midstream.client.sdk.discovery import read_state
 from midstream.schemas.jobs.models import TokenizerBundle, encode_bundle
 from midstream.schemas.settings.settings import Settings
 

@@ -27,7 +27,7 @@ import redis
 from noop_tasks import DONE, QUEUE, noop_app
 from services import report, service
 
-from midstream.client.stack.supervisor import read_state
+from midstream.client.sdk.discovery import read_state
 
 MODEL = "fake-model"
 JOB = {"model": MODEL, "prompts": ["a prompt"], "sampling": {"max_tokens": 1}}

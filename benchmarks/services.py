@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from midstream.broker.redis_service import server as redis_server
-from midstream.client.stack.supervisor import Supervisor, prepare
 from midstream.schemas.settings.settings import Settings, load_settings, to_environment
+from midstream_ops import redis_server
+from midstream_ops.supervisor import Supervisor, prepare
 
 
 @contextmanager

@@ -40,7 +40,7 @@ from api_attacks import (
 )
 from services import report, service
 
-from midstream.client.stack.supervisor import read_state
+from midstream.client.sdk.discovery import read_state
 
 MIB = 1 << 20
 ADMIN = "ms_admin0000000_" + "a" * 43

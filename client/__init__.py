@@ -1,4 +1,4 @@
-"""The Python client, the command line, and the local stack; loads no torch, vLLM or Celery."""
+"""The Python client and the command line; loads no torch, vLLM or Celery."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -3,7 +3,7 @@
 import sys
 from typing import Any
 
-from .extras import COMMANDS, MissingExtraError, explained, need
+from .extras import MissingExtraError, explained
 
 
 def main() -> Any:
@@ -11,13 +11,7 @@ def main() -> Any:
     try:
         from .cli.main import main as run
     except ModuleNotFoundError as error:
-        command = next(iter(sys.argv[1:]), "")
-        try:
-            if command in COMMANDS:
-                need("cpu", f"`midstream {command}`", *COMMANDS[command])
-        except MissingExtraError as missing:
-            sys.exit(f"error: {missing}")
-        explanation = explained(error)
+        explanation = explained(error, next(iter(sys.argv[1:]), ""))
         if not isinstance(explanation, MissingExtraError):
             raise
         sys.exit(f"error: {explanation}")

@@ -11,7 +11,7 @@ export WORKER_STARTING_NOTE="$starting"
 
 engine=${MIDSTREAM_ENGINE:-vllm}
 if [ -z "${MIDSTREAM_MODEL:-}" ] && { [ "$engine" = vllm ] || [ "$engine" = gradients ]; }; then
-    until MIDSTREAM_MODEL=$(python -m midstream.workers.demo_model); do
+    until MIDSTREAM_MODEL=$(python -m midstream_ops.demo_model); do
         echo "the demo model could not be fetched: see the log of this container" >"$starting"
         sleep "${START_RETRY_S:-30}"
     done

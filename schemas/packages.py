@@ -38,5 +38,8 @@ def load_all(group: str) -> Iterator[Any]:
 
 
 def installing(extra: str) -> str:
-    """Return the command that installs an extra of ours."""
-    return f"pip install 'midstream[{extra}]'"
+    """Return the commands that install an extra of ours which names packages.
+
+    In a clone, pip is told where these are, because no index has them.
+    """
+    return f"pip install 'midstream[{extra}]'; in a clone: pip install '.[{extra}]' packages/*/"

@@ -9,7 +9,7 @@ import pytest
 from stack import Stack
 from tree import ROOT
 
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 
 @pytest.fixture(scope="module")

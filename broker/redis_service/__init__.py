@@ -1,1 +1,1 @@
-"""Redis: start, open, users, durability, repair of its log."""
+"""Redis: open, users, durability."""

@@ -11,6 +11,7 @@ from ...schemas.access.keys import DEFAULT_TENANT, CreatedKey, KeyRequest
 from ...schemas.base import invalid
 from ...schemas.settings.settings import load_settings
 from ..render.jobs import minute
+from ..sdk import discovery
 from ..sdk.service import key_request
 from .terminal import Connector, err
 
@@ -55,7 +56,6 @@ def show_key(_: Connector, created: CreatedKey) -> None:
 async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
     from ...broker.ledger.jobs.ledger import Ledger
     from ...broker.ledger.people.keys import LedgerKeys
-    from ..stack.supervisor import own_redis_url
 
     settings = load_settings()
     if redis_url == "-":
@@ -72,6 +72,16 @@ async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
         return await LedgerKeys(ledger).create(request)
     finally:
         await ledger.close()
+
+
+def own_redis_url(data: Path) -> str:
+    """Return the URL, with password, of the Redis that a `midstream up` runs on `data`; empty if
+    none runs there.
+    """
+    from ...broker.processes.install import kept_redis_url
+
+    shown = str(discovery.read_state(data).get("redis_url", ""))
+    return (kept_redis_url(data) or shown) if shown else ""
 
 
 def show_lines(_: Connector, lines: Sequence[str]) -> None:

@@ -1,10 +1,7 @@
-"""The `midstream` command: `demo`, `fetch`, and the commands that other modules register and
-installed packages add.
-"""
+"""The `midstream` command, of which other modules register the commands, and installed packages."""
 
 import re
 import sys
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -15,11 +12,11 @@ from ...schemas.base.installed import part
 from ...schemas.jobs.kinds import of_kinds
 from ...schemas.packages import load_all
 from ...schemas.settings.settings import SettingsError
-from ..extras import COMMANDS, PACKAGED, MissingExtraError, absent, explained, need
+from ..extras import PACKAGED, MissingExtraError, absent, explained
 from ..sdk.client import VERBS
-from . import doctor, jobs, requests, service, stack, start, verbs
+from . import jobs, requests, service, verbs
 from .kinds import KINDS
-from .terminal import err, out
+from .terminal import out
 
 #: Entry points of packages: any name → a function that adds commands to the app that it is given.
 ADDED_COMMANDS = "midstream.commands"
@@ -170,45 +167,7 @@ def root(
     """Activation steering, capture and patching on stock vLLM, as a job service."""
 
 
-@app.command()
-def demo(
-    data: Annotated[
-        Path | None, typer.Option(help="Keep data and captures in this folder.")
-    ] = None,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Leave the stack and its page open until Ctrl-C.")
-    ] = False,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            help="Use this running stack, which serves the demo model, instead of starting one."
-        ),
-    ] = None,
-) -> None:
-    """Start the stack; capture, steer and patch a real model; check the results; stop.
-
-    Exits non-zero if a check fails.
-    """
-    if url is None:
-        need("cpu", "`midstream demo`", *COMMANDS["demo"])
-    from .demo import run_demo
-
-    raise typer.Exit(run_demo(data, url, keep=keep))
-
-
-@app.command()
-def fetch(
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Recompute the checksums of the cached files.")
-    ] = False,
-) -> None:
-    """Download the demo model, SmolLM2-135M-Instruct, to the cache folder and print its path."""
-    from ...workers.demo_model import fetch_demo_model
-
-    print(fetch_demo_model(say=lambda line: err.print(line, style="dim"), verify=verify))
-
-
-for _module in (start, requests, jobs, verbs, service, doctor, stack):
+for _module in (requests, jobs, verbs, service):
     _module.register(app)
 for _path in of_kinds("verbs"):
     part(_path)(app)

@@ -6,6 +6,7 @@ directory is used only if it belongs to this user, its `midstream up` is alive, 
 reports the same instance.
 """
 
+import json
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +68,16 @@ def running(data: Path) -> RunningStack | None:
         )
     except (OSError, KeyError, TypeError, ValueError):
         return None
+
+
+def read_state(data: Path) -> dict[str, Any]:
+    """Return the state file of the last `midstream up` on a data directory, whoever wrote it; empty
+    if there is none.
+    """
+    try:
+        return dict(json.loads((data / STATE_FILE).read_text()))
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
+        return {}
 
 
 def written(data: Path) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -142,24 +141,7 @@ def local(page: str, name: str) -> tuple[str, dict[str, str]]:
     return SCRIPT.sub(stored, page.replace(SHIM, f"{up}assets/iframe-worker.js")), scripts
 
 
-def offer_packages(folder: Path) -> None:
-    """Write the entry points of our packages where those of installed ones would be: the references
-    have what they add.
-    """
-    for file in ROOT.glob("packages/*/pyproject.toml"):
-        project = tomllib.loads(file.read_text())["project"]
-        name = project["name"].replace("-", "_")
-        lines = []
-        for group, entries in project["entry-points"].items():
-            lines.append(f"[{group}]")
-            lines += [f"{entry} = {target}" for entry, target in entries.items()]
-        metadata = folder / f"{name}-{project['version']}.dist-info"
-        metadata.mkdir(parents=True, exist_ok=True)
-        (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
-
-
 def main() -> None:
-    offer_packages(WORK / "package")
     source, site = WORK / "source", WORK / "site"
     shutil.rmtree(source, ignore_errors=True)
     ignored = shutil.ignore_patterns("site", "*.md")

@@ -19,7 +19,7 @@ from stack import Stack
 from tiny import checkpoint
 from tree import ROOT
 
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 #: Engines of several ranks wait for one another in loops; beside another engine each waits for the
 #: other's time slice. Whatever asks for one of these is marked `ranks`, and runs alone.

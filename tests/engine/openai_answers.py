@@ -21,7 +21,7 @@ import httpx2
 from openai_calls import Call
 from ports import free_port
 
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 #: Log-probabilities are computed in float32 on both sides, in batches and with cached blocks that
 #: may differ.

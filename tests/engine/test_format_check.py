@@ -10,8 +10,8 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from midstream.schemas.base import MidstreamError
-from midstream.workers.demo_model import fetch_demo_model
 from midstream.workers.engine.prompts import format_check
+from midstream_ops.demo_model import fetch_demo_model
 
 MANY = {
     "type": "object",

@@ -22,8 +22,8 @@ from midstream.client import Client
 from midstream.client.captures.reader import CaptureReader
 from midstream.client.harvest import Harvest, open, verify
 from midstream.storage.store import open_store
-from midstream.workers.demo_model import fetch_demo_model
 from midstream.workers.runner.readings.sae import load as load_sae
+from midstream_ops.demo_model import fetch_demo_model
 
 DOCUMENTS = [
     f"Fact number {number}: "

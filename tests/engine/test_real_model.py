@@ -29,7 +29,7 @@ from tolerances import (
 
 from midstream.schemas.base import from_numpy
 from midstream.schemas.requests.specs import SteeringSpec
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 LAYERS = list(range(30))
 #: bf16, nats: two units in the last place of a logit of 16 to 32; two products with the output

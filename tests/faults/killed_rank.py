@@ -15,7 +15,6 @@ from killed_requests import read, request_of
 from killed_rowd import ARMED, Point, arm, crash
 from plane_kit import CAPACITY, Rig
 
-from midstream.client.stack.processes import wait_for
 from midstream.schemas.readings.lens import StoredLens
 from midstream.storage import file_store
 from midstream.workers.runner.files.desk import COMMAND
@@ -25,6 +24,7 @@ from midstream.workers.runner.rows import delivery
 from midstream.workers.runner.rows.arena import Arena
 from midstream.workers.runner.rows.capture import RowStream
 from midstream.workers.runner.rows.delivery import ForwardedReceipts, RowDelivery
+from midstream_ops.processes import wait_for
 
 #: Environment variable by which a test finds the processes that a rank has started.
 FOLDER = "MIDSTREAM_TEST_RANK"

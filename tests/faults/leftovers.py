@@ -20,7 +20,7 @@ from stack import Stack
 
 from midstream.broker.ledger.core.connection import MAX_CONNECTIONS
 from midstream.broker.processes.leftovers import FOLDER, _mapped
-from midstream.client.stack.processes import birth, members
+from midstream_ops.processes import birth, members
 
 #: Compiled code, which the next start uses.
 KEPT = "torchinductor_"

@@ -18,7 +18,7 @@ from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.app import EXIT_ENGINE_DIED
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 #: Who is killed; names of processes as Linux keeps them, 15 characters; psutil may give more.
 VICTIMS = [

@@ -9,7 +9,7 @@ from host import Host
 from processors import flags
 from tiny import checkpoint
 
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 #: For each of them, and as long as the first round of every attack takes. `ATTACK_SECONDS=600`
 #: looks longer.

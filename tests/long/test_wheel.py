@@ -15,7 +15,7 @@ import wheel_kit
 from tree import CORE, PACKAGES, ROOT, part_of, tracked
 
 import midstream
-from midstream.client.extras import COMPANIONS, COMPANIONS_ADVICE
+from midstream_ops.engine_packages import COMPANIONS, COMPANIONS_ADVICE
 
 
 @pytest.fixture(scope="module")

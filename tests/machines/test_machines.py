@@ -18,7 +18,7 @@ from tolerances import FP32_ROWS_30_LAYERS
 from wait_kit import wait_until
 
 from midstream.client.captures.reader import CaptureReader
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 WHERE = {"relay": "relay", "worker": "w1", "worker-2": "w2", "store": "store"}
 LEASE_S = 5.0

@@ -20,7 +20,7 @@ from wait_kit import wait_until, warn_if_late
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.settings.settings import Settings
 from midstream.workers.app import EXIT_ENGINE_DIED
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 PROMPTS = ["The Eiffel Tower is located in the city of", "The Colosseum is located in the city of"]
 TEXT = "Once upon a time in a land far away there lived a king who"

@@ -20,7 +20,7 @@ from test_nodes import ENGINE, answers, check_answers
 from wait_kit import wait_until
 
 from midstream.workers.app import EXIT_ENGINE_DIED
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 PLATFORM = Path(__file__).with_name("ray_platform")
 ENVIRONMENT = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0"}

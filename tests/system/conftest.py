@@ -23,7 +23,7 @@ from up_kit import Up
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.broker.redis_service import server as redis_server
+from midstream_ops import redis_server
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ from receipt_rig import free_port
 from wait_kit import wait_until
 
 from midstream.broker.receipts.curve import new_keys
-from midstream.broker.redis_service import server as redis_server
 from midstream.broker.redis_service.acl import OPERATOR, write_users
 from midstream.schemas.settings.settings import Settings, load_settings, to_environment
+from midstream_ops import redis_server
 
 MODULES = {
     "relay": "midstream.broker.relay",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ports import free_port
 
-from midstream.broker.redis_service import server as redis_server
+from midstream_ops import redis_server
 
 
 class Mortal:

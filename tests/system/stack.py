@@ -35,9 +35,7 @@ from processes import Processes
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.processes import leftovers
 from midstream.broker.queue.celery_app import make_app
-from midstream.broker.redis_service import server as redis_server
 from midstream.client import Client
-from midstream.client.stack.processes import birth
 from midstream.schemas.base import Problem, now
 from midstream.schemas.jobs.jobs import (
     TERMINAL,
@@ -50,6 +48,8 @@ from midstream.schemas.jobs.jobs import (
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 from midstream.schemas.settings.settings import load_settings, to_environment
+from midstream_ops import redis_server
+from midstream_ops.processes import birth
 
 T = TypeVar("T")
 

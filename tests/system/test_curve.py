@@ -15,8 +15,8 @@ from midstream.broker.receipts import frames
 from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
 from midstream.broker.receipts.frames import FrameKind
 from midstream.broker.receipts.outbox import Outbox
-from midstream.broker.redis_service.server import RedisServer
 from midstream.schemas.base import to_msgpack
+from midstream_ops.redis_server import RedisServer
 
 
 class Keys:

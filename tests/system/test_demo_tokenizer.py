@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from midstream.api.resolve.prompts.tokenizer import ChatInput, Codec
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.prompts.selectors import Span
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 pytestmark = pytest.mark.matrix
 

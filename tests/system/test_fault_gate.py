@@ -17,7 +17,7 @@ from clients import GRADIENT_WAYS, HARVEST_EVERY, POLICY_WAYS, WATCHED_WAYS, WAY
 from leftovers import Census
 from stack import Stack
 
-from midstream.client.stack.processes import birth
+from midstream_ops.processes import birth
 
 JOBS = 500
 #: On a machine that stands still leases run out more often than anything is killed: a job that is

@@ -27,13 +27,13 @@ from wait_kit import wait_until, warn_if_late
 from midstream.api.responses.events import PING_S
 from midstream.api.web.auth import KNOWN_S
 from midstream.broker.ledger.people.keys import LedgerKeys, is_right, new_key, parse
-from midstream.broker.redis_service.server import RedisServer
 from midstream.client import Client
 from midstream.client.cli.main import app as cli
 from midstream.schemas.access.keys import SCOPES, Scope
 from midstream.schemas.base import MidstreamError, now
 from midstream.schemas.jobs.jobs import JobView
 from midstream.schemas.settings.settings import Settings, to_environment
+from midstream_ops.redis_server import RedisServer
 
 REFUSED_AFTER_S = 5.0  # what the documentation says
 
@@ -420,7 +420,7 @@ def test_off_loopback_auth_open_must_be_explicit_and_warns(
 
 
 def test_the_api_admits_no_one_while_redis_is_down_at_start(tmp_path: Path) -> None:
-    from midstream.broker.redis_service import server as redis_server
+    from midstream_ops import redis_server
 
     port = free_port()
     process = started(

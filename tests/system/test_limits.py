@@ -39,12 +39,12 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
-from midstream.broker.redis_service import server as redis_server
 from midstream.schemas.access.keys import Limits, Tenant, scoped
 from midstream.schemas.base import MidstreamError, Tensor, content_hash, from_numpy, now
 from midstream.schemas.jobs.jobs import Job, Sampling, State
 from midstream.schemas.jobs.receipts import CapturedFile
 from midstream.schemas.requests.steering import MODULES, Module, SteeringTemplate, content_digest
+from midstream_ops import redis_server
 
 
 async def not_taken(ledger: Ledger, job: Any, **more: Any) -> MidstreamError:

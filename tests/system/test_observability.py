@@ -24,16 +24,16 @@ from typer.testing import CliRunner
 from wait_kit import wait_until
 
 from midstream.client.cli import main as cli
-from midstream.client.extras import import_trouble
 from midstream.client.sdk.discovery import STATE_FILE
-from midstream.client.stack.checks import disk_checks, engine_checks, redis_checks
-from midstream.client.stack.checks.finding import CheckFinding, findings_of
-from midstream.client.stack.checks.service import Service
-from midstream.client.stack.checks.table import of
 from midstream.schemas.base import from_json
 from midstream.schemas.requests.specs import StoredSteering
 from midstream.schemas.service.status import ServiceStatus
 from midstream.schemas.settings.tuning import Tuning
+from midstream_ops.checks import disk_checks, engine_checks, redis_checks
+from midstream_ops.checks.finding import CheckFinding, findings_of
+from midstream_ops.checks.service import Service
+from midstream_ops.checks.table import of
+from midstream_ops.engine_packages import import_trouble
 
 SERVED = {"relay", "worker", "callbacks"}  # those that serve their metrics themselves
 ADMIN_KEY = "ms_abcdef012345_" + "s3cr3t" * 8

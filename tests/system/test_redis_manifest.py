@@ -13,7 +13,7 @@ import redis
 from ports import free_port
 from wait_kit import wait_until
 
-from midstream.broker.redis_service.server import executable
+from midstream_ops.redis_server import executable
 
 SCRIPT = Path(__file__).parents[2] / "deploy" / "kubernetes" / "base" / "redis.sh"
 TRANSACTION = "redis.call('SET', KEYS[1], 'first') redis.call('SET', KEYS[2], 'second')"

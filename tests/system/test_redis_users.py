@@ -18,9 +18,9 @@ from wait_kit import wait_until
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.queue.celery_app import UNACKED, make_app
 from midstream.broker.redis_service.acl import OPERATOR, write_users
-from midstream.broker.redis_service.server import executable
-from midstream.client.stack.checks.redis_checks import default_user
 from midstream.schemas.settings.settings import SettingsError, load_settings
+from midstream_ops.checks.redis_checks import default_user
+from midstream_ops.redis_server import executable
 
 ALL = ("relay", "callbacks", "worker", "api", "flower")
 CAPTURE = {"layers": "all", "positions": "all"}

@@ -13,11 +13,11 @@ from tenant_kit import ADMIN, Caller, asking, bearer, flushed
 
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.named.steering import LedgerSteering
-from midstream.broker.redis_service.server import RedisServer
 from midstream.client import Client
 from midstream.schemas.access.keys import Limits
 from midstream.schemas.base import from_numpy
 from midstream.schemas.requests.steering import WorkerSteering
+from midstream_ops.redis_server import RedisServer
 
 CAPTURE = {"layers": [0, 1], "positions": "all_prompt"}
 

@@ -15,7 +15,7 @@ import midstream_fake_engine
 from ports import free_port
 
 from midstream.client.sdk.discovery import STATE_FILE
-from midstream.client.stack.processes import members
+from midstream_ops.processes import members
 
 READY = re.compile(r"ready: api (\S+)")
 MIDSTREAM = [sys.executable, "-m", "midstream.client.cli.main"]

@@ -26,10 +26,10 @@ from images import bases, build, fetch_packages, served
 from rich.console import Console
 
 from midstream.client import Client
-from midstream.client.cli.demo import DemoStage, demonstrate
-from midstream.client.render.findings import Report
-from midstream.client.stack.checks.finding import graded
 from midstream.schemas.jobs.jobs import State
+from midstream_ops.checks.finding import graded
+from midstream_ops.checks.report import Report
+from midstream_ops.demo import DemoStage, demonstrate
 
 SERVICES = ("flower", "redis", "api", "relay", "callbacks", "worker")
 #: While these are down, Flower receives no events.

@@ -294,7 +294,7 @@ def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
     from control_plane import MODEL, http_round, processor_s
     from services import service
 
-    from midstream.client.stack.supervisor import read_state
+    from midstream.client.sdk.discovery import read_state
     from midstream.schemas.settings.settings import to_environment
 
     count = JOBS if at_once > 1 else FEW_JOBS

@@ -22,7 +22,7 @@ from openai_answers import ENGINE, TOOL_PARSER, answer, differences, stock_serve
 from openai_calls import Call, calls  # noqa: E402
 from stack import Stack  # noqa: E402
 
-from midstream.workers.demo_model import fetch_demo_model  # noqa: E402
+from midstream_ops.demo_model import fetch_demo_model  # noqa: E402
 
 PAGE = ROOT / "docs" / "coming-from.md"
 BEGIN = "<!-- written by tools/pages/openai_page.py --page -->"

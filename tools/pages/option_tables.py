@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 
 from midstream.workers.engine.options.option_lists import OURS, PROVEN, WRONG
-from midstream.workers.engine.options.serve_flags import (
+from midstream_ops.serve_flags import (
     ALSO,
     COMMON,
     NO_EFFECT,

@@ -33,8 +33,8 @@ import nbformat  # noqa: E402
 from notebooks import TUTORIALS, code, difference, lines, peer_code, read  # noqa: E402
 
 from midstream.client.sdk import discovery  # noqa: E402
-from midstream.client.stack.processes import members  # noqa: E402
-from midstream.workers.demo_model import fetch_demo_model  # noqa: E402
+from midstream_ops.demo_model import fetch_demo_model  # noqa: E402
+from midstream_ops.processes import members  # noqa: E402
 
 PEER = ROOT / ".cache" / "lens" / "bin" / "python"
 #: The end of what loads the model in TransformerLens' code.

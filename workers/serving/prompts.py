@@ -17,7 +17,6 @@ from ...schemas.requests.source_runs import ZEROS, is_row, runs_named
 from ..engine.protocol import Engine, GeneratingEngine, NewOutput, StoredArtifact
 from ..engine.requests import format_request, prompt_request, tensors_of
 from .attempt import Attempt, Bench, Run
-from .redis_retry import patiently
 
 logger = logging.getLogger(__name__)
 

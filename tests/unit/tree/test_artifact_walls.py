@@ -9,14 +9,12 @@ from tree import CORE, ROOT, sources
 from midstream.schemas import packages
 from midstream.storage.store import STORES, open_store
 
-#: Modules that name the artifact store, or the capture root, without opening it: to show it, to hand
-#: it to a rank, or to open a store inside.
+#: Modules that name the artifact store, or the capture root, without opening it: to show it, to
+#: hand it to a rank, or to open a store inside.
 NAMES = {
     "broker/artifacts/corpora.py",
     "broker/ledger/jobs/inputs.py",
     "broker/ledger/results/views.py",
-    "client/cli/demo.py",
-    "client/stack/checks/disk_checks.py",
     "schemas/settings/settings.py",
     "workers/engine/vllm.py",
 }

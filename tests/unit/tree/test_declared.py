@@ -34,9 +34,10 @@ LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
     "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest"),
     "broker": ("otel", "up"),
     "tools": ("lens",),
+    "ops": ("cpu",),
 }
 #: Loaded only when it is asked for, so its top counts as the inside of a function.
-LOADED_LATE = {"client/harvest/training.py"}
+LOADED_LATE = {"client/harvest/training.py", "packages/ops/midstream_ops/redis_server.py"}
 #: Module of a package that is loaded only by a library → the package's extra with that library.
 OF_EXTRAS = {"packages/bridges/midstream_bridges/inspect_provider.py": "inspect"}
 #: Comes with a package that we declare, at the version which that package wants.
@@ -123,12 +124,16 @@ def test_every_import_is_a_declared_dependency(folder: str) -> None:
 def test_every_import_of_a_package_is_its_own_declared_dependency(name: str) -> None:
     project = project_of(ROOT / "packages" / name)
     always = [*project_of(ROOT)["dependencies"], *project["dependencies"]]
+    late = declared(LAZY_EXTRAS.get(name, ()))
     wrong = []
     for path in product(name):
         extra = OF_EXTRAS.get(str(path.relative_to(ROOT)))
         more = project["optional-dependencies"][extra] if extra else []
         allowed = required([*always, *more])
-        wrong += [found for found in outside(path) if not distributions_of(found) & allowed]
+        for found in outside(path):
+            lazy = found.lazy or str(path.relative_to(ROOT)) in LOADED_LATE
+            if not distributions_of(found) & (allowed | late if lazy else allowed):
+                wrong.append(f"{found.where} imports {found.module}")
     assert wrong == []
 
 

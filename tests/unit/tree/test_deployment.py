@@ -25,8 +25,8 @@ from midstream import __version__
 from midstream.broker import flower, health
 from midstream.broker.ledger.people import keys
 from midstream.broker.processes import install
-from midstream.client.stack.processes import wait_for
 from midstream.schemas.settings.settings import Settings, SettingsError
+from midstream_ops.processes import wait_for
 
 
 def test_compose_names_the_version_one_worker_and_loopback_alone() -> None:

@@ -13,6 +13,7 @@ from tree import NODES, PACKAGES, ROOT, imports_of, part_of, product, tracked
 ROOMS: dict[str, set[str]] = {
     "page": {"api", "broker.artifacts", "broker.ledger", "schemas", "storage"},
     "bridges": {"client", "schemas", "storage"},
+    "ops": {"broker", "client", "schemas", "storage", "workers"},
     "s3": {"schemas.jobs", "schemas.settings", "storage"},
 }
 #: What a package's folder has, beside its code and its tests.

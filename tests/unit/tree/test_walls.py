@@ -26,16 +26,11 @@ ALLOWED: dict[str, set[str]] = {
     "api": {"broker", "schemas", "storage"},
     "client": {"schemas", "storage"},
 }
-#: Modules of the client that start the stack on this machine, or prepare it: they may reach
-#: further, inside functions only.
-STARTERS = {
-    "client/stack/supervisor.py", "client/stack/checks/plan.py",
-    "client/stack/checks/engine_checks.py", "client/stack/checks/redis_checks.py",
-    "client/stack/checks/service_checks.py",
-    "client/cli/main.py", "client/cli/start.py", "client/cli/keys.py", "client/cli/doctor.py",
-}  # fmt: skip
+#: Modules of the client that may reach further, inside functions only: the first key of a service
+#: is written without it.
+STARTERS = {"client/cli/keys.py"}
 #: Imported inside functions only, so it may reach further at its top.
-LOADED_LATE = {"client/cli/demo.py", "client/harvest/training.py"}
+LOADED_LATE = {"client/harvest/training.py"}
 STARTERS_MAY = {"broker", "workers"}
 
 #: Folder → its rooms (and the modules beside them) from top to bottom, those of one line side by
@@ -65,7 +60,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "cli",
         "study",
         "render",
-        "stack",
         "sdk",
         "captures harvest vectors",
         "values probes texts",
@@ -77,7 +71,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "gradient_jobs",
         "serving",
         "surveys remote_control",
-        "engines demo_model",
+        "engines",
         "gradients",
         "engine",
         "runner",
@@ -101,8 +95,8 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "headless",
         "vllm",
         "proof vllm_output model_identity checkpoint_check",
-        "plan options ranks requests prompts",
-        "plan_inside dtype no_torchvision admission identity protocol",
+        "options ranks requests prompts",
+        "dtype no_torchvision admission identity protocol",
     ),
     "workers/runner": (
         "vllm",
@@ -138,9 +132,6 @@ OWNERS: dict[str, set[str]] = {
     "kombu": {"broker", "workers"},
     "zmq": {"broker"},
 }
-#: Here the packages of OWNERS are imported inside functions only: they run in a child process.
-LAZY_ONLY = {"workers/demo_model.py"}
-
 #: Formats that run code when they are read. Torch's own reader is among them.
 CODE_CARRIERS = {
     "pickle",
@@ -284,8 +275,6 @@ def test_a_heavy_package_is_imported_only_by_its_owners(package: str) -> None:
                 continue
             if not ({name, name.split("/")[0]} & OWNERS[package]):
                 wrong.append(f"{found.where} imports {found.module}")
-            elif name in LAZY_ONLY and not found.lazy:
-                wrong.append(f"{found.where} imports {found.module} outside of a function")
     assert wrong == []
 
 

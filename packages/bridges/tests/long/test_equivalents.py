@@ -15,7 +15,7 @@ from tree import ROOT
 
 from midstream import PatchStudy
 from midstream.lens import HookedModel, ops
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 #: Run by hand: an environment of its own.
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]

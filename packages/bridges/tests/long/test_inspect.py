@@ -16,7 +16,7 @@ from stack import Stack
 from tree import ROOT
 
 from midstream.client import Client
-from midstream.workers.demo_model import fetch_demo_model
+from midstream_ops.demo_model import fetch_demo_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.packages]
 HIDDEN = 576

@@ -24,11 +24,11 @@ from midstream.api.web.auth import COOKIE, CSRF_HEADER
 from midstream.api.web.wrong_keys import WRONG_PER_MINUTE
 from midstream.broker.ledger.people import sessions
 from midstream.broker.ledger.people.sessions import SESSION, SESSIONS, Sessions, name_of
-from midstream.broker.redis_service.server import RedisServer
 from midstream.schemas.access.keys import CreatedKey, StoredKey
 from midstream.schemas.access.sessions import SESSION_S, Session
 from midstream.schemas.base import MidstreamError, from_msgpack, now, to_msgpack
 from midstream.schemas.settings.settings import Settings, SettingsError
+from midstream_ops.redis_server import RedisServer
 from midstream_page.records import MAX_LOGIN_KEY
 from midstream_page.session import MAX_BODY
 

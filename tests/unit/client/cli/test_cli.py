@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from operator import attrgetter
 from pathlib import Path
@@ -17,7 +16,7 @@ from job_kit import job_result, job_view
 
 from midstream import MidstreamError, __version__
 from midstream.client import Client
-from midstream.client.cli import demo, kinds, main
+from midstream.client.cli import kinds, main
 from midstream.schemas.access.keys import Limits, TenantUsage, TenantView
 from midstream.schemas.access.webhooks import (
     DeliveryAttempt,
@@ -68,7 +67,7 @@ def told_commands() -> Iterator[tuple[str, list[str]]]:
     )
     sources = {
         **dict.fromkeys(("README.md", "CONTRIBUTING.md", "PACKAGE.md", "docs/**/*.md"), told),
-        **{f"{part}/**/*.py": told for part in ("api", "broker", "client", "workers")},
+        **{f"{part}/**/*.py": told for part in ("api", "broker", "client", "packages", "workers")},
         "packages/page/midstream_page/assets/views/*.js": r'command: "midstream ([a-z ]+)',
     }
     for pattern, form in sources.items():
@@ -77,9 +76,16 @@ def told_commands() -> Iterator[tuple[str, list[str]]]:
                 yield file.name, words.split()
 
 
+def command_line() -> Any:
+    """The command, with those of packages."""
+    group = typer.main.get_command(main.app)
+    group.list_commands(typer.Context(group))
+    return group
+
+
 def test_every_documented_command_and_option_exists() -> None:
     told = list(told_commands())
-    midstream = typer.main.get_command(main.app)
+    midstream = command_line()
     assert {Path(where).suffix for where, _ in told} == {".md", ".py", ".js"}
     for where, words in told:
         command = midstream
@@ -109,15 +115,13 @@ def leaves(command: Any, path: str = "midstream") -> Iterator[tuple[str, Any]]:
 
 
 def test_few_commands_and_options_do_everything() -> None:
-    commands = dict(leaves(typer.main.get_command(main.app)))
+    commands = dict(leaves(command_line()))
     assert len(commands) <= 35
     assert sum(len(command.params) for command in commands.values()) <= 240
 
 
 def test_every_kind_has_acts_of_known_verbs_only() -> None:
-    verbs = {
-        name.removeprefix("midstream ") for name, _ in leaves(typer.main.get_command(main.app))
-    }
+    verbs = {name.removeprefix("midstream ") for name, _ in leaves(command_line())}
     for kind in kinds.KINDS:
         assert {*kind.acts} <= verbs, kind.name
         for act in kind.acts.values():
@@ -127,7 +131,7 @@ def test_every_kind_has_acts_of_known_verbs_only() -> None:
 def test_hooks_and_layers_are_the_only_names_of_sites() -> None:
     found = {
         (path, option)
-        for path, command in leaves(typer.main.get_command(main.app))
+        for path, command in leaves(command_line())
         for parameter in command.params
         for option in parameter.opts
         if "hook" in option or "layer" in option
@@ -366,15 +370,6 @@ def test_a_setting_in_the_environment_that_is_wrong_is_named(
     ended = cli("up")
     assert ended.code == 1
     assert "MIDSTREAM_ENGINE_ENABLE_PREFIX_CACHING" in ended.err
-
-
-def test_the_demo_names_commands_as_they_can_be_typed(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(sys, "argv", [str(tmp_path / ".venv" / "bin" / "midstream")])
-    assert demo._command() == ".venv/bin/midstream"
-    monkeypatch.setattr(sys, "argv", ["midstream"])
-    assert demo._command() == "midstream"
 
 
 def test_an_unknown_tenant_is_named_with_those_there_are(cli: Cli) -> None:

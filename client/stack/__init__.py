@@ -1,1 +1,0 @@
-"""`midstream up`: processes on this machine; `doctor`, and what it plans."""

@@ -1,0 +1,1 @@
+"""The local stack, and what looks after it: `midstream up`, `doctor`, `demo`."""
