@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ...broker.ledger.jobs.ledger import EventsLost, Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.base import MidstreamError, Record, Tensor, content_hash, from_json, to_json
-from ...schemas.jobs.jobs import Event, EventKind, Job, StoredOutcome
+from ...schemas.jobs.jobs import Event, EventKind, Job, State, StoredOutcome
 from ...schemas.jobs.receipts import Receipt
 from ...schemas.jobs.works import Work
 from ..engine.admission import CellSlots
@@ -131,9 +131,12 @@ class Attempt:
                 "gradients are computed without it: clear it, and submit the job again",
             )
 
-    def refused(self, kept: str) -> None:
-        """Stop because the ledger has not kept something: its answer is `stale` or `cancelling`."""
-        self.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
+    def check_answer(self, answer: str, wanted: str = "kept") -> None:
+        """Stop, and raise CancelledError, unless the ledger's answer is `wanted`."""
+        if answer != wanted:
+            cancelled = answer == State.CANCELLING
+            self.stop(AttemptOutcome.CANCELLED if cancelled else AttemptOutcome.LOST)
+            self.check()
 
     async def emit(self, ledger: Ledger, event: Event) -> None:
         """Write an event, after those before it. Its number makes sure that retries write it once.
