@@ -58,11 +58,15 @@ class LedgerUnits(LedgerPart):
         if not requests:
             return {}
         fields = [f"{request}/{rank}" for request in requests for rank in range(ranks)]
-        found: dict[int, list[Receipt]] = {request: [] for request in requests}
-        for place, packed in enumerate(await self._redis.hmget(f"ms:ticket:{job_id}", fields)):
-            if packed is not None:
-                found[requests[place // ranks]].append(receipt_decoder.decode(packed))
-        return found
+        raw = await self._redis.hmget(f"ms:ticket:{job_id}", fields)
+        packed = {
+            request: raw[place * ranks : (place + 1) * ranks]
+            for place, request in enumerate(requests)
+        }
+        return {
+            request: [receipt_decoder.decode(each) for each in of_ranks if each is not None]
+            for request, of_ranks in packed.items()
+        }
 
     @reachable
     async def keep(self, job_id: str, attempt: int, rows: Sequence[Row], **report: Any) -> UnitFate:
