@@ -7,7 +7,7 @@ import time
 from msgspec.structs import replace
 
 from ...broker.ledger.jobs.sweeps import unit_row, units_key
-from ...broker.ledger.jobs.units import Row
+from ...broker.ledger.jobs.units import UnitRow
 from ...broker.ledger.results.attribution_result import estimated_pair
 from ...broker.ledger.results.sweep_result import chosen_cells, sweep_start, sweep_summary
 from ...schemas.base import MidstreamError, Tensor
@@ -103,7 +103,7 @@ class AttributionAttempt:
         chosen = chosen_cells(self._sweep, pair, estimate)
         return replace(record, estimate=replace(estimate, chosen=chosen), receipts=receipts)
 
-    def _shown(self, record: UnitRecord) -> Row:
+    def _shown(self, record: UnitRecord) -> UnitRow:
         pair = record.unit - self._units.estimate(0).number
         shown = estimated_pair(self._sweep, pair, record)
         return unit_row(self._job, self._attempt.number, record, shown)

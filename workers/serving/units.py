@@ -6,20 +6,20 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from ...broker.ledger.jobs.units import LedgerUnits, Row
+from ...broker.ledger.jobs.units import LedgerUnits, UnitRow
 from .attempt import Attempt, Bench
 from .redis_retry import patiently
 
 logger = logging.getLogger(__name__)
 
 
-class Numbered(Protocol):
+class OfUnit(Protocol):
     @property
     def unit(self) -> int:
         """The unit's number."""
 
 
-R = TypeVar("R", bound=Numbered)
+R = TypeVar("R", bound=OfUnit)
 
 
 class UnitRecords(Generic[R]):
@@ -31,7 +31,7 @@ class UnitRecords(Generic[R]):
         attempt: Attempt,
         place: str,
         kind: type[R],
-        row: Callable[[R], Row],
+        row: Callable[[R], UnitRow],
         **report: str,
     ) -> None:
         """`place`: the key of the records, which are of this `kind`. `row` returns a record as it

@@ -10,7 +10,7 @@ from ....schemas.jobs.jobs import Event, EventKind, Job
 from ....schemas.jobs.sweeps import SweepCell, SweepResult, UnitRecord
 from ....schemas.jobs.works import SweepWork
 from .ledger import LedgerPart, reachable
-from .units import Row, kept_once
+from .units import UnitRow, kept_once
 
 
 class SweepSnapshot(NamedTuple):
@@ -52,7 +52,7 @@ def units_key(job_id: str) -> str:
 
 def unit_row(
     job: Job, attempt: int, record: UnitRecord, shown: SweepCell | EstimatedPair | None
-) -> Row:
+) -> UnitRow:
     """Return a unit's record with its event (none if it is neither a cell nor an estimate)."""
     width = job.work_as(SweepWork).units.width
     return kept_once(

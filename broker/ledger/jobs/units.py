@@ -22,7 +22,7 @@ UnitFate = Literal["kept", "stale", "cancelling", "unknown"]
 
 
 #: A record as `kept_once` returns it.
-Row = tuple[object, ...]
+UnitRow = tuple[object, ...]
 
 
 def kept_once(
@@ -31,7 +31,7 @@ def kept_once(
     counts: Mapping[str, int] | None = None,
     event: bytes = b"",
     requests: Iterable[int] = (),
-) -> Row:
+) -> UnitRow:
     """Return a record that `LedgerUnits.keep` keeps once under its field.
 
     `counts`: counter → what the record adds to it; None: readers see no change. `event`: JSON;
@@ -69,7 +69,9 @@ class LedgerUnits(LedgerPart):
         }
 
     @reachable
-    async def keep(self, job_id: str, attempt: int, rows: Sequence[Row], **report: Any) -> UnitFate:
+    async def keep(
+        self, job_id: str, attempt: int, rows: Sequence[UnitRow], **report: Any
+    ) -> UnitFate:
         """Run lua/jobs/keep.lua, which documents its arguments and outcomes, in batches, of which
         the first that is refused is the last.
         """

@@ -42,7 +42,7 @@ from ....schemas.requests.policies import Policy
 from ..core import scripts
 from ..core.tenants import limits_of, refusal
 from ..jobs.ledger import ALPHABET, new_job_id, of_each, reachable
-from ..jobs.units import LedgerUnits, Row, UnitFate, kept_once
+from ..jobs.units import LedgerUnits, UnitFate, UnitRow, kept_once
 from ..named.probes import all_fitting, watched_model, with_policies
 from .streams import HarvestStreams
 
@@ -323,7 +323,9 @@ class LedgerHarvests(HarvestStreams, LedgerUnits):
         """
         return await self._report(job, attempt, [], set={"trouble": reason}, clear=["closing"])
 
-    async def _report(self, job: Job, attempt: int, rows: Sequence[Row], **report: Any) -> UnitFate:
+    async def _report(
+        self, job: Job, attempt: int, rows: Sequence[UnitRow], **report: Any
+    ) -> UnitFate:
         harvest = job.work_as(HarvestWork).part.harvest
         return await self.keep(job.id, attempt, rows, harvest=harvest, **report)
 
@@ -553,7 +555,7 @@ def units_key(part: HarvestPart) -> str:
     return f"ms:harvest-units:{part.harvest}:{part.part}"
 
 
-def unit_row(entry: UnitEntry, weight: int, requests: Iterable[int]) -> Row:
+def unit_row(entry: UnitEntry, weight: int, requests: Iterable[int]) -> UnitRow:
     """Return the record of a unit whose shards are durable."""
     counts = {
         "units_done": 1,

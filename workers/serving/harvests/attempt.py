@@ -15,7 +15,7 @@ from typing import Concatenate, ParamSpec
 import msgspec
 
 from ....broker.artifacts.global_capture import QUOTA_SPARE, count_skipped
-from ....broker.ledger.jobs.units import Row, UnitFate
+from ....broker.ledger.jobs.units import UnitFate, UnitRow
 from ....broker.ledger.recovery.harvests import LedgerHarvests, unit_row, units_key
 from ....broker.telemetry import metrics
 from ....schemas.base import (
@@ -317,7 +317,7 @@ class HarvestAttempt:
             return
         _, plan = await self._read_plan(harvest, store)
 
-        def row(entry: UnitEntry) -> Row:
+        def row(entry: UnitEntry) -> UnitRow:
             weight = plan.units[entry.unit].weight
             return unit_row(entry, weight, self._requests[entry.unit])
 

@@ -5,7 +5,7 @@ from functools import cached_property
 from typing import Any
 
 from ....broker.ledger.jobs.sweeps import unit_row, units_key
-from ....broker.ledger.jobs.units import Row
+from ....broker.ledger.jobs.units import UnitRow
 from ....broker.ledger.results.sweep_result import exact_units, sweep_cell
 from ....schemas.jobs.sweeps import Unit, UnitRecord
 from ....schemas.jobs.works import SweepWork
@@ -50,7 +50,7 @@ class SweepRecords(UnitRecords[UnitRecord]):
                 if not kept.done():
                     kept.set_result(None)
 
-    def _shown(self, record: UnitRecord) -> Row:
+    def _shown(self, record: UnitRecord) -> UnitRow:
         unit = self._cells.get(record.unit)
         cell = None if unit is None else sweep_cell(self._sweep, unit, record)
         return unit_row(self._attempt.job, self._attempt.number, record, cell)
