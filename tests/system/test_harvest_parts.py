@@ -97,6 +97,12 @@ async def under_way(rig: Rig) -> AsyncIterator[tuple[Attempts, StoredHarvest, Ta
         yield runs, harvest, running
 
 
+def units_of(harvest: StoredHarvest, running: Task) -> str:
+    """The key of the units of the part that is under way."""
+    (part,) = (part for part in range(6) if job_id_of(harvest.id, part, 0) == running.get_name())
+    return units_key(HarvestPart(harvest=harvest.id, part=part))
+
+
 async def test_a_repeated_submission_waits_until_the_first_is_durable(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,7 +220,7 @@ async def test_units_that_the_ledger_has_lost_are_recorded_again_with_their_part
         counted = ("units_done", "weight_done", "documents", "tokens", "rows", "bytes", "shards")
         await redis_client.hdel(f"ms:harvest:{harvest.id}", *counted)
         await redis_client.hdel("ms:usage", "default/bytes")
-        await redis_client.delete(f"ms:harvest-units:{harvest.id}:0")
+        assert await redis_client.delete(units_of(harvest, running)) == 1
         (Path(rig.settings.data_dir) / "gate").unlink()
         assert await running is AttemptOutcome.SUCCEEDED
         view = await work(rig, runs, harvest.id)
@@ -233,8 +239,7 @@ async def test_a_unit_is_counted_once_and_its_receipts_are_forgotten(rig: Rig) -
     async with under_way(rig) as (runs, harvest, running):
         name = running.get_name()
         before = await harvests.view(harvest.id)
-        part = HarvestPart(harvest=harvest.id, part=0)
-        place = units_key(part)
+        place = units_of(harvest, running)
         units = LedgerUnits(rig.ledger)
         ((number, entry),) = (await units.records(place, UnitEntry)).items()
 
