@@ -263,8 +263,8 @@ async def test_a_unit_is_counted_once_and_its_receipts_are_forgotten(rig: Rig) -
         await harvests.ask(harvest.id, "cancel")
         assert await keep(1, number + 1) == "cancelling"
         assert await units.records(place, UnitEntry) == {number: entry}
-        await running
-        await work(rig, runs, harvest.id)
+        runs.stop([name], AttemptOutcome.CANCELLED)
+        assert await running is AttemptOutcome.CANCELLED
 
 
 async def test_a_plan_that_is_stored_after_the_seal_is_removed(
