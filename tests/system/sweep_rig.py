@@ -28,7 +28,8 @@ from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, identity_of, ma
 
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.settlement import Settler
-from midstream.broker.ledger.jobs.sweeps import LedgerSweeps
+from midstream.broker.ledger.jobs.sweeps import unit_row, units_key
+from midstream.broker.ledger.jobs.units import LedgerUnits, UnitFate
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.receipts.relay import Relay
@@ -41,6 +42,7 @@ from midstream.schemas.jobs.sweeps import (
     Column,
     StoredPair,
     StoredSweep,
+    SweepCell,
     SweepResult,
     Unit,
     UnitRecord,
@@ -255,7 +257,6 @@ class Rig:
     async def __aenter__(self) -> "Rig":
         self._serving.start()
         self.ledger = Ledger.connect(self.settings)
-        self.sweeps = LedgerSweeps(self.ledger)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -376,7 +377,24 @@ class Rig:
         return result
 
     async def records(self, job_id: str) -> dict[int, UnitRecord]:
-        return await self.sweeps.records(job_id)
+        return await records_of(self.ledger, job_id)
+
+
+async def records_of(ledger: Ledger, job_id: str) -> dict[int, UnitRecord]:
+    return await LedgerUnits(ledger).records(units_key(job_id), UnitRecord)
+
+
+async def keep(
+    ledger: Ledger,
+    job: Job,
+    attempt: int,
+    *units: tuple[UnitRecord, SweepCell | None],
+    ranks: int = 2,
+) -> UnitFate:
+    """Keep units as a worker does that has so many ranks in one stage."""
+    rows = [unit_row(job, attempt, record, shown) for record, shown in units]
+    place = units_key(job.id)
+    return await LedgerUnits(ledger).keep(job.id, attempt, rows, place=place, ranks=ranks, stages=1)
 
 
 def check_attribution(result: Any, asked: StoredSweep, weights: int = 0) -> None:

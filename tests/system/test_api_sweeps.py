@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from edge import HIDDEN, MODEL, Api, Hand, refused, running
 from server_sent import parse
+from sweep_rig import keep
 
 from midstream import Client, PatchStudy
-from midstream.broker.ledger.jobs.sweeps import LedgerSweeps
 from midstream.broker.ledger.results.sweep_result import sweep_cell, sweep_start
 from midstream.client import MidstreamError
 from midstream.schemas.base import from_json, to_json, to_numpy
@@ -229,9 +229,8 @@ def test_a_running_sweep_shows_its_request_and_its_cells_so_far(api: Api, hand: 
         UnitRecord(unit=units[1].number, reason="why", attempt=1),
     ]
     cells = [sweep_cell(sweep, unit, record) for unit, record in zip(units, records, strict=True)]
-    keeping = LedgerSweeps(hand.ledger).keep(
-        claim.job, claim.attempt, list(zip(records, cells, strict=True)), 1, 1
-    )
+    kept = zip(records, cells, strict=True)
+    keeping = keep(hand.ledger, claim.job, claim.attempt, *kept, ranks=1)
     assert hand.do(keeping) == "kept"
     assert api.http.get(f"/v1/jobs/{job_id}/result").status_code == 409, "not over yet"
     view = seen(api, job_id)

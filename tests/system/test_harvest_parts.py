@@ -19,7 +19,14 @@ from midstream_fake_engine.model import VOCABULARY, make_tokenizer, residual_row
 from sweep_rig import Rig, having
 
 from midstream.broker.artifacts.headers import find_entries
-from midstream.broker.ledger.recovery.harvests import TRIES, LedgerHarvests, job_id_of
+from midstream.broker.ledger.jobs.units import LedgerUnits, UnitFate
+from midstream.broker.ledger.recovery.harvests import (
+    TRIES,
+    LedgerHarvests,
+    job_id_of,
+    unit_row,
+    units_key,
+)
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.client.harvest import open
@@ -31,10 +38,12 @@ from midstream.schemas.jobs.harvests import (
     HarvestSource,
     HarvestView,
     StoredHarvest,
+    UnitEntry,
 )
 from midstream.schemas.jobs.jobs import SamplingRequest
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.prompts.windows import HeadAndTail
+from midstream.schemas.requests.harvest_work import HarvestPart
 from midstream.schemas.requests.policies import Steer, Webhook
 from midstream.storage.store import open_store
 from midstream.workers.serving.attempt import AttemptOutcome
@@ -86,6 +95,12 @@ async def under_way(rig: Rig) -> AsyncIterator[tuple[Attempts, StoredHarvest, Ta
         while (await harvests.view(harvest.id)).units_done < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         yield runs, harvest, running
+
+
+def units_of(harvest: StoredHarvest, running: Task) -> str:
+    """The key of the units of the part that is under way."""
+    (part,) = (part for part in range(6) if job_id_of(harvest.id, part, 0) == running.get_name())
+    return units_key(HarvestPart(harvest=harvest.id, part=part))
 
 
 async def test_a_repeated_submission_waits_until_the_first_is_durable(
@@ -196,6 +211,60 @@ async def test_an_attempt_that_was_cut_short_is_gone_on_with(rig: Rig) -> None:
         for file in shard.entry.files
     }
     assert attempts == {"1", "2"}  # what the first attempt kept was not computed again
+
+
+async def test_units_that_the_ledger_has_lost_are_recorded_again_with_their_part(rig: Rig) -> None:
+    """As when Redis's machine dies, and Redis loses its last second."""
+    redis_client = rig.ledger.redis
+    async with under_way(rig) as (runs, harvest, running):
+        counted = ("units_done", "weight_done", "documents", "tokens", "rows", "bytes", "shards")
+        await redis_client.hdel(f"ms:harvest:{harvest.id}", *counted)
+        await redis_client.hdel("ms:usage", "default/bytes")
+        assert await redis_client.delete(units_of(harvest, running)) == 1
+        (Path(rig.settings.data_dir) / "gate").unlink()
+        assert await running is AttemptOutcome.SUCCEEDED
+        view = await work(rig, runs, harvest.id)
+    manifest = checked(harvest.uri).manifest
+    assert view.state == "succeeded"
+    assert view.units_done == view.units
+    assert view.rows == manifest.rows
+    assert view.bytes == manifest.bytes
+    assert (await rig.ledger.tenants.usage("default")).capture_bytes == manifest.bytes
+
+
+async def test_a_unit_is_counted_once_and_its_receipts_are_forgotten(rig: Rig) -> None:
+    """Not by an attempt that lost its lease, and not once the harvest is being cancelled."""
+    harvests = LedgerHarvests(rig.ledger)
+    redis_client = rig.ledger.redis
+    async with under_way(rig) as (runs, harvest, running):
+        name = running.get_name()
+        before = await harvests.view(harvest.id)
+        place = units_of(harvest, running)
+        units = LedgerUnits(rig.ledger)
+        ((number, entry),) = (await units.records(place, UnitEntry)).items()
+
+        async def keep(attempt: int, unit: int) -> UnitFate:
+            again = msgspec.structs.replace(entry, unit=unit, rows=7)
+            rows = [unit_row(again, 1, [])]
+            return await units.keep(
+                name, attempt, rows, place=place, ranks=1, stages=1, harvest=harvest.id
+            )
+
+        left = [
+            int(field.split(b"/")[0]) for field in await redis_client.hkeys(f"ms:ticket:{name}")
+        ]
+        assert min(left, default=entry.documents) >= entry.documents
+        assert await keep(1, number) == "kept"
+        after = await harvests.view(harvest.id)
+        assert (await units.records(place, UnitEntry))[number] == entry
+        assert after.rows == before.rows
+        assert after.units_done == 1
+        assert await keep(2, number + 1) == "stale"
+        await harvests.ask(harvest.id, "cancel")
+        assert await keep(1, number + 1) == "cancelling"
+        assert await units.records(place, UnitEntry) == {number: entry}
+        runs.stop([name], AttemptOutcome.CANCELLED)
+        assert await running is AttemptOutcome.CANCELLED
 
 
 async def test_a_plan_that_is_stored_after_the_seal_is_removed(

@@ -21,14 +21,16 @@ from sweep_rig import (
     check_grid,
     difference,
     having,
+    keep,
     pair,
+    records_of,
     sweep,
     sweep_job,
 )
 
 from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
-from midstream.broker.ledger.jobs.sweeps import LedgerSweeps
+from midstream.broker.ledger.jobs.units import LedgerUnits
 from midstream.broker.ledger.results.sweep_result import sweep_cell
 from midstream.schemas.base import MidstreamError, now
 from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
@@ -328,11 +330,11 @@ async def test_a_first_pass_that_fails_leaves_its_cell_without_a_value(rig: Rig)
 MODEL = "tiny"
 
 
-async def begun(ledger: Ledger, **changes: Any) -> tuple[Job, LedgerSweeps]:
+async def begun(ledger: Ledger, **changes: Any) -> Job:
     job = sweep_job(sweep(**changes), MODEL)
     await ledger.submit(job, {})
     assert await ledger.claim(job.id, WORKER, BOOT, 2, job.identity) is not None
-    return job, LedgerSweeps(ledger)
+    return job
 
 
 def cell(job: Job, number: int, **changes: Any) -> tuple[UnitRecord, SweepCell | None]:
@@ -348,24 +350,24 @@ def cell(job: Job, number: int, **changes: Any) -> tuple[UnitRecord, SweepCell |
 async def test_a_unit_is_kept_once_with_its_event_and_its_receipts_are_forgotten(
     ledger: Ledger, redis_url: str
 ) -> None:
-    job, sweeps = await begun(ledger)
+    job = await begun(ledger)
+    units = LedgerUnits(ledger)
     sweep = job.work_as(SweepWork).sweep
     first = Units(sweep).first_cell
     told = [(seq + 1, receipt(job, first + seq // 2, seq % 2)) for seq in range(3)]
     settler(redis_url).settle(WORKER, 0, EPOCH, told)
-    assert list(await sweeps.receipts(job.id, [first, first + 1], 2)) == [first], (
-        "the other one lacks a rank"
-    )
-    assert [of.rank for of in await sweeps.reported(job.id, [first + 1], 2)] == [0]
-    assert await sweeps.keep(job, 1, [cell(job, 0), cell(job, 2)], 2, 1) == "kept"
-    assert await sweeps.keep(job, 1, [cell(job, 0, value=99.0), cell(job, 1)], 2, 1) == "kept"
-    records = await sweeps.records(job.id)
+    receipts = await units.receipts(job.id, [first, first + 1], 2)
+    assert [of.rank for of in receipts[first]] == [0, 1]
+    assert [of.rank for of in receipts[first + 1]] == [0], "the other one has not reported"
+    assert await keep(ledger, job, 1, cell(job, 0), cell(job, 2)) == "kept"
+    assert await keep(ledger, job, 1, cell(job, 0, value=99.0), cell(job, 1)) == "kept"
+    records = await records_of(ledger, job.id)
     assert {record.unit - first: record.value for record in records.values()} == {
         0: 0.0,
         1: 1.0,
         2: 2.0,
     }
-    assert await sweeps.receipts(job.id, [first, first + 1], 2) == {}
+    assert await units.receipts(job.id, [first, first + 1], 2) == {first: [], first + 1: []}
     assert await ledger.redis.hlen(f"ms:agree:{job.id}") == 0
     events = [event.data["value"] for event in await ledger.events(job.id) if event.event == "cell"]
     assert events == [0.0, 2.0, 1.0]
@@ -380,17 +382,17 @@ async def test_a_unit_is_kept_once_with_its_event_and_its_receipts_are_forgotten
 
 async def test_kept_cells_outlive_the_attempt_and_stale_attempts_add_none(redis_url: str) -> None:
     async with open_ledger(redis_url, result_ttl_s=1000) as ledger:
-        job, sweeps = await begun(ledger)
-        await sweeps.keep(job, 1, [cell(job, 0)], 2, 1)
+        job = await begun(ledger)
+        await keep(ledger, job, 1, cell(job, 0))
         await ledger.release(job.id, 1)
-        assert len(await sweeps.records(job.id)) == 1
-        assert await sweeps.keep(job, 1, [cell(job, 1)], 2, 1) == "stale"
+        assert len(await records_of(ledger, job.id)) == 1
+        assert await keep(ledger, job, 1, cell(job, 1)) == "stale"
         assert await ledger.claim(job.id, WORKER, BOOT, 2, job.identity) is not None
-        assert await sweeps.keep(job, 1, [cell(job, 1)], 2, 1) == "stale"
+        assert await keep(ledger, job, 1, cell(job, 1)) == "stale"
         await ledger.request_cancel(job.id)
-        assert await sweeps.keep(job, 2, [cell(job, 1)], 2, 1) == "cancelling"
+        assert await keep(ledger, job, 2, cell(job, 1)) == "cancelling"
         await ledger.finish_cancel(job.id, 2)
-        assert len(await sweeps.records(job.id)) == 1
+        assert len(await records_of(ledger, job.id)) == 1
         assert 900 < await ledger.redis.ttl(f"ms:units:{job.id}") <= 1000
         assert (await ledger.tenants.usage("default")).sweep_cells == 0
 
@@ -398,8 +400,8 @@ async def test_kept_cells_outlive_the_attempt_and_stale_attempts_add_none(redis_
 async def test_an_error_of_one_cell_does_not_fail_a_sweep_and_a_disagreement_puts_it_back(
     ledger: Ledger, redis_url: str
 ) -> None:
-    job, sweeps = await begun(ledger)
-    await sweeps.keep(job, 1, [cell(job, 0)], 2, 1)
+    job = await begun(ledger)
+    await keep(ledger, job, 1, cell(job, 0))
     receive = settler(redis_url)
     receive.settle(
         WORKER,
@@ -417,15 +419,15 @@ async def test_an_error_of_one_cell_does_not_fail_a_sweep_and_a_disagreement_put
     assert [
         event.data["status"] for event in await ledger.events(job.id) if event.event == "receipt"
     ] == ["disagrees"]
-    assert len(await sweeps.records(job.id)) == 1
+    assert len(await records_of(ledger, job.id)) == 1
     assert await ledger.redis.exists(f"ms:ticket:{job.id}") == 0
 
 
 async def test_sweep_events_are_exempt_from_the_event_limit(redis_url: str) -> None:
     async with open_ledger(redis_url, **{"tuning.event_limit": 10}) as ledger:
-        job, sweeps = await begun(ledger, hooks=["pre_attn", "post_attn", "post_block", "attn_out"])
+        job = await begun(ledger, hooks=["pre_attn", "post_attn", "post_block", "attn_out"])
         sweep = job.work_as(SweepWork).sweep
-        await sweeps.keep(job, 1, [cell(job, number) for number in range(sweep.num_cells)], 2, 1)
+        await keep(ledger, job, 1, *(cell(job, number) for number in range(sweep.num_cells)))
         await ledger.store_outputs(job.id, 1, [])
         events = await ledger.events(job.id, count=10_000)
         assert sum(event.event == "cell" for event in events) == sweep.num_cells
@@ -438,7 +440,7 @@ async def test_captures_of_a_sweep_are_listed_shown_and_deleted(
 ) -> None:
     async with open_ledger(redis_url, data_dir=str(tmp_path)) as ledger:
         ledger.settings.capture_root.mkdir(parents=True)
-        job, sweeps = await begun(ledger)
+        job = await begun(ledger)
         captures = LedgerCaptures(ledger)
         assert [(entry.tags, entry.status) for entry in (await captures.list()).captures] == [
             (["base", "source"], "pending")
@@ -454,7 +456,7 @@ async def test_captures_of_a_sweep_are_listed_shown_and_deleted(
         base = UnitRecord(
             unit=0, value=1.0, receipts=[receipt(job, 0, 0, files=[file], graded=[1.0])]
         )
-        await sweeps.keep(job, 1, [(base, None)], 2, 1)
+        await keep(ledger, job, 1, (base, None))
         result = await ledger.result(job.id)
         assert result.capture_results.status == "pending"
         assert [file.tag for file in result.capture_results.files] == ["base"]

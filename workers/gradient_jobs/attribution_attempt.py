@@ -6,7 +6,8 @@ import time
 
 from msgspec.structs import replace
 
-from ...broker.ledger.jobs.sweeps import LedgerSweeps
+from ...broker.ledger.jobs.sweeps import unit_row, units_key
+from ...broker.ledger.jobs.units import UnitRow
 from ...broker.ledger.results.attribution_result import estimated_pair
 from ...broker.ledger.results.sweep_result import chosen_cells, sweep_start, sweep_summary
 from ...schemas.base import MidstreamError, Tensor
@@ -18,6 +19,7 @@ from ..engine.protocol import EstimateRequest, GradientEngine
 from ..serving.attempt import Attempt, Bench, Run
 from ..serving.redis_retry import patiently
 from ..serving.sweeps.verdict import UnverifiedUnit, verified
+from ..serving.units import UnitRecords
 
 
 class AttributionAttempt:
@@ -27,12 +29,13 @@ class AttributionAttempt:
         self._ledger = bench.ledger
         self._engine = bench.engine
         self._fetch = bench.fetch
-        self._sweeps = LedgerSweeps(bench.ledger)
         self._attempt = attempt
         self._job = attempt.job
         work = attempt.job.work_as(SweepWork)
         self._sweep = work.sweep
         self._units = work.units
+        place = units_key(attempt.job.id)
+        self._records = UnitRecords(bench, attempt, place, UnitRecord, self._shown)
 
     async def run(self) -> list[Output] | None:
         """Estimate all pairs. None: the job was handed on.
@@ -42,16 +45,17 @@ class AttributionAttempt:
         """
         self._attempt.check_unsteered()
         began = time.monotonic()
-        job = self._job.id
-        if not (records := await patiently(lambda: self._sweeps.records(job), f"units of {job}")):
+        await self._records.load()
+        records = self._records.known
+        if not records:
             await self._attempt.report(self._ledger, "start", sweep_start(self._sweep))
         mask = await self._fetch(self._sweep.mask) if self._sweep.mask else None
         estimates = []
         for pair in range(len(self._sweep.pairs)):
             number = self._units.estimate(pair).number
             if number not in records:
-                records[number] = await self._estimate(pair, number, mask)
-                await self._keep(pair, records[number])
+                await self._records.keep([await self._estimate(pair, number, mask)])
+                crash_point("attribution.kept")
             estimates.append(records[number])
         if all(record.estimated is None for record in estimates):
             raise MidstreamError("intervention_failed", estimates[0].reason)
@@ -99,16 +103,10 @@ class AttributionAttempt:
         chosen = chosen_cells(self._sweep, pair, estimate)
         return replace(record, estimate=replace(estimate, chosen=chosen), receipts=receipts)
 
-    async def _keep(self, pair: int, record: UnitRecord) -> None:
+    def _shown(self, record: UnitRecord) -> UnitRow:
+        pair = record.unit - self._units.estimate(0).number
         shown = estimated_pair(self._sweep, pair, record)
-        kept = await patiently(
-            lambda: self._sweeps.keep(
-                self._job, self._attempt.number, [(record, shown)], self._engine.world, 1
-            ),
-            f"estimates of {self._job.id}",
-        )
-        crash_point("attribution.kept")
-        self._continue(kept == "kept", kept)
+        return unit_row(self._job, self._attempt.number, record, shown)
 
     # One job in two queues: a job for each phase would have two states, cancellations and results,
     # and a vLLM worker that called this one would hold the job while it waits.
@@ -118,18 +116,12 @@ class AttributionAttempt:
         if self._sweep.attributed is not None and self._sweep.attributed.method == "adaptive":
             cells = self._sweep.num_exact
         crash_point("attribution.estimated")
-        outcome = await patiently(
+        answer = await patiently(
             lambda: self._ledger.hand_on(self._job.id, self._attempt.number, "", cells),
             f"hand-on of {self._job.id}",
         )
+        self._attempt.check_answer(answer, "handed_on")
         crash_point("attribution.handed")
-        self._continue(outcome == "handed_on", outcome)
-
-    def _continue(self, goes_on: bool, outcome: str) -> None:
-        """Raise CancelledError unless the ledger has accepted what this attempt reported."""
-        if not goes_on:
-            self._attempt.refused(outcome)
-        self._attempt.check()
 
 
 def run(bench: Bench[GradientEngine]) -> Run:

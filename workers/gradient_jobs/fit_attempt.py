@@ -185,8 +185,8 @@ class FitAttempt:
         """Stop if the job is being cancelled, or was given to another attempt."""
         job = self._attempt.job
         view = await patiently(lambda: self._ledger.view(job.id), f"view of {job.id}")
-        if view.attempt != self._attempt.number or view.state is not State.RUNNING:
-            self._attempt.refused("cancelling" if view.state is State.CANCELLING else "stale")
+        current = view.attempt == self._attempt.number
+        self._attempt.check_answer(view.state if current else "stale", State.RUNNING)
         self._attempt.check()
 
 

@@ -22,7 +22,7 @@ from ...schemas.base import (
     from_msgpack,
     to_json,
 )
-from ...schemas.jobs.jobs import Event, EventKind, Job, StoredOutcome
+from ...schemas.jobs.jobs import Event, EventKind, Job, State, StoredOutcome
 from ...schemas.jobs.receipts import Receipt
 from ..engine.admission import CellSlots
 from ..engine.protocol import Engine, GeneratingEngine, NotYet
@@ -133,9 +133,12 @@ class Attempt:
                 "gradients are computed without it: clear it, and submit the job again",
             )
 
-    def refused(self, kept: str) -> None:
-        """Stop because the ledger has not kept something: its answer is `stale` or `cancelling`."""
-        self.stop(AttemptOutcome.CANCELLED if kept == "cancelling" else AttemptOutcome.LOST)
+    def check_answer(self, answer: str, wanted: str = "kept") -> None:
+        """Stop, and raise CancelledError, unless the ledger's answer is `wanted`."""
+        if answer != wanted:
+            cancelled = answer == State.CANCELLING
+            self.stop(AttemptOutcome.CANCELLED if cancelled else AttemptOutcome.LOST)
+            self.check()
 
     async def emit(self, ledger: Ledger, event: Event) -> None:
         """Write an event, after those before it. Its number makes sure that retries write it once.

@@ -2,11 +2,11 @@
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.jobs.status import relay_alive_for
-from ...broker.ledger.jobs.sweeps import LedgerSweeps
+from ...broker.ledger.jobs.units import LedgerUnits
 from ...schemas.jobs.receipts import Receipt
 from .redis_retry import patiently
 
@@ -36,7 +36,7 @@ class ReceiptReader:
     def __init__(self, ledger: Ledger, job_id: str, world: int) -> None:
         """`world`: number of ranks, each of which reports on every request."""
         self._ledger = ledger
-        self._sweeps = LedgerSweeps(ledger)
+        self._units = LedgerUnits(ledger)
         self._job_id = job_id
         self._world = world
         self._what = f"receipts of {job_id}"
@@ -59,9 +59,12 @@ class ReceiptReader:
 
     async def partly(self, requests: Iterable[int]) -> list[Receipt]:
         """Return all receipts of `requests` so far, even if some rank has not reported."""
-        asked = sorted(requests)
+        report = await self._reported(sorted(requests))
+        return [receipt for receipts in report.values() for receipt in receipts]
+
+    async def _reported(self, requests: Sequence[int]) -> dict[int, list[Receipt]]:
         return await patiently(
-            lambda: self._sweeps.reported(self._job_id, asked, self._world), self._what
+            lambda: self._units.receipts(self._job_id, requests, self._world), self._what
         )
 
     async def _read(self) -> None:
@@ -80,12 +83,11 @@ class ReceiptReader:
         began = time.monotonic()
         waits = [wait for wait in self._waits if not wait.over.done()]
         asked = [request for wait in waits for request in sorted(wait.missing)][:POLL_REQUESTS]
-        report = await patiently(
-            lambda: self._sweeps.receipts(self._job_id, asked, self._world), self._what
-        )
+        report = await self._reported(asked)
+        complete = {of for of, receipts in report.items() if len(receipts) == self._world}
         now = time.monotonic()
         for wait in waits:
-            arrived = wait.missing & report.keys()
+            arrived = wait.missing & complete
             wait.arrived |= {request: report[request] for request in arrived}
             wait.missing -= arrived
             if now - began > STALL_S:

@@ -82,12 +82,11 @@ NAMES = (
     "desync",
     "set_global",
     "delete_run",
-    "keep_units",
+    "keep",
     "top_up",
     "recount",
     "recounted",
     "accept_harvest",
-    "keep_harvest",
     "change_harvest",
     "forget_harvest",
     "move_cursor",
@@ -110,10 +109,6 @@ STAMP: dict[State, str] = {
     State.CANCELLING: "cancelling",
     **dict.fromkeys(TERMINAL, "finished"),
 }
-
-#: Number of the unit, its packed record, its event as JSON (empty: it has none), and whether it
-#: is a cell.
-KeptUnit = tuple[int, bytes, bytes, bool]
 
 #: A job of more bytes than this, by estimate, is packed and compressed in parts of about this size.
 PART = 1 << 16
@@ -428,24 +423,6 @@ def _size_of(files: Sequence[CapturedFile]) -> tuple[int, int]:
     """Return bytes and rows of captures; shards of harvests are counted with their units."""
     captures = [file for file in files if file.tag != HARVEST]
     return sum(file.bytes for file in captures), sum(file.rows for file in captures)
-
-
-def keep_units(
-    settings: Settings,
-    job_id: str,
-    attempt: int,
-    width: int,
-    ranks: int,
-    stages: int,
-    units: Iterable[KeptUnit],
-) -> list[bytes]:
-    rows = [
-        (number, binary(record), binary(event) if event else False, cell)
-        for number, record, event, cell in units
-    ]
-    return pack(
-        settings, id=job_id, attempt=attempt, width=width, ranks=ranks, stages=stages, units=rows
-    )
 
 
 def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> list[bytes]:

@@ -41,6 +41,7 @@ from ....schemas.requests.policies import Policy
 from ..core import scripts
 from ..core.tenants import limits_of, refusal
 from ..jobs.ledger import ALPHABET, new_job_id, of_each, reachable
+from ..jobs.units import LedgerUnits, UnitFate, UnitRow, kept_once
 from ..named.probes import all_fitting, watched_model, with_policies
 from .streams import HarvestStreams
 
@@ -65,7 +66,6 @@ SEALS = -2
 SURVEYS = -3
 
 WantedState = Literal["run", "pause", "cancel"]
-PartFate = Literal["kept", "stale", "cancelling", "unknown"]
 Changed = Literal["changed", "unwanted", "sealing", "cancelling", "over", "gone"]
 #: Replaces the request's lines in the stored specification. The lines have their own key until the
 #: harvest ends, so that listings do not read them.
@@ -101,7 +101,7 @@ def not_found(harvest_id: str) -> MidstreamError:
 # The work is done by ordinary jobs, so claims, fencing, fair shares and the reaper need no code
 # here. One job would bind a harvest to one worker and its deaths; a leader that waits in a slot
 # could deadlock.
-class LedgerHarvests(HarvestStreams):
+class LedgerHarvests(HarvestStreams, LedgerUnits):
     """Harvests in a ledger. Belongs to the ledger's event loop."""
 
     # --- accepting and reading
@@ -264,7 +264,7 @@ class LedgerHarvests(HarvestStreams):
 
     async def planned(
         self, job: Job, attempt: int, plan: HarvestPlan, file: CheckedFile
-    ) -> PartFate:
+    ) -> UnitFate:
         """Record that the plan is durable in the harvest's store."""
         fields = {
             "units": len(plan.units),
@@ -273,15 +273,15 @@ class LedgerHarvests(HarvestStreams):
             "plan": to_json(file).decode(),
             "planned": 1,
         }
-        return await self._keep(job, attempt, set=fields)
+        return await self._report(job, attempt, [], set=fields)
 
-    async def closing(self, job: Job, attempt: int) -> PartFate:
+    async def closing(self, job: Job, attempt: int) -> UnitFate:
         """Record that the manifest is about to be written: cancelling is no longer possible."""
-        return await self._keep(job, attempt, set={"closing": 1})
+        return await self._report(job, attempt, [], set={"closing": 1})
 
-    async def sealed(self, job: Job, attempt: int) -> PartFate:
+    async def sealed(self, job: Job, attempt: int) -> UnitFate:
         """Record that the manifest is durable."""
-        return await self._keep(job, attempt, set={"sealed": 1})
+        return await self._report(job, attempt, [], set={"sealed": 1})
 
     @reachable
     async def plan(self, harvest_id: str) -> CheckedFile:
@@ -294,79 +294,36 @@ class LedgerHarvests(HarvestStreams):
         return from_json(file, CheckedFile)
 
     @reachable
-    async def units(self, part: HarvestPart) -> dict[int, UnitEntry]:
-        """Return number → entry of the units of a part that count."""
-        raw = await self._redis.hgetall(f"ms:harvest-units:{part.harvest}:{part.part}")
-        return {int(number): from_msgpack(record, UnitEntry) for number, record in raw.items()}
-
-    @reachable
     async def done(self, harvest_id: str) -> dict[int, CheckedFile]:
         """Return number → file of the parts that are done."""
         raw = await self._redis.hgetall(f"ms:harvest-done:{harvest_id}")
         return {int(number): from_json(record, CheckedFile) for number, record in raw.items()}
 
-    async def keep_unit(
-        self,
-        job: Job,
-        attempt: int,
-        entry: UnitEntry,
-        weight: int,
-        requests: Sequence[int],
-        ranks: int,
-        stages: int,
-    ) -> PartFate:
-        """Record a unit whose shards are durable; an existing record is not replaced."""
-        counts = {
-            "units_done": 1,
-            "weight_done": weight,
-            "documents": entry.documents,
-            "tokens": entry.tokens + entry.generated,
-            "rows": entry.rows,
-            "bytes": entry.bytes,
-            "shards": len(entry.shards),
-            "flagged": sum(shard.flagged for shard in entry.shards),
-        }
-        return await self._keep(
-            job,
-            attempt,
-            unit=str(entry.unit),
-            record=to_msgpack(entry),
-            counts=counts,
-            requests=list(requests),
-            ranks=ranks,
-            stages=stages,
-        )
-
-    async def keep_part(self, job: Job, attempt: int, file: CheckedFile) -> PartFate:
+    async def keep_part(self, job: Job, attempt: int, file: CheckedFile) -> UnitFate:
         """Record that the part's manifest is durable, and drop its units."""
-        return await self._keep(job, attempt, record=to_json(file), counts={"parts_done": 1})
+        part = job.work_as(HarvestWork).part
+        kept = kept_once(part.part, to_json(file), {"parts_done": 1})
+        place = f"ms:harvest-done:{part.harvest}"
+        return await self._report(job, attempt, [kept], place=place, done=units_key(part))
 
-    async def keep_survey(self, job: Job, attempt: int, entry: SurveyEntry) -> PartFate:
+    async def keep_survey(self, job: Job, attempt: int, entry: SurveyEntry) -> UnitFate:
         """Record a survey whose file is durable; its harvest has succeeded."""
-        return await self._keep(
-            job, attempt, survey=True, record=to_json(entry), counts={"bytes": entry.bytes}
-        )
+        kept = kept_once(job.id, to_json(entry), {"bytes": entry.bytes})
+        place = f"ms:harvest-surveys:{job.work_as(HarvestWork).part.harvest}"
+        return await self._report(job, attempt, [kept], place=place, survey=True)
 
-    async def trouble(self, job: Job, attempt: int, reason: str) -> PartFate:
+    async def trouble(self, job: Job, attempt: int, reason: str) -> UnitFate:
         """Record why a worker waits, which is shown until a unit is kept.
 
         The harvest can be cancelled meanwhile.
         """
-        return await self._keep(job, attempt, set={"trouble": reason}, clear=["closing"])
+        return await self._report(job, attempt, [], set={"trouble": reason}, clear=["closing"])
 
-    @reachable
-    async def _keep(self, job: Job, attempt: int, **report: Any) -> PartFate:
-        """Run lua/harvests/keep_harvest.lua, which documents its arguments and outcomes."""
-        harvest = job.work_as(HarvestWork).part
-        arguments = scripts.pack(
-            self._ledger.settings,
-            id=job.id,
-            attempt=attempt,
-            harvest=harvest.harvest,
-            part=harvest.part,
-            **{"set": {}, "clear": [], **report},
-        )
-        return cast(PartFate, (await self._scripts.keep_harvest(args=arguments)).decode())
+    async def _report(
+        self, job: Job, attempt: int, rows: Sequence[UnitRow], **report: Any
+    ) -> UnitFate:
+        harvest = job.work_as(HarvestWork).part.harvest
+        return await self.keep(job.id, attempt, rows, harvest=harvest, **report)
 
     # --- advancing
 
@@ -588,6 +545,25 @@ class LedgerHarvests(HarvestStreams):
         await self._change(
             harvest_id, finish=state, error=None if problem is None else to_json(problem)
         )
+
+
+def units_key(part: HarvestPart) -> str:
+    return f"ms:harvest-units:{part.harvest}:{part.part}"
+
+
+def unit_row(entry: UnitEntry, weight: int, requests: Iterable[int]) -> UnitRow:
+    """Return the record of a unit whose shards are durable."""
+    counts = {
+        "units_done": 1,
+        "weight_done": weight,
+        "documents": entry.documents,
+        "tokens": entry.tokens + entry.generated,
+        "rows": entry.rows,
+        "bytes": entry.bytes,
+        "shards": len(entry.shards),
+        "flagged": sum(shard.flagged for shard in entry.shards),
+    }
+    return kept_once(entry.unit, to_msgpack(entry), counts, requests=requests)
 
 
 def _tensors_of(harvest: StoredHarvest) -> set[str]:

@@ -7,13 +7,16 @@ attempt computes the units that do not count yet.
 import asyncio
 import itertools
 import logging
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
+from typing import Concatenate, ParamSpec
 
 import msgspec
 
 from ....broker.artifacts.global_capture import QUOTA_SPARE, count_skipped
-from ....broker.ledger.recovery.harvests import LedgerHarvests, PartFate
+from ....broker.ledger.jobs.units import UnitFate, UnitRow
+from ....broker.ledger.recovery.harvests import LedgerHarvests, unit_row, units_key
 from ....broker.telemetry import metrics
 from ....schemas.base import (
     MidstreamError,
@@ -34,7 +37,6 @@ from ....schemas.jobs.harvests import (  # fmt: skip
     HarvestPlan,
     HarvestWork,
     PartManifest,
-    PlannedUnit,
     ShardEntry,
     ShardFile,
     StoredHarvest,
@@ -55,9 +57,11 @@ from ...engine.protocol import EngineRequest, GeneratingEngine
 from ...engine.requests import format_request, sequence_request, tensors_of
 from ..attempt import Attempt, Bench
 from ..redis_retry import patiently
+from ..units import UnitRecords
 from .cut import CutSequence, cut, shards_of
 from .process import SURVEY_MIB, SourceProcess, SourceReader
 
+Facts = ParamSpec("Facts")
 logger = logging.getLogger(__name__)
 
 #: Seconds before a write to an unavailable store is retried; the pause doubles with each try.
@@ -90,9 +94,9 @@ class HarvestAttempt:
         shards: asyncio.Semaphore,
     ) -> None:
         settings = bench.ledger.settings
+        self._bench = bench
         self._ledger = bench.ledger
         self._engine = bench.engine
-        self._fetch = bench.fetch
         self._attempt = attempt
         self._part = attempt.job.work_as(HarvestWork).part
         self._harvests = LedgerHarvests(bench.ledger)
@@ -100,6 +104,7 @@ class HarvestAttempt:
         self._shards = shards
         self._usage = CaptureUsage(open_store(settings.artifacts), settings.capture_quota_mib << 20)
         self._numbers = itertools.count()  # of requests
+        self._requests = defaultdict[int, list[int]](list)  # number of a unit → its requests
 
     async def run(self) -> None:
         """Run the part to its end. Raises MidstreamError, and CancelledError when stopped."""
@@ -120,14 +125,25 @@ class HarvestAttempt:
         else:
             await self._compute(harvest, store, source)
 
+    async def _report(
+        self,
+        report: Callable[Concatenate[Job, int, Facts], Awaitable[UnitFate]],
+        *facts: Facts.args,
+        **named: Facts.kwargs,
+    ) -> UnitFate:
+        """Return the ledger's answer to a report of this attempt."""
+        attempt = self._attempt
+        return await patiently(
+            lambda: report(attempt.job, attempt.number, *facts, **named), f"part {attempt.job.id}"
+        )
+
     async def _survey(
         self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader, survey: Survey
     ) -> None:
         """Run a survey of the finished harvest, and record it."""
-        job = self._attempt.job
         settings = self._ledger.settings
         task = SurveyTask(
-            job=job.id,
+            job=self._attempt.job.id,
             survey=survey,
             sae_root=settings.artifacts_of("saes"),
             sae_bytes=settings.tuning.sae_cache_mib << 20,
@@ -135,13 +151,10 @@ class HarvestAttempt:
         )
         entry = await source.survey(task)
         crash_point("harvest.surveyed")
-        answer = await patiently(
-            lambda: self._harvests.keep_survey(job, self._attempt.number, entry),
-            f"survey of {harvest.id}",
-        )
+        answer = await self._report(self._harvests.keep_survey, entry)
         if answer in ("cancelling", "unknown"):  # no other attempt follows
             await asyncio.to_thread(store.delete, entry.key)
-        self._check(answer)
+        self._attempt.check_answer(answer)
 
     # Planning and sealing
 
@@ -149,20 +162,16 @@ class HarvestAttempt:
         self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader
     ) -> None:
         plan = await source.plan()
-        job = self._attempt.job
-        attempt = self._attempt.number
-        key = f"{PLANS}/{job.id}.a{attempt}.msgpack"
+        key = f"{PLANS}/{self._attempt.job.id}.a{self._attempt.number}.msgpack"
         # The input is cut into units before anything is computed: a unit then means the same
         # documents to every attempt and worker.
         file = await self._put(harvest, store, key, to_msgpack(plan))
         crash_point("harvest.planned")
-        answer = await patiently(
-            lambda: self._harvests.planned(job, attempt, plan, file), f"plan of {harvest.id}"
-        )
+        answer = await self._report(self._harvests.planned, plan, file)
         if answer != "kept" and await self._planned(harvest) != key:
             # the file may be younger than the seal, which removes what nothing names
             await asyncio.to_thread(store.delete, key)
-        self._check(answer)
+        self._attempt.check_answer(answer)
 
     async def _planned(self, harvest: StoredHarvest) -> str:
         """Return the key of the plan that counts; empty before there is one."""
@@ -185,22 +194,14 @@ class HarvestAttempt:
             self._manifest, harvest, store, [done[part] for part in sorted(done)], plan, file
         )
         crash_point("harvest.sealing")
-        job = self._attempt.job
-        attempt = self._attempt.number
 
         async def close() -> None:
-            self._check(
-                await patiently(
-                    lambda: self._harvests.closing(job, attempt), f"end of {harvest.id}"
-                )
-            )
+            self._attempt.check_answer(await self._report(self._harvests.closing))
 
         # The last object: without it a harvest is not done, and with it everything that it names is
         # durable.
         await self._put(harvest, store, MANIFEST, to_json(manifest), close)
-        self._check(
-            await patiently(lambda: self._harvests.sealed(job, attempt), f"end of {harvest.id}")
-        )
+        self._attempt.check_answer(await self._report(self._harvests.sealed))
 
     async def _read_plan(
         self, harvest: StoredHarvest, store: ArtifactStore
@@ -295,13 +296,7 @@ class HarvestAttempt:
         """Publish the reason and wait `pause` seconds; returns the next pause."""
         logger.warning("harvest %s waits for its store: %s", harvest.id, reason)
         metrics.HARVEST_WAITS.labels(harvest.model).inc()
-        job = self._attempt.job
-        attempt = self._attempt.number
-        self._check(
-            await patiently(
-                lambda: self._harvests.trouble(job, attempt, reason), f"trouble of {harvest.id}"
-            )
-        )
+        self._attempt.check_answer(await self._report(self._harvests.trouble, reason))
         await asyncio.sleep(pause)
         self._attempt.check()
         return min(LONGEST_PAUSE_S, 2 * pause)
@@ -321,18 +316,31 @@ class HarvestAttempt:
             lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}"
         ):
             return
-        kept = await patiently(lambda: self._harvests.units(self._part), f"units of {harvest.id}")
         _, plan = await self._read_plan(harvest, store)
+
+        def row(entry: UnitEntry) -> UnitRow:
+            weight = plan.units[entry.unit].weight
+            return unit_row(entry, weight, self._requests[entry.unit])
+
+        units = UnitRecords(
+            bench=self._bench,
+            attempt=self._attempt,
+            place=units_key(self._part),
+            kind=UnitEntry,
+            row=row,
+            harvest=harvest.id,
+        )
+        await units.load()
         if harvest.generate is not None:
             await self._engine.check(format_request(self._attempt.job, harvest.generate))
         bos, eos = await source.special()
         edited = {name for edit in harvest.edits for name in edit.tensors}
         names = sorted(tensors_of(self._attempt.job) | edited)
-        await self._engine.hold_vectors(names, self._fetch, users=[harvest.edits])
+        await self._engine.hold_vectors(names, self._bench.fetch, users=[harvest.edits])
         try:
             async with asyncio.TaskGroup() as group:
                 for number in range(self._part.first, self._part.first + self._part.count):
-                    if number in kept:
+                    if number in units.known:
                         continue
                     if number >= await patiently(
                         lambda: self._harvests.window_end(harvest), f"window of {harvest.id}"
@@ -349,45 +357,41 @@ class HarvestAttempt:
                         self._unit(
                             harvest=harvest,
                             number=number,
-                            unit=plan.units[number],
+                            first=plan.units[number].document,
                             documents=len(documents),
                             shards=shards,
                             begun=begun,
-                            kept=kept,
+                            units=units,
                         )
                     )
                     # read the next unit while the last shards of this one are computed
                     await begun.wait()
         finally:
             await self._engine.release_vectors(names)
-        if len(kept) < self._part.count:
+        if len(units.known) < self._part.count:
             return
+        await units.restore()
         manifest = PartManifest(
-            part=self._part.part, units=[kept[number] for number in sorted(kept)]
+            part=self._part.part, units=[units.known[number] for number in sorted(units.known)]
         )
         key = f"{PARTS}/{self._part.part:04d}.json"
         file = await self._put(harvest, store, key, to_json(manifest))
         crash_point("harvest.part")
-        job = self._attempt.job
-        attempt = self._attempt.number
-        self._check(
-            await patiently(
-                lambda: self._harvests.keep_part(job, attempt, file), f"part of {harvest.id}"
-            )
-        )
+        self._attempt.check_answer(await self._report(self._harvests.keep_part, file))
 
     async def _unit(
         self,
         harvest: StoredHarvest,
         number: int,
-        unit: PlannedUnit,
+        first: int,
         documents: int,
         shards: Sequence[Sequence[CutSequence]],
         begun: asyncio.Event,
-        kept: dict[int, UnitEntry],
+        units: UnitRecords[UnitEntry],
     ) -> None:
-        """Compute a unit and keep it. `begun` is set when its last shard has started."""
-        requests: list[int] = []
+        """Compute a unit and keep it. `first`: its first document. `begun` is set when its last
+        shard has started.
+        """
         if not shards:
             begun.set()
         async with asyncio.TaskGroup() as group:
@@ -398,7 +402,6 @@ class HarvestAttempt:
                         number,
                         place,
                         sequences,
-                        requests,
                         begun if place + 1 == len(shards) else asyncio.Event(),
                     )
                 )
@@ -407,7 +410,7 @@ class HarvestAttempt:
         results = [task.result() for task in tasks]
         entry = UnitEntry(
             unit=number,
-            first=unit.document,
+            first=first,
             documents=documents,
             tokens=sum(len(sequence.token_ids) for sequences in shards for sequence in sequences),
             generated=sum(generated for _, generated in results),
@@ -425,23 +428,7 @@ class HarvestAttempt:
             ),
         )
         crash_point("harvest.written")
-        job = self._attempt.job
-        attempt = self._attempt.number
-        engine = self._engine
-        self._check(
-            await patiently(
-                lambda: self._harvests.keep_unit(
-                    job=job,
-                    attempt=attempt,
-                    entry=entry,
-                    weight=unit.weight,
-                    requests=requests,
-                    ranks=engine.world,
-                    stages=engine.info.pp,
-                ),
-                f"unit {number} of {harvest.id}",
-            )
-        )
+        await units.keep([entry])
         crash_point("harvest.kept")
         for counter, more in (
             (metrics.HARVESTED_TOKENS, entry.tokens + entry.generated),
@@ -449,12 +436,6 @@ class HarvestAttempt:
             (metrics.HARVESTED_BYTES, entry.bytes),
         ):
             counter.labels(harvest.model).inc(more)
-        kept[number] = entry
-
-    def _check(self, answer: PartFate) -> None:
-        if answer != "kept":
-            self._attempt.refused(answer)
-            self._attempt.check()
 
     async def _shard(
         self,
@@ -462,7 +443,6 @@ class HarvestAttempt:
         unit: int,
         place: int,
         sequences: Sequence[CutSequence],
-        requests: list[int],
         begun: asyncio.Event,
     ) -> tuple[ShardEntry, int]:
         """Compute a shard, again if the store did not take it; returns its entry once it is
@@ -473,7 +453,7 @@ class HarvestAttempt:
             begun.set()
             while True:
                 try:
-                    return await self._try_shard(harvest, unit, place, sequences, requests)
+                    return await self._try_shard(harvest, unit, place, sequences)
                 except ShardNotStored as error:
                     pause = await self._wait_for_store(harvest, str(error), pause)
                     while trouble := await asyncio.to_thread(open_store(harvest.uri).trouble):
@@ -485,7 +465,6 @@ class HarvestAttempt:
         unit: int,
         place: int,
         sequences: Sequence[CutSequence],
-        requests: list[int],
     ) -> tuple[ShardEntry, int]:
         key = f"{SHARDS}/{self._attempt.job.id}/u{unit:07d}.s{place:03d}.a{self._attempt.number}"
         job = await self._within_quota(len(sequences))
@@ -493,12 +472,13 @@ class HarvestAttempt:
             self._ask(job, harvest, key, index, sequence, len(sequences))
             for index, sequence in enumerate(sequences)
         ]
-        requests += [ask.request for ask in asks]
+        requests = [ask.request for ask in asks]
+        self._requests[unit] += requests
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._sequence(ask)) for ask in asks]
         # The receipt of the sequence that completes a shard names its file. A receipt for each
         # shard would be a second protocol between ranks and worker.
-        receipts = await self._settled([ask.request for ask in asks])
+        receipts = await self._settled(requests)
         generated = 0 if harvest.generate is None else sum(task.result() for task in tasks)
         files = {
             file.path: (file, receipt.pp)
@@ -611,18 +591,15 @@ class HarvestAttempt:
 
     async def _sequence(self, ask: EngineRequest) -> int:
         """Run a sequence in the engine; returns how many tokens were generated."""
-        await self._slots.acquire()
-        try:
-            generated = 0
+        generated = 0
+        async with self._slots.admitted(1):
             with self._attempt.progress.prompt(ask.request, len(ask.token_ids)) as report:
                 async with aclosing(self._engine.generate(ask)) as stream:
                     async for progress in stream:
                         self._attempt.check()
                         report.add_generated(len(progress.token_ids))
                         generated += len(progress.token_ids)
-            return generated
-        finally:
-            self._slots.release()
+        return generated
 
     async def _settled(self, requests: Sequence[int]) -> list[Receipt]:
         """Wait for and return the receipts of all `requests`.

@@ -37,8 +37,8 @@ from ..redis_retry import end_tasks
 from ..source_run_leases import StoreUnavailable
 from .features import FeatureRows
 from .neurons import order_by_difference
+from .records import SweepRecords
 from .requests import SweepRequests
-from .unit_records import UnitRecords
 from .values import PairValues
 from .verdict import refusal
 
@@ -80,7 +80,7 @@ class SweepAttempt:
         self._attempt = attempt
         self._fetch = bench.fetch
         self._sweep = attempt.job.work_as(SweepWork).sweep
-        self._records = UnitRecords(bench.ledger, engine, attempt)
+        self._records = SweepRecords(bench, attempt)
         self._known = self._records.known
         self._everyone = attempt.job.global_steering
         # Global steering may apply below the layer at which a forward pass would begin.
@@ -509,7 +509,7 @@ class SweepAttempt:
                 )
         record = await self._pairs[unit.pair].record(unit, report, reason, first)
         if not first:
-            await self._records.add(record, unit)
+            await self._records.add(record)
         return _Settled(unit, requests, report if first else [], record)
 
     def _locate(self, pair: int) -> Locate:
@@ -536,7 +536,7 @@ class SweepAttempt:
 
     def _decide(self, unit: Unit, reason: str) -> None:
         """Record the unit without a value, for `reason`; the engine need not compute it."""
-        self._decisions.append(self._records.add(self._records.new(unit, reason), unit))
+        self._decisions.append(self._records.add(self._records.new(unit, reason)))
 
 
 def _locator(

@@ -8,8 +8,8 @@ from msgspec.structs import replace
 from ....broker.ledger.results.sweep_metrics import in_nats, recovered, useless_baseline
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.jobs.sweeps import SHOWN_NEURONS, StoredSweep, Unit, UnitRecord
+from .records import SweepRecords
 from .requests import SweepRequests
-from .unit_records import UnitRecords
 from .verdict import UnverifiedUnit, verdict, verified
 
 
@@ -17,7 +17,7 @@ class PairValues:
     """The metric of a pair's prompts, and with it the values of the pair's cells."""
 
     def __init__(
-        self, sweep: StoredSweep, requests: SweepRequests, records: UnitRecords, world: int
+        self, sweep: StoredSweep, requests: SweepRequests, records: SweepRecords, world: int
     ) -> None:
         self._sweep = sweep
         self._requests = requests
