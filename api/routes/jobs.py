@@ -217,7 +217,7 @@ class Submission(NamedTuple):
             outcome = await unless_client_leaves(request, held)
             if not (seconds and is_over(outcome.view)):
                 return accepted(context, outcome.view, headers)
-            released(request, outcome)
+            released(outcome)
             return await finished(request, context, outcome, headers)
         except MidstreamError as error:  # the job is accepted nevertheless: return its address
             return problems.answer(
