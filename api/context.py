@@ -138,12 +138,8 @@ class AppContext:
         """
         info, watching = await self.ledger.watched_model(parsed.model)
         info = await self.served.usable(parsed.model, info)
-        if (
-            idempotency
-            and names_something(parsed)
-            and (known := await self.ledger.repeated(idempotency))
-        ):
-            # the first job, even if the modules, probes, … that it names have been removed since
+        # the first job, even if the modules, probes, … that it names have been removed since
+        if names_something(parsed) and (known := await self.repeated(idempotency)) is not None:
             return known
         job_id = new_job_id()
         named = await self.names.resolve(parsed, info, watching, caller, job_id)
@@ -158,6 +154,15 @@ class AppContext:
         if change is not None:
             job = await call_aside(change, job)
         return await self.accept(job, info, admitted.blobs, idempotency, admitted.pinned, body)
+
+    async def repeated(self, idempotency: tuple[str, str] | None) -> str | None:
+        """Return the id of the job that was accepted with the same key and body, if any: then the
+        call needs its body no more, however long its response is held.
+        """
+        known = await self.ledger.repeated(idempotency) if idempotency else None
+        if known is not None:
+            request_context.keep_call()
+        return known
 
     async def accept(
         self,
