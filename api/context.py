@@ -45,7 +45,8 @@ from .resolve.prompts.callback_url import check_callback
 from .resolve.prompts.request_parsing import ParsedRequest
 from .web import request_context
 from .web.aside import aside, call_aside
-from .web.auth import Gate, KeyWatch, caller_of
+from .web.auth import Gate, caller_of
+from .web.key_watch import KeyWatch
 from .web.open_calls import OpenCalls
 from .web.problems import ClientGone
 from .web.request_context import traceparent
