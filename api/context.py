@@ -46,7 +46,8 @@ from .resolve.prompts.callback_url import check_callback
 from .resolve.prompts.request_parsing import ParsedRequest
 from .web import request_context
 from .web.aside import aside, call_aside
-from .web.auth import Gate, KeyWatch, caller_of
+from .web.auth import Gate, caller_of
+from .web.key_watch import KeyWatch
 from .web.open_calls import OpenCalls
 from .web.problems import ClientGone
 from .web.request_context import traceparent
@@ -140,12 +141,8 @@ class AppContext:
         """
         info, watching = await self.ledger.watched_model(parsed.model)
         info = await self.served.usable(parsed.model, info)
-        if (
-            idempotency
-            and names_something(parsed)
-            and (known := await self.ledger.repeated(idempotency))
-        ):
-            # the first job, even if the modules, probes, … that it names have been removed since
+        # the first job, even if the modules, probes, … that it names have been removed since
+        if names_something(parsed) and (known := await self.repeated(idempotency)) is not None:
             return known
         job_id = new_job_id()
         named = await self.names.resolve(parsed, info, watching, caller, job_id)
@@ -160,6 +157,15 @@ class AppContext:
         if change is not None:
             job = await call_aside(change, job)
         return await self.accept(job, info, admitted.blobs, idempotency, admitted.pinned, body)
+
+    async def repeated(self, idempotency: tuple[str, str] | None) -> str | None:
+        """Return the id of the job that was accepted with the same key and body, if any: then the
+        call needs its body no more, however long its response is held.
+        """
+        known = await self.ledger.repeated(idempotency) if idempotency else None
+        if known is not None:
+            request_context.keep_call()
+        return known
 
     async def accept(
         self,

@@ -50,8 +50,8 @@ MAX_PROGRAMS = 1024
 _LANES_PER_WARP = 512
 #: Registers per thread, by the bytes of an element. The kernel is limited by memory bandwidth, so
 #: the bound is chosen to keep many rows in flight on a multiprocessor, although the largest formula
-#: needs more: at a width of 8192 a thread has a stack, of frames and spills, of 368 to 944 bytes
-#: with 16-bit types and of 296 to 544 with float32.
+#: needs more: at a width of 8192 a thread has a stack, of frames and spills, of 488 to 1024 bytes
+#: with 16-bit types and of 424 to 664 with float32.
 _REGISTERS = {2: 64, 4: 96}
 
 #: Whether a launch may begin before the previous one has ended, on GPUs that support this. It would
@@ -222,12 +222,6 @@ def _sum(hidden_row, row, PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _unsound(row, inside):  # type: ignore[no-untyped-def]
-    """Return 1 if a value of the row is not finite, else 0."""
-    return tl.max((inside & ((tl.abs(row.to(tl.float32)) < float("inf")) == 0)).to(tl.int32), 0)
-
-
-@triton.jit
 def _bits(row):  # type: ignore[no-untyped-def]
     if row.dtype.primitive_bitwidth == 16:
         return row.to(tl.int16, bitcast=True)
@@ -276,6 +270,30 @@ def _whole(  # type: ignore[no-untyped-def]
     if MIXED:
         whole = tl.where(branch, hidden_row, whole)
     return whole
+
+
+# Not inlined: it is rare, and all others would pay for its registers.
+@triton.jit(noinline=True)
+def _unsound(  # type: ignore[no-untyped-def]
+    hidden,
+    stream,
+    first,
+    branch,
+    PAIR: tl.constexpr,
+    MIXED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Return 1 if a value of a token's row is not finite, else 0. `first`: the row's index in
+    `stream`.
+    """
+    lanes = tl.arange(0, BLOCK)
+    at = first + lanes
+    inside = lanes < WIDTH
+    row = tl.load(stream + at, mask=inside, other=0.0)
+    hidden_row = tl.load(hidden + at, mask=inside, other=0.0) if PAIR else row
+    whole = _whole(hidden_row, row, branch, PAIR, MIXED)
+    return tl.max(((tl.abs(whole.to(tl.float32)) < float("inf")) == 0).to(tl.int32), 0)
 
 
 @triton.jit
@@ -336,14 +354,13 @@ def _norm(row):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _limited(before, after, scaled, failed):  # type: ignore[no-untyped-def]
-    """Return the row `after` with the edit scaled to its limit, whether that changed it, and the
-    edit's relative size as `sizes` has it.
+def _limited(before, after, norm, scaled, failed):  # type: ignore[no-untyped-def]
+    """Return the row `after` with the edit scaled to its limit, whether that changed it, the norm
+    of what is left of the edit, and its relative size as `sizes` has it.
 
-    `before`, `after`: zero outside the width.
+    `before`, `after`: zero outside the width. `norm`: of `before`.
     """
     row = before.to(tl.float32)
-    norm = _norm(row)
     change = _norm(after.to(tl.float32) - row)
     size = _relative(norm, change)
     kept = size
@@ -351,8 +368,9 @@ def _limited(before, after, scaled, failed):  # type: ignore[no-untyped-def]
     if over:
         factor = tl.div_rn(scaled * norm, change) * _WITHIN
         after = (row + (after.to(tl.float32) - row) * factor).to(after.dtype)
-        kept = _relative(norm, _norm(after.to(tl.float32) - row))
-    return after, over, tl.where((size > failed) & (failed <= scaled), -size, kept)
+        change = _norm(after.to(tl.float32) - row)
+        kept = _relative(norm, change)
+    return after, over, change, tl.where((size > failed) & (failed <= scaled), -size, kept)
 
 
 @triton.jit
@@ -457,6 +475,7 @@ def _edit_both(  # type: ignore[no-untyped-def]
     hidden,
     stream,
     first,
+    norm,
     rows,
     site_rows,
     pool,
@@ -471,11 +490,11 @@ def _edit_both(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Write the row of a token that both owners edit if one of their edits exceeds its limit; the
-    other one stays as it is. Return whether it was written, and the edits' relative size as `sizes`
-    has it.
+    other one stays as it is. Return whether it was written, the norm of what the edits did, and
+    their relative size as `sizes` has it.
 
-    `first`: the row's index in `stream`. The operator's edits are what they do to the row alone, a
-    request's what the row has besides.
+    `first`: the row's index in `stream`; `norm`: the row's. The operator's edits are what they do
+    to the row alone, a request's what the row has besides.
     """
     lanes = tl.arange(0, BLOCK)
     at = first + lanes
@@ -519,13 +538,13 @@ def _edit_both(  # type: ignore[no-untyped-def]
     scaled, failed, high_scaled, high_failed, _both = _limits(
         rows, site_rows, scalars, depth, configurations
     )
-    norm = _norm(before)
     bounded, over, high_failing = _part(before, middle - before, norm, high_scaled, high_failed)
     bounded, over_own, failing = _part(bounded, value - middle, norm, scaled, failed)
     over |= over_own
     failing = tl.where(failing > 0.0, failing, high_failing)
     new = tl.where(over, bounded, value).to(row.dtype)
-    size = _relative(norm, _norm(new.to(tl.float32) - before))
+    change = _norm(new.to(tl.float32) - before)
+    size = _relative(norm, change)
     if over:
         _write(
             hidden=hidden,
@@ -540,7 +559,7 @@ def _edit_both(  # type: ignore[no-untyped-def]
             MIXED=MIXED,
             BLOCK=BLOCK,
         )
-    return over, tl.where(failing > 0.0, -failing, size)
+    return over, change, tl.where(failing > 0.0, -failing, size)
 
 
 @triton.jit
@@ -587,8 +606,19 @@ def _visit(  # type: ignore[no-untyped-def]
 
     if named > 0:
         _count(counts, plan, _EDITED, applied)
-        unsound = _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
+        whole = _whole(hidden_row, row, branch, PAIR, MIXED)
+        norm = _norm(whole.to(tl.float32))
+        # A row that is not finite has no finite norm. Neither have finite values whose squares
+        # overflow, so then all values are looked at.
+        unsound = named * 0
+        if (norm < float("inf")) == 0:
+            tl.debug_barrier()  # its threads have other elements of the row
+            unsound = _unsound(
+                hidden, stream, first, branch, PAIR=PAIR, MIXED=MIXED, WIDTH=WIDTH, BLOCK=BLOCK
+            )
+            tl.debug_barrier()
         size = tl.full([], 0.0, tl.float32)
+        change = size
         bounded_size = size
         scaled = size + float("inf")
         both = named < 0
@@ -602,10 +632,11 @@ def _visit(  # type: ignore[no-untyped-def]
         if both:
             # The barriers: its threads have other elements of the row.
             tl.debug_barrier()
-            written, bounded_size = _edit_both(
+            written, change, bounded_size = _edit_both(
                 hidden=hidden,
                 stream=stream,
                 first=first,
+                norm=norm,
                 rows=rows,
                 site_rows=site_rows,
                 pool=pool,
@@ -650,7 +681,9 @@ def _visit(  # type: ignore[no-untyped-def]
                 hidden_row = tl.load(hidden + at, mask=inside, other=0.0)
             if rewrites > 0:
                 whole = _whole(hidden_row, row, branch, PAIR, MIXED)
-                new, _over, size = _limited(whole, value.to(row.dtype), scaled, failed)
+                new, _over, change, size = _limited(
+                    whole, value.to(row.dtype), norm, scaled, failed
+                )
                 differs = inside & (_bits(new) != _bits(whole))
                 if tl.max(differs.to(tl.int32), 0) > 0:
                     # Written only if it differs: another pair with the same sum would change the
@@ -688,8 +721,8 @@ def _visit(  # type: ignore[no-untyped-def]
             else:
                 row = (row.to(tl.float32) + total).to(row.dtype)
                 tl.store(stream + at, row, mask=inside)
-            new, over, size = _limited(
-                whole, _whole(hidden_row, row, branch, PAIR, MIXED), scaled, failed
+            new, over, change, size = _limited(
+                whole, _whole(hidden_row, row, branch, PAIR, MIXED), norm, scaled, failed
             )
             if over:
                 hidden_row, row = _write(
@@ -707,7 +740,13 @@ def _visit(  # type: ignore[no-untyped-def]
                 )
         size = tl.where(both, bounded_size, size)
         sign = tl.where(size < 0.0, -1.0, 1.0)
-        overflowed = _unsound(_whole(hidden_row, row, branch, PAIR, MIXED), inside)
+        overflowed = named * 0
+        if (norm + change < float("inf")) == 0:
+            tl.debug_barrier()  # its threads have other elements of the row
+            overflowed = _unsound(
+                hidden, stream, first, branch, PAIR=PAIR, MIXED=MIXED, WIDTH=WIDTH, BLOCK=BLOCK
+            )
+            tl.debug_barrier()
         size = tl.where(overflowed > 0, sign * _OVERFLOWED, size)
         size = tl.where(unsound > 0, sign * _UNSOUND, size)
         tl.store(sizes + (tl.load(plan + _SITE) - 1).to(tl.int64) * capacity, size)

@@ -7,10 +7,12 @@ kernel is defined whether it will be interpreted.
 """
 
 import json
+import math
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 os.environ["TRITON_INTERPRET"] = "1"
@@ -21,6 +23,7 @@ from site_groups import check_groups, check_groups_against
 from site_kit import DTYPES, EXACT, Case, Op, begin, new_seed, random_case, run, same_bits
 from site_properties import PROPERTIES
 from site_rounding import round_as_gpus_do
+from triton.runtime import interpreter
 
 from midstream.kernels import reference, triton_rows, triton_site
 from midstream.kernels.plan import Does, SitePlan
@@ -38,6 +41,54 @@ def a_random_step_without_sums_gives_the_references_bits(pair_site: Op, single_s
                 assert same_bits(found.stream, expected.stream), case.name
                 assert same_bits(found.ring, expected.ring), case.name
                 assert found.hidden is None or same_bits(found.hidden, expected.hidden), case.name
+
+
+def finite_rows_are_reduced_only_for_their_sizes(pair_site: Op, single_site: Op) -> None:
+    """A reduction waits for all threads of the row. An addition needs the norms of the row and of
+    the change, an edit without effect that of the row, and a replacement a look whether it changed
+    anything; a scaled edit is measured again. Values are looked at only where a norm is not finite:
+    the row's and the change's, of an addition.
+    """
+    add = {"add": Does(torch.ones(1, 5))}
+    limited = {"add": Does(torch.ones(1, 5), limit=0.5)}
+    replace = {"replace": Does(torch.full((1, 5), 2.0), (1.0,))}
+    idle = {"replace": Does(torch.ones(1, 5), (0.0,))}
+    for configuration, value, needed in (
+        (add, 1.0, 2),
+        (replace, 1.0, 3),
+        (idle, 1.0, 1),
+        (limited, 1.0, 3),
+        (add, 1e30, 4),
+        (add, math.inf, 4),
+    ):
+        for pair in (True, False):
+            case = Case(
+                SitePlan(5, [configuration], {0: [1]}),
+                torch.zeros(1, 5) if pair else None,
+                torch.full((1, 5), value),
+                2,
+                1,
+            )
+            with _counted_reductions() as done:
+                run(case, pair_site, single_site)
+            assert len(done) == needed, (configuration, value, len(done))
+
+
+@contextmanager
+def _counted_reductions() -> Iterator[list[object]]:
+    """An item for each reduction of the interpreted kernels within the block."""
+    done: list[object] = []
+    reduced = interpreter.ReduceOps.apply_impl
+
+    def counted(self: Any, given: Any) -> Any:
+        done.append(self.combine_fn)
+        return reduced(self, given)
+
+    interpreter.ReduceOps.apply_impl = counted
+    try:
+        yield done
+    finally:
+        interpreter.ReduceOps.apply_impl = reduced
 
 
 def few_programs_walk_over_many_tokens(pair_site: Op, single_site: Op) -> None:
@@ -143,6 +194,7 @@ SENTENCES = PROPERTIES | {
     check.__name__: check
     for check in (
         a_random_step_without_sums_gives_the_references_bits,
+        finite_rows_are_reduced_only_for_their_sizes,
         few_programs_walk_over_many_tokens,
         padding_beyond_the_buffers_is_left_alone,
         a_kernel_that_leaves_a_row_out_counts_one_fewer,

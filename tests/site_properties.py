@@ -211,6 +211,48 @@ def a_row_that_an_edit_makes_not_finite_is_marked(pair_site: Op, single_site: Op
             assert sizes.tolist() == [OVERFLOWED, UNSOUND, OVERFLOWED], dtype
 
 
+def a_finite_row_is_not_marked_whatever_its_norm(pair_site: Op, single_site: Op) -> None:
+    """Squares of finite values overflow, as the difference of two may, and those of subnormal ones
+    are zero; one value among them that is not finite is found.
+    """
+    rows = {"large": 0.6, "subnormal": 0.0, "infinite": math.inf, "negative": -math.inf}
+    for dtype, pair in EVERY:
+        facts = torch.finfo(dtype)
+        values = {name: share * facts.max for name, share in rows.items()}
+        values["subnormal"] = facts.smallest_normal / 4
+        values["broken"] = math.nan
+        for limit in (0.0, 0.5, -0.5):
+            configurations = [
+                {"add": _add(facts.smallest_normal)._replace(limit=limit)},
+                {"replace": _replace(1.0)._replace(limit=limit)},
+                {"clamp": Does(torch.randn(1, WIDTH), (0.0, 1.0, 2.0))},
+                {"add": _add()._replace(limit=limit, operator=True)},
+                {"replace": Does(torch.full((1, WIDTH), -0.6 * facts.max), (1.0,), limit)},
+            ]
+            edits = [[1], [2], [3], [1, 4], [5]]
+            for name, value in values.items():
+                case = _case(
+                    SitePlan(WIDTH, configurations, dict(enumerate(edits))),
+                    dtype=dtype,
+                    pair=pair,
+                    name=f"{name}, limit {limit}",
+                )
+                _fill(case, slice(None), 0.6 * facts.max)
+                case.stream[:, 7 if math.isinf(value) or math.isnan(value) else slice(None)] = value
+                _check_marks(case, run(case, pair_site, single_site))
+
+
+def _check_marks(case: Case, found: Outcome) -> None:
+    """Rows that are not finite are marked as such, since when they are; others are not."""
+    for token in case.plan.edits:
+        came, left = (bool(torch.isfinite(rows[token]).all()) for rows in (case.sum, found.sum))
+        size = abs(float(found.sizes[0, token]))
+        where = f"{case.name}, token {token}: {size}"
+        assert (size == UNSOUND) == (not came), where
+        assert (size == OVERFLOWED) == (came and not left), where
+        assert size <= LARGEST_SIZE or not (came and left), where
+
+
 def a_full_replacement_gives_the_vectors_bits_whatever_was_there(
     pair_site: Op, single_site: Op
 ) -> None:

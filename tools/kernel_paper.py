@@ -69,6 +69,7 @@ class Facts:
     wide: int  # 16-byte loads and stores
     narrow: int  # loads and stores of rows that are narrower; the numbers of the plan are not rows
     reductions: int  # counted rows: additions that nothing waits for
+    row_reductions: int  # places in the source at which all threads of a row wait for one another
 
 
 class _Compiled:
@@ -135,6 +136,7 @@ def facts(architecture: int, kind: str, dtype: torch.dtype, width: int) -> Facts
         wide=sum(size == 16 for size in sizes),
         narrow=sum(size not in (4, 16) for size in sizes),
         reductions=sum(name.startswith("RED") and "GPU" in name for name in names),
+        row_reductions=made.asm["ttir"].count('"tt.reduce"'),
     )
 
 

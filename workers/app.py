@@ -215,14 +215,16 @@ def _run_ranks(settings: Settings) -> int:
     """Run only the ranks of this machine, for a worker on another one, and end the process; return
     the exit code of ranks that did not begin.
     """
-    from .engine.headless import run
+    from .engine.headless import RanksEnded, run
 
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     try:
-        run(settings)
+        run(settings, lambda: _leave(EXIT_ENGINE_DIED))
     except (SettingsError, MidstreamError) as error:
         _print_failure(str(error))
         return EXIT_NO_ENGINE
+    except RanksEnded as error:
+        _print_failure(str(error))
     _leave(EXIT_ENGINE_DIED)
 
 

@@ -21,7 +21,7 @@ from litestar import Request, Response
 from ...broker.processes.orphans import die_with_parent
 from ...schemas.base import MidstreamError, Translated
 from ..web import problems
-from ..web.middleware import REFUSED
+from ..web.middleware import REFUSED, RELEASED
 from ..web.request_context import CURRENT, ApiCall, HandedOver
 from .waiting import ended
 
@@ -42,7 +42,7 @@ NOT_SENT = frozenset(
 )
 #: Headers of an answer that this process sets anew.
 NOT_RETURNED = frozenset(
-    {b"connection", b"keep-alive", b"transfer-encoding", b"x-request-id", REFUSED}
+    {b"connection", b"keep-alive", b"transfer-encoding", b"x-request-id", REFUSED, RELEASED}
 )
 
 #: What is raised where the twin has ended, and what its callers read then.
@@ -92,7 +92,9 @@ class Twin:
         with Translated(GONE, lambda error: MidstreamError("unavailable", ENDED)):
             response = await self._asked(scope, call)
         try:
-            call.refused = dict(response.headers).get(REFUSED, b"").decode()
+            said = dict(response.headers)
+            call.refused = said.get(REFUSED, b"").decode()
+            call.released = RELEASED in said
             headers = [
                 (name, value)
                 for name, value in response.headers

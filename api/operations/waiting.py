@@ -12,7 +12,7 @@ from ...broker.ledger.jobs.ledger import JobSnapshot, Ledger
 from ...broker.ledger.jobs.watch import JobWatcher
 from ...schemas.base import MidstreamError
 from ...schemas.jobs.jobs import JobView
-from ..web.auth import ALWAYS, HeldKey
+from ..web.key_watch import ALWAYS, HeldKey
 
 log = logging.getLogger("midstream.api")
 

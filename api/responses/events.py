@@ -13,7 +13,7 @@ from ...schemas.access.keys import Caller
 from ...schemas.base import STATUS_OF_KIND, MidstreamError, Problem, invalid, to_json
 from ...schemas.jobs.jobs import PROBLEM_EVENT, TERMINAL, Event
 from ..context import AppContext
-from ..web.auth import ALWAYS, HeldKey
+from ..web.key_watch import ALWAYS, HeldKey
 
 MEDIA_TYPE = "text/event-stream"
 #: Keep proxies from buffering a stream.

@@ -17,7 +17,7 @@ from ...schemas.base import MidstreamError, Problem, to_json
 from ...schemas.jobs.jobs import Event, JobView
 from ..context import AppContext
 from ..web import problems
-from ..web.auth import HeldKey
+from ..web.key_watch import HeldKey
 from . import events, openai_shapes
 from .openai_shapes import AnswerShape, ChoicePart, WantedParts
 from .outcome import failure_of, is_over, result_of

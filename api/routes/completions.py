@@ -153,7 +153,7 @@ async def _answer(
             error.problem(instance=context.job_url(job_id)),
             {**headers, "x-should-retry": "false"},
         )
-    released(request, outcome)
+    released(outcome)
     return Response(
         openai_shapes.whole(shape, result, created, needed, more), status_code=200, headers=headers
     )

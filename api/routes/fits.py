@@ -85,7 +85,8 @@ async def _submit_fit(
         fit = await submission.request.resolved(resolving)
         steering = await context.steering.current(info.name)
         hooks = {"hook": fit.hook} if isinstance(fit, StoredModuleFit) else {}
-        check_gradients(hooks, info, await context.ledger.gradients(info), bool(steering.entries))
+        gradients = await context.ledger.gradients(info.name)
+        check_gradients(hooks, info, gradients, bool(steering.entries))
         job = submission.job("fit", info, data, work=FitWork(fit=fit).packed)
         job_id = await context.accept(job, info, {}, submission.idempotency, request=to_json(data))
     return await submission.answer(job_id)

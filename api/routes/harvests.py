@@ -37,8 +37,9 @@ from ..resolve.admission.harvests import check_comparable, plan_harvest, plan_su
 from ..resolve.edits.loras import named_lora
 from ..resolve.edits.steering import modules_named
 from ..responses import events
-from ..web.auth import HeldKey, needs, tenant_asked
+from ..web.auth import needs, tenant_asked
 from ..web.body import JsonRequest
+from ..web.key_watch import HeldKey
 from ..web.open_calls import EVENTS
 from .jobs import (
     ERRORS,

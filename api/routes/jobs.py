@@ -182,8 +182,7 @@ class Submission(NamedTuple):
 
     async def known(self) -> str | None:
         """Return the id of the job that was accepted with the same key, if any."""
-        repeated = self.idempotency
-        return await self.context.ledger.repeated(repeated) if repeated else None
+        return await self.context.repeated(self.idempotency)
 
     def job(self, kind: str, info: ModelInfo, body: Any, **own: Any) -> Job:
         """Return a job without prompts, whose body has `Handling` and `metadata`."""
@@ -217,7 +216,7 @@ class Submission(NamedTuple):
             outcome = await unless_client_leaves(request, held)
             if not (seconds and is_over(outcome.view)):
                 return accepted(context, outcome.view, headers)
-            released(request, outcome)
+            released(outcome)
             return await finished(request, context, outcome, headers)
         except MidstreamError as error:  # the job is accepted nevertheless: return its address
             return problems.answer(

@@ -92,11 +92,12 @@ ModelName = Annotated[
 )
 async def get_model(name: ModelName, context: AppContext) -> ModelCard:
     info = await context.served.the_model(name)
+    gradients = await context.ledger.gradients(info.name)
     return msgspec.structs.replace(
         _card(info, sum(worker.model == info.name for worker in await context.ledger.workers())),
         certificate=info.certificate,
         attention=info.attention,
-        gradients=await context.ledger.gradients(info),
+        gradients=gradients if gradients is not None and gradients.fits(info) else None,
     )
 
 

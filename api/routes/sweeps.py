@@ -80,7 +80,7 @@ async def _planned(
             sae = named_sae(body.sae, "sae", info, found).stored()
             body = on_its_site(body, sae)
         hooks = {f"hooks[{index}]": hook for index, hook in enumerate(body.hooks)}
-        gradients = await context.ledger.gradients(info)
+        gradients = await context.ledger.gradients(info.name)
         steering = await context.steering.current(info.name)
         check_gradients(hooks, info, gradients, bool(steering.entries))
     codec = await context.served.codec(info)

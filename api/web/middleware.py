@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import anyio
-from litestar import Litestar, Request
+from litestar import Litestar
 
 from ...broker.ledger.jobs.ledger import JobSnapshot
 from ...broker.telemetry import logs, metrics, traces
@@ -25,8 +25,10 @@ from .request_context import TRACED, ApiCall
 
 log = logging.getLogger("midstream.api.access")
 
-#: Header in which a twin names the kind of a refusal to its process, which counts it.
+#: Headers in which a twin names the kind of a refusal, and says that a held response is released,
+#: to its process, which counts it.
 REFUSED = b"x-midstream-refused"
+RELEASED = b"x-midstream-released"
 REQUEST_ID = b"x-request-id"
 TRACEPARENT = b"traceparent"
 CACHE_CONTROL = b"cache-control"
@@ -43,16 +45,14 @@ MONITORING = frozenset({"/healthz", "/readyz", "/metrics"})
 STOP_S = 3.0
 
 
-def released(request: Request[Any, Any, Any], outcome: JobSnapshot) -> None:
+def released(outcome: JobSnapshot) -> None:
     """Record that a held request is answered now, because its job reached the state that the
     caller waits for.
     """
     view = outcome.view
     call = request_context.CURRENT.get()
     if call is not None:
-        metrics.RELEASE.labels(request.scope["path_template"]).observe(
-            time.perf_counter() - call.began
-        )
+        call.released = True
         at = now()
         call.written = outcome.written and outcome.result is not None
         traces.record(
@@ -112,10 +112,10 @@ class App(Litestar):
                     *_with_no_store(message.get("headers", ()), scope),
                     (REQUEST_ID, request_id.encode()),
                 ]
-                if call.refused and self.is_twin:
-                    message["headers"].append((REFUSED, call.refused.encode()))
-                elif call.refused:
-                    metrics.REFUSALS.labels(call.refused).inc()
+                if self.is_twin:
+                    message["headers"] += _to_count(call)
+                else:
+                    _count(call, scope)
             await send(message)
 
         token = request_context.CURRENT.set(call)
@@ -145,6 +145,23 @@ class App(Litestar):
                         status,
                         extra=_access(scope, status, call),
                     )
+
+
+def _to_count(call: ApiCall) -> Iterable[tuple[bytes, bytes]]:
+    """Return a twin's headers with what its process counts of the call."""
+    if call.refused:
+        yield REFUSED, call.refused.encode()
+    if call.released:
+        yield RELEASED, b"true"
+
+
+def _count(call: ApiCall, scope: Any) -> None:
+    """Count the call whose answer begins now."""
+    if call.refused:
+        metrics.REFUSALS.labels(call.refused).inc()
+    if call.released:
+        seconds = time.perf_counter() - call.began
+        metrics.RELEASE.labels(scope["path_template"]).observe(seconds)
 
 
 def _with_no_store(

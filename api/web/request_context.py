@@ -34,6 +34,7 @@ class ApiCall:
     # body as received, as long as the twin may answer the call
     received: bytes = b""
     refused: str = ""  # the kind of its refusal, if a metric counts that
+    released: bool = False  # whether it was held, and its job has reached what it waits for
     job: str = ""  # the id under which a job is being accepted
     url: str = ""  # where the job is found
     accepted: bool = False  # whether the ledger has confirmed it

@@ -1,6 +1,8 @@
 """Conditions of policies: which scores of a probe trigger one, and the form that ranks receive."""
 
-from typing import Annotated, Literal
+import functools
+import logging
+from typing import Annotated, Literal, get_args
 
 import msgspec
 
@@ -12,6 +14,8 @@ from ..base.limits import (
     Count,
     Index,
 )
+
+log = logging.getLogger(__name__)
 
 #: `shadow`: decisions are recorded, and nothing else happens. `active`: the actions are taken.
 Mode = Literal["shadow", "active"]
@@ -90,12 +94,28 @@ class StoredPolicy(Record, omit_defaults=True):
     digest: str  # of the version's content
     condition: Condition
     actions: list[str]  # `flag`, `stop`, `steer`, `capture` or `webhook`, in their order
-    mode: Mode
+    # one of `Mode`; earlier builds also stored `canary`, which was `active` for a share of the
+    # requests and `shadow` for the others
+    mode: Annotated[str, msgspec.Meta(extra_json_schema={"enum": list(get_args(Mode))})]
     acts: bool  # on this request, see `StoredProbe.actions`; otherwise it only records
     column: int = 0  # of the condition's label, among the probe's labels
     # the job of the same conversation whose latch turned it on before this request
     inherited: str = ""
     registered: float = 0.0  # when that content was registered: latches are those of a registration
+
+    def __post_init__(self) -> None:
+        if self.mode == "canary":
+            mode = "active" if self.acts else "shadow"
+            msgspec.structs.force_setattr(self, "mode", mode)
+            _say_former()
+
+
+@functools.cache
+def _say_former() -> None:
+    log.warning(
+        "a job or its result has a policy of the mode `canary` of an earlier build; it is shown as "
+        "`active` if it acted there, and as `shadow` otherwise"
+    )
 
 
 class Decision(Record):

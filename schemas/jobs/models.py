@@ -99,6 +99,10 @@ class GradientInfo(Published):
     refused: str = ""
     absent: dict[str, str] = {}  # hook point without gradients → the reason
 
+    def fits(self, model: ModelInfo) -> bool:
+        """Return whether the worker computes with this very model, not another of its name."""
+        return self.identity == model.identity
+
 
 class TokenizerBundle(Record):
     """The tokenizer exactly as the worker's engine uses it; `tokenizers` loads it without torch."""

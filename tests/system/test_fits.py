@@ -269,6 +269,14 @@ def test_refusals(
     refused(api.http.post("/v1/modules/fit", json=BODY | changes), 400, field, detail)
 
 
+def test_while_the_model_is_being_replaced_a_repeat_may_succeed(api: Api, hand: Hand) -> None:
+    """A gradient worker of the next model has started, and no worker with its engine yet."""
+    hand.do(hand.ledger.redis.delete(f"ms:alive:{hand.worker}"))
+    gradients(hand, identity="f" * 64)
+    refused(api.http.post("/v1/modules/fit", json=BODY), 503, "model", "different models")
+    assert api.http.get(f"/v1/models/{MODEL}").json()["gradients"] is None
+
+
 DOSE = {
     "model": MODEL,
     "prompts": ["hello world a", "hello there"],

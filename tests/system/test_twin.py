@@ -83,6 +83,25 @@ def test_a_refusal_of_the_twin_names_the_field_and_is_counted(
         assert counted in api.http.get("/metrics").text
 
 
+def test_the_release_of_a_held_answer_of_the_twin_is_measured(
+    own_api: Api, pool: ThreadPoolExecutor
+) -> None:
+    held = pool.submit(
+        httpx2.post,
+        f"{own_api.url}/v1/jobs",
+        json=LARGE,
+        headers={"Prefer": "wait=60"},
+        timeout=CALL_TIMEOUT_S,
+    )
+    wait_until(lambda: own_api.http.get("/v1/jobs").json()["jobs"], CALL_TIMEOUT_S)
+    with Hand(own_api.settings) as hand:
+        hand.finish(own_api.http.get("/v1/jobs").json()["jobs"][0]["id"])
+    assert held.result().status_code == 200
+    assert twin_of(own_api)
+    counted = 'midstream_release_seconds_count{route="/v1/jobs"} 1.0'
+    assert counted in own_api.http.get("/metrics").text
+
+
 def test_a_key_is_asked_for_once_and_its_tenant_owns_the_job(
     redis_url: str, tmp_path: Path
 ) -> None:

@@ -126,6 +126,7 @@ CHOSEN: dict[tuple[str, str], Any] = {
     ("ReadArray", "dtype"): "float32",
     ("ReadArray", "shape"): [1, 2],
     ("ReadArray", "data"): b"\0\0\x80?\0\0\0@",
+    ("StoredPolicy", "mode"): "shadow",
     ("Job", "kind"): "harvest",
     ("Job", "work"): HarvestWork(part=HarvestPart(harvest="text", part=3)).packed,
     ("StoredSteering", "positions"): [1, 2],

@@ -242,9 +242,8 @@ class EngineHost:
         assert self._engine is not None
         info = self._engine.info
         if self.settings.queue == GRADIENTS:
-            return (
-                await self._ledger.gradients(info) == cast(GradientEngine, self._engine).gradients
-            )
+            published = await self._ledger.gradients(info.name)
+            return published == cast(GradientEngine, self._engine).gradients
         return await self._ledger.serves(info.name, info.identity)
 
     def _info(self) -> WorkerInfo:

@@ -31,10 +31,19 @@ def check_gradients(
 ) -> GradientInfo:
     """Check that the model's gradient workers can serve `hooks` (field of the body → hook).
 
-    Raises MidstreamError: a 400, or `conflict` under global steering (`steered`).
+    Raises MidstreamError: a 400, `unavailable` while the model is being replaced, or `conflict`
+    under global steering (`steered`).
     """
     if gradients is None:
         raise invalid(field, f"no gradient worker has served {model.name!r} yet", hint=START)
+    if not gradients.fits(model):
+        raise MidstreamError(
+            "unavailable",
+            f"the vLLM workers and the gradient workers of {model.name!r} were started with "
+            "different models",
+            field=field,
+            hint="retry when both have been started with the same model",
+        )
     if gradients.refused:
         raise invalid(field, f"gradients of {model.name!r} are not served: {gradients.refused}")
     for at, hook in hooks.items():

@@ -59,11 +59,12 @@ class Fleet(LedgerConnection):
             )
 
     @reachable
-    async def gradients(self, model: ModelInfo) -> GradientInfo | None:
-        """Return what a gradient worker of this very model has published; None: there was none."""
-        raw = await self.redis.hget("ms:gradients", model.name)
-        info = None if raw is None else from_json(raw, GradientInfo)
-        return info if info is not None and info.identity == model.identity else None
+    async def gradients(self, name: str) -> GradientInfo | None:
+        """Return what a gradient worker of this model name has published last; None: there was
+        none. While the model is being replaced, the identity may be another than `model` has.
+        """
+        raw = await self.redis.hget("ms:gradients", name)
+        return None if raw is None else from_json(raw, GradientInfo)
 
     @reachable
     async def model(self, name: str) -> ModelInfo | None:

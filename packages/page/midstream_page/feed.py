@@ -15,7 +15,8 @@ from litestar.params import QueryParameter
 from midstream.api.context import AppContext
 from midstream.api.responses import events
 from midstream.api.routes.jobs import ERRORS, Whose
-from midstream.api.web.auth import HeldKey, needs, tenant_asked
+from midstream.api.web.auth import needs, tenant_asked
+from midstream.api.web.key_watch import HeldKey
 from midstream.api.web.open_calls import EVENTS
 from midstream.schemas.access.keys import Caller
 

@@ -20,6 +20,8 @@ SPILLED = {2: 96, 4: 16} if Version(triton.__version__) >= Version("3.9") else {
 REGISTERS = {2: 64, 4: 96}
 #: Before: 25, with 3 loads.
 IDLE_INSTRUCTIONS = 17
+#: Before looks at values only where a norm is not finite: 29.
+ROW_REDUCTIONS = 26
 WIDTH = 8192
 
 
@@ -68,10 +70,11 @@ def test_the_machine_code_is_as_good_as_it_was(hopper: list[dict[str, Any]]) -> 
         # What that would gain is not measured.
         assert each["early_loads"] == -1, "no launch begins before the launch before has ended"
         assert each["reductions"] == 3, "counted rows are added without waiting for the sum"
+        assert each["row_reductions"] <= ROW_REDUCTIONS, each
 
 
 @pytest.mark.xfail(
-    reason="592 and 544, half of it the function for limits of two owners",
+    reason="696 and 664, half of it the function for limits of two owners",
     strict=True,
 )
 def test_the_machine_code_spills_no_more_than_it_did(hopper: list[dict[str, Any]]) -> None:

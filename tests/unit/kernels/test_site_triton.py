@@ -23,6 +23,7 @@ from midstream.kernels import triton_rows
 #: What the program in its own process tries beyond the properties that both implementations have.
 OWN = [
     "a_random_step_without_sums_gives_the_references_bits",
+    "finite_rows_are_reduced_only_for_their_sizes",
     "few_programs_walk_over_many_tokens",
     "padding_beyond_the_buffers_is_left_alone",
     "a_kernel_that_leaves_a_row_out_counts_one_fewer",

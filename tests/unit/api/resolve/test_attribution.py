@@ -96,6 +96,7 @@ def test_what_can_be_estimated_is_accepted(fields: Any) -> None:
             "hooks[0]",
             "the norm comes after",
         ),
+        (lambda: gradients(identity="another"), 503, "model", "different models"),
         (lambda: gradients(steered=True), 409, None, "global steering"),
         (lambda: on_its_site(body(sae="s", layers=[0]), SAE), 400, "layers", ""),
     ],

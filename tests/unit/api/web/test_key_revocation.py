@@ -10,7 +10,7 @@ from refusal_kit import refuses
 from wait_kit import holding
 
 from midstream.api.web import auth
-from midstream.api.web.auth import KeyWatch
+from midstream.api.web.key_watch import KeyWatch
 from midstream.schemas.access.keys import EVERYBODY, Caller
 from midstream.schemas.base import MidstreamError
 
