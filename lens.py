@@ -14,7 +14,10 @@ try:
     _facade = load("midstream.facades", "lens", extra="bridges")
 except MissingPackageError as error:
     raise ImportError(f"midstream.lens {error}") from error
-__all__ = _facade.__all__
+
+
+def __dir__() -> list[str]:
+    return list(_facade.__all__)
 
 
 def __getattr__(name: str) -> Any:

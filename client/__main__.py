@@ -7,7 +7,7 @@ from .extras import MissingExtraError, explained
 
 
 def main() -> Any:
-    """The console script."""
+    """Run the console script."""
     try:
         from .cli.main import main as run
     except ModuleNotFoundError as error:

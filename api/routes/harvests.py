@@ -73,7 +73,7 @@ SurveyedParameter = Annotated[
 
 
 async def harvest_of(harvest_id: HarvestId, context: AppContext, caller: Caller) -> HarvestView:
-    """The dependency `harvest` of handlers: the one in the path.
+    """Provide the dependency `harvest` of handlers: the one in the path.
 
     Raises `not_found` if it does not exist or belongs to another tenant.
     """

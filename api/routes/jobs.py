@@ -131,12 +131,14 @@ ModelFilter = Annotated[
 
 
 async def info_of(context: AppContext, model: ModelFilter = None) -> ModelInfo:
-    """The dependency `info` of handlers: the model that the query names, or the only served one."""
+    """Provide the dependency `info` of handlers: the model that the query names, or the only one
+    that is served.
+    """
     return await context.served.the_model(model)
 
 
 async def view_of(job_id: JobId, context: AppContext, caller: Caller) -> JobView:
-    """The dependency `view` of handlers: the job in the path, if the caller may see it."""
+    """Provide the dependency `view` of handlers: the job in the path, if the caller may see it."""
     return seen(caller, await context.ledger.view(job_id))
 
 

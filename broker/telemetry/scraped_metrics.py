@@ -344,7 +344,7 @@ class ScrapedMetrics(Collector, Generic[T]):
         self._sources = sources
 
     def describe(self) -> Iterator[Metric]:
-        """Names without values, for the registry."""
+        """Return the names without values, for the registry."""
         return (_family(reading) for reading in self._table)
 
     def collect(self) -> Iterator[Metric]:

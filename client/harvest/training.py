@@ -70,7 +70,7 @@ class RowDataset(IterableDataset[Any]):
         self._resume: int | None = None
 
     def __len__(self) -> int:
-        """The number of this replica's batches if it is read without loader workers."""
+        """Return the number of this replica's batches if it is read without loader workers."""
         return sum(-(-sum(map(len, group)) // self.batch_size) for group in self._groups(0, 1))
 
     def state_dict(self) -> dict[str, int]:

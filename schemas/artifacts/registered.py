@@ -94,7 +94,7 @@ class ArtifactKind(Generic[T]):
 
     @cached_property
     def page(self) -> type[msgspec.Struct]:
-        """The answer of a list."""
+        """Return the type of the answer of a list."""
         fields = [(self.plural, list[self.view])]  # type: ignore[name-defined]
         return msgspec.defstruct(f"{self.record.__name__}Page", fields, bases=(Record,))
 

@@ -412,7 +412,7 @@ class Settings(Record):
         return self.artifact_store or str(self.capture_root)
 
     def artifacts_of(self, kind: ArtifactFolder) -> str:
-        """The folder below which artifacts of a kind are registered."""
+        """Return the folder below which artifacts of a kind are registered."""
         return str(Path(self.artifacts_dir or self.data_dir).expanduser().resolve() / kind)
 
 

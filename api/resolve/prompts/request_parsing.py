@@ -189,7 +189,7 @@ class ParsedRequest:
 
 
 def parse_job(body: JobRequest) -> ParsedRequest:
-    """The body of `POST /v1/jobs`.
+    """Return what the body of `POST /v1/jobs` asks for.
 
     Raises a 400 naming `prompts` when there is nothing to run, or both kinds of prompts.
     """
@@ -225,7 +225,10 @@ def parse_job(body: JobRequest) -> ParsedRequest:
 
 
 def parse_completion(body: CompletionRequest) -> ParsedRequest:
-    """The body of `POST /v1/completions`. Raises a 400 naming the field that we do not serve."""
+    """Return what the body of `POST /v1/completions` asks for.
+
+    Raises a 400 naming the field that we do not serve.
+    """
     _refuse_unserved(body)
     max_tokens = 16 if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
@@ -249,7 +252,7 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
 
 
 def parse_chat(body: ChatRequest) -> ParsedRequest:
-    """The body of `POST /v1/chat/completions`.
+    """Return what the body of `POST /v1/chat/completions` asks for.
 
     Raises a 400 naming the field that we do not serve.
     """
@@ -387,7 +390,7 @@ def _completion_prompts(prompt: str | list[str | int | list[int]]) -> list[Parse
 
 
 def parse_conversation(at: str, messages: Sequence[ChatMessage]) -> ParsedPrompt:
-    """One conversation, whose images are read.
+    """Return a conversation with its images, which are read here.
 
     Raises a 400 naming the message or part below `at` that is not valid.
     """
@@ -425,8 +428,8 @@ def _check_message(message: ChatMessage, at: str) -> None:
 
 
 def plain_messages(messages: Iterable[ChatMessage]) -> list[PlainMessage]:
-    """A conversation as chat templates know it, with OpenAI's newer name for the system role under
-    its old one.
+    """Return a conversation as chat templates know it, with OpenAI's newer name for the system role
+    under its old one.
     """
     return [_message(message) for message in messages]
 

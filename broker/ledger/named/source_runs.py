@@ -157,7 +157,7 @@ class LedgerRuns(LedgerPart):
     async def ready_prompts(
         self, run: RunRecord, only: Collection[int] | None = None
     ) -> list[RunPrompt]:
-        """As `prompts`, of a run whose `standing` is known to be ready."""
+        """Return what `prompts` returns, for a run whose `standing` is known to be ready."""
         result = await self._blobs(run.job, run.tag, only)
         for request, blobs in result.items():
             if why := source_run_files.shortfall(blobs):

@@ -156,7 +156,7 @@ async def over(
     progress: bool = True,
     **fields: Unpack[MapFields],
 ) -> AsyncIterator[Mapped]:
-    """The result of each prompt of a dataset of any length, as jobs of `job_prompts` prompts
+    """Yield the result of each prompt of a dataset of any length, as jobs of `job_prompts` prompts
     with `in_flight` of them at a time.
 
     `prompts`: texts, lists of token ids, or conversations; a generator is read only as far as
@@ -538,8 +538,8 @@ class _Mapping:
 
 
 def sliced(result: JobResult, number: int, prompts: int) -> JobResult:
-    """The part of a job's result that is about prompt `number` of `prompts`; `index` and `request`
-    in it remain the job's.
+    """Return the part of a job's result that is about prompt `number` of `prompts`; `index` and
+    `request` in it remain the job's.
     """
 
     def own(values: list[Any] | None) -> list[Any] | None:

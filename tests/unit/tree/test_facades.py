@@ -26,6 +26,7 @@ def test_the_facade_has_the_names_of_its_package() -> None:
     import midstream_bridges.lens
 
     assert midstream.lens.__all__ == midstream_bridges.lens.__all__
+    assert dir(midstream.lens) == sorted(midstream_bridges.lens.__all__)
     assert midstream.lens.HookedModel is midstream_bridges.lens.HookedModel
 
 

@@ -221,7 +221,7 @@ class Near:
         held: Sequence[object] = (),
         prepared: Mapping[int, Any] | None = None,
     ) -> None:
-        """Like `Link.send`. `prepared`: what readers prepared for the request."""
+        """Send a message as `Link.send` does. `prepared`: what readers prepared for the request."""
         number = next(self._numbers)
         lease = self._arena.memory.lease()
         self.held[number] = held
