@@ -23,7 +23,6 @@ from .attempt import (
     AttemptOutcome,
     Bench,
     JobFailed,
-    StoreUnavailable,
     ending_for_retry,
     leaves_of,
 )
@@ -32,6 +31,7 @@ from .progress import AttemptProgress, Totals
 from .rank_watch import RankWatch
 from .receipt_reader import ReceiptReader
 from .redis_retry import UNAVAILABLE, patiently
+from .source_run_leases import StoreUnavailable
 
 logger = logging.getLogger(__name__)
 
