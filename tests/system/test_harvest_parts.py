@@ -21,7 +21,6 @@ from sweep_rig import Rig, having
 from midstream.broker.artifacts.headers import find_entries
 from midstream.broker.ledger.recovery.harvests import TRIES, LedgerHarvests, job_id_of
 from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.client.harvest import open
 from midstream.schemas.base import MidstreamError, now
 from midstream.schemas.jobs.harvests import (
@@ -40,6 +39,7 @@ from midstream.storage.store import open_store
 from midstream.workers.serving.attempt import AttemptOutcome
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.harvests import attempt as serving
+from midstream_webhooks.outbox import WebhookOutbox
 
 SITES = {"post_block": [1, 3]}
 HEAD = Span(head_and_tail=HeadAndTail(head=2, tail=0))

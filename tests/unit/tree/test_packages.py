@@ -14,6 +14,7 @@ ROOMS: dict[str, set[str]] = {
     "page": {"api", "broker.artifacts", "broker.ledger", "schemas", "storage"},
     "bridges": {"client", "schemas", "storage"},
     "s3": {"schemas.jobs", "schemas.settings", "storage"},
+    "webhooks": {"api", "broker.ledger", "schemas"},
 }
 #: What a package's folder has, beside its code and its tests.
 LAYOUT = {"pyproject.toml", "README.md"}

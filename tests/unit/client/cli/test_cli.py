@@ -67,7 +67,7 @@ def told_commands() -> Iterator[tuple[str, list[str]]]:
         r"""([a-z](?:'[^'\n]*'|"[^"\n]*"|[^`\n#;)…|&<>])*)"""
     )
     sources = {
-        **dict.fromkeys(("README.md", "CONTRIBUTING.md", "PACKAGE.md", "docs/**/*.md"), told),
+        **dict.fromkeys(("*.md", "docs/**/*.md", "packages/**/*.md"), told),
         **{f"{part}/**/*.py": told for part in ("api", "broker", "client", "workers")},
         "packages/page/midstream_page/assets/views/*.js": r'command: "midstream ([a-z ]+)',
     }
