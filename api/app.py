@@ -34,7 +34,6 @@ from .routes import (
     service,
     steering,
     tokens,
-    webhooks,
 )
 from .web import problems
 from .web.auth import authorize, caller_of, known_query, well_called
@@ -50,7 +49,6 @@ ROUTES = [
     *captures.ROUTES,
     *steering.ROUTES,
     *registered.ROUTES,
-    *webhooks.ROUTES,
     *keys.ROUTES,
     *service.ROUTES,
     *pages.ROUTES,

@@ -1,6 +1,7 @@
-"""The `callbacks` worker: recovers abandoned jobs and delivers webhooks.
+"""The `callbacks` worker: recovers abandoned jobs, and runs what packages offer, such as the sender
+of webhooks.
 
-A Celery worker with the reaper and the sender of webhooks next to its pool. Each runs on its own
+A Celery worker with the reaper and the packages' work next to its pool. Each runs on its own
 thread and not as a task, because it must also run when messages get lost. Run one or more, on any
 machines: they share the work. Run as `python -m midstream.broker.callbacks`; settings come from the
 environment.
@@ -12,12 +13,14 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 import redis
 from celery import Celery, bootsteps, signals
 from celery.utils.nodenames import default_nodename, host_format
 
+from ..schemas import packages
 from ..schemas.base import MidstreamError, now
 from ..schemas.settings import faults
 from ..schemas.settings.settings import Settings, SettingsError, load_settings
@@ -30,7 +33,6 @@ from .queue.transport import TRANSPORT
 from .redis_service import durability as redis_durability
 from .redis_service.availability import is_redis_unavailable
 from .telemetry import metrics, start as observability
-from .webhooks.sender import WebhookSender
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,11 @@ CONCURRENCY = 4
 STOP_TIMEOUT_S = 10.0
 #: After this many missed sweeps, the reaper counts as dead.
 SWEEPS_MISSED = 3
+#: Entry points of what packages do in this process: name of its thread → a coroutine function of
+#: the settings, which runs until it is cancelled and handles its own failures.
+ADDED_WORK = "midstream.callbacks"
+
+Work = Callable[[Settings], Coroutine[Any, Any, None]]
 
 
 class LoopThread:
@@ -131,31 +138,16 @@ def is_unavailable(error: Exception) -> bool:
     )
 
 
-async def keep_sending(settings: Settings) -> None:
-    """Send webhooks until cancelled."""
-    ledger = Ledger.connect(settings)
-    sender = WebhookSender.over(ledger)
-    try:
-        await sender.run()
-    finally:
-        await sender.close()
-        await ledger.close()
+def _step(thread: str, work: Work) -> type[bootsteps.StartStopStep]:
+    """Return a worker bootstep that owns a thread for `work`."""
 
+    class ThreadStep(bootsteps.StartStopStep):
+        name = f"midstream.{thread}"
 
-class ReaperStep(bootsteps.StartStopStep):
-    """Worker bootstep that owns the reaper's thread."""
+        def create(self, parent: Any) -> LoopThread:
+            return LoopThread(thread, partial(work, parent.app.midstream_settings))
 
-    def create(self, parent: Any) -> LoopThread:
-        settings = parent.app.midstream_settings
-        return LoopThread("reaper", lambda: keep_sweeping(settings))
-
-
-class SenderStep(bootsteps.StartStopStep):
-    """Worker bootstep that owns the thread that sends webhooks."""
-
-    def create(self, parent: Any) -> LoopThread:
-        settings = parent.app.midstream_settings
-        return LoopThread("webhooks", lambda: keep_sending(settings))
+    return ThreadStep
 
 
 def make_callbacks_app(settings: Settings) -> Celery:
@@ -163,7 +155,9 @@ def make_callbacks_app(settings: Settings) -> Celery:
     app = make_app(settings)
     app.conf.broker_transport = TRANSPORT
     app.midstream_settings = settings
-    app.steps["worker"].update({ReaperStep, SenderStep})
+    app.steps["worker"].add(_step("reaper", keep_sweeping))
+    for thread in packages.offered(ADDED_WORK):
+        app.steps["worker"].add(_step(thread, packages.load(ADDED_WORK, thread)))
     return app
 
 

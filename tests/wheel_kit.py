@@ -71,6 +71,7 @@ EXTRAS: dict[str, Extra] = {
         "from midstream.storage.store import open_store; print(open_store('s3://bucket/kept'))"
     ),
     "page": Extra("import midstream_page.routes; print(midstream_page.files.page_files().keys())"),
+    "webhooks": Extra("import midstream_webhooks.routes, midstream_webhooks.sender"),
     "api": Extra(
         "import midstream.api.app, midstream.api.__main__, midstream_page.routes", "api.lock"
     ),

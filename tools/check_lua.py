@@ -15,10 +15,11 @@ import redis
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.jobs import ledger as jobs
 from midstream.broker.queue import transport
-from midstream.broker.webhooks import outbox, secrets
 from midstream_ops import redis_server
+from midstream_webhooks import outbox, secrets
 
-BROKER = Path(scripts.__file__).parents[1]
+ROOT = Path(__file__).parents[1]
+FILES = sorted([*ROOT.glob("broker/**/*.lua"), *ROOT.glob("packages/*/midstream_*/**/*.lua")])
 #: A command's argument that may be -0, which Redis up to 7.0 takes for no integer. In another test
 #: run than that of `make test-redis`, nothing would show it.
 NEGATED = re.compile(r"redis\.call\(.*, -[a-z(]")
@@ -39,19 +40,19 @@ def sources() -> Iterator[tuple[str, str]]:
 
 def place(text: str, line: int, name: str) -> str:
     """File and line of a line of a script's text, which is made of several files."""
-    for path in BROKER.rglob("*.lua"):
+    for path in FILES:
         part = path.read_text()
         before = text.count("\n", 0, at) if (at := text.find(part)) >= 0 else line
         if before < line <= before + part.count("\n"):
-            return f"{path.relative_to(BROKER.parent)}:{line - before}"
+            return f"{path.relative_to(ROOT)}:{line - before}"
     return f"{name}:{line}"
 
 
 def main() -> int:
     """The number of errors, each once however many scripts share it."""
     found = {
-        f"{path.relative_to(BROKER.parent)}:{number}: subtract from 0 instead: this may be -0"
-        for path in BROKER.rglob("*.lua")
+        f"{path.relative_to(ROOT)}:{number}: subtract from 0 instead: this may be -0"
+        for path in FILES
         for number, line in enumerate(path.read_text().splitlines(), 1)
         if NEGATED.search(line)
     }

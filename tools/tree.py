@@ -21,7 +21,14 @@ PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pypro
 #: Nodes of the syntax trees of the core and of each package: what no change of form saves, unlike
 #: lines or statements. Each may grow by `ROOM`; a commit that raises a figure says what the
 #: addition is worth.
-NODES = {"core": 669_731, "bridges": 20_200, "ops": 32_864, "page": 7_480, "s3": 6_013}
+NODES = {
+    "core": 662_900,
+    "bridges": 20_200,
+    "ops": 32_864,
+    "page": 7_480,
+    "s3": 6_013,
+    "webhooks": 6_823,
+}
 #: Bytes of what browsers load of a package: scripts, styles and documents of ours. Likewise. About
 #: 57,000 are the white space of lines that can be read.
 BYTES = {"page": 471_971}

@@ -41,5 +41,17 @@ async def page_call(request: JsonRequest) -> Response[bytes]:
     raise MidstreamError("not_found", PAGE_IS_ABSENT, hint=PAGE_REMEDY)
 
 
+@route(
+    "/v1/webhooks/{path:path}",
+    http_method=[HttpMethod.GET, HttpMethod.POST],
+    opt=needs(None) | {"any_query": True},
+    include_in_schema=False,
+)
+async def webhooks_call(request: JsonRequest) -> Response[bytes]:
+    """Refuse the calls on webhooks. Raises a 404 that says what serves them."""
+    absent = "webhooks are in the package midstream-webhooks, which is not installed"
+    raise MidstreamError("not_found", absent, hint=packages.installing("webhooks"))
+
+
 #: Package → handlers of its paths.
-IN_PLACE: dict[str, list[Any]] = {"page": [front, page_call]}
+IN_PLACE: dict[str, list[Any]] = {"page": [front, page_call], "webhooks": [webhooks_call]}

@@ -36,6 +36,7 @@ PROSE = (".md", ".ipynb")
 #: Pages that the search leaves out, so that it finds guides: they are reached by links.
 UNSEARCHED = ("docs/decisions/", "benchmarks/RESULTS.md", "CHANGELOG.md")
 EXCLUDED = "---\nsearch:\n  exclude: true\n---\n"
+OWN_PAGE = re.compile(r"(?:packages/\w+/)?docs/(?P<page>.+)")
 FENCE = re.compile(r"^(?P<mark>`{3,}).*?^(?P=mark) *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<path>[^)\s#:]+)(?P<anchor>#[^)\s]*)?\)")
 SECTION = re.compile(r"^## (.+)\n((?:(?!## ).*\n?)*)", re.MULTILINE)
@@ -45,9 +46,11 @@ SHIM = "https://unpkg.com/iframe-worker/shim"
 
 
 def uri(path: str) -> str:
-    """The page of the site that shows `path`, a file of the repository."""
-    if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+    """The page of the site that shows `path`, a file of the repository; one of a package stands
+    beside those of `docs/`.
+    """
+    if own := OWN_PAGE.fullmatch(path):
+        return own["page"]
     page = "overview.md" if path == "README.md" else path
     return f"repository/{page}" if page.endswith(".md") else f"repository/{page}.md"
 

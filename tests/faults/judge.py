@@ -32,7 +32,6 @@ from tokenizers import Tokenizer
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.recovery.harvests import LedgerHarvests
-from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.access.keys import DEFAULT_TENANT
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.base import MidstreamError
@@ -53,6 +52,7 @@ from midstream.schemas.requests.steering import MODULES
 from midstream.schemas.settings.settings import Settings
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import ArtifactStore, open_store
+from midstream_webhooks.outbox import WebhookOutbox
 
 
 def decisions_of(

@@ -13,7 +13,6 @@ from fixtures import (
     redis_session as redis_session,
     redis_url as redis_url,
 )
-from hook_kit import Receiver, receiving
 from ledger_kit import settler
 from receipt_rig import Jobs, RelayProcess
 from stack import client as client, http as http
@@ -40,12 +39,6 @@ def reaper(ledger: Ledger) -> Reaper:
 @pytest.fixture
 def settle(redis_url: str) -> Settler:
     return settler(redis_url)
-
-
-@pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    with receiving() as made:
-        yield made
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ from midstream.broker.ledger.recovery.harvests import (
     units_key,
 )
 from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.client.harvest import open
 from midstream.schemas.base import MidstreamError, now
 from midstream.schemas.jobs.harvests import (
@@ -49,6 +48,7 @@ from midstream.storage.store import open_store
 from midstream.workers.serving.attempt import AttemptOutcome
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.harvests import attempt as serving
+from midstream_webhooks.outbox import WebhookOutbox
 
 SITES = {"post_block": [1, 3]}
 HEAD = Span(head_and_tail=HeadAndTail(head=2, tail=0))

@@ -32,7 +32,6 @@ from midstream.broker.ledger.named.probes import with_days
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.telemetry import metrics
-from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeContent, ProbeScore, StoredProbe
@@ -41,6 +40,7 @@ from midstream.schemas.jobs.jobs import CaptureResults, Job, State
 from midstream.schemas.jobs.kinds import KINDS
 from midstream.schemas.jobs.receipts import CapturedFile, Consumed, LostRange, Receipt
 from midstream.schemas.requests.policies import POLICIES, Policy, PolicyRequest, PolicyVersion
+from midstream_webhooks.outbox import WebhookOutbox
 
 
 def file(path: str = "t/j/p0000.a1.pp0.safetensors", **changes: Any) -> CapturedFile:

@@ -17,7 +17,6 @@ from midstream.broker.ledger.core.scripts import SHELVED_S
 from midstream.broker.ledger.named.probes import watched_model, with_policies
 from midstream.broker.ledger.named.source_runs import LedgerRuns
 from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.broker.webhooks.outbox import WebhookOutbox
 from midstream.schemas.base import now, to_msgpack
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.sweep_units import Units
@@ -25,6 +24,7 @@ from midstream.schemas.jobs.sweeps import StoredSweep, UnitRecord
 from midstream.schemas.requests.policies import Steer, Webhook
 from midstream.storage.file_store import FileStore
 from midstream.workers.serving.attempt import AttemptOutcome
+from midstream_webhooks.outbox import WebhookOutbox
 
 HOOK = Webhook(url="http://127.0.0.1:9/policy")
 

@@ -161,7 +161,9 @@ def _link(found: re.Match[str], page: str) -> str:
     anchor = found["anchor"] or ""
     if file == page:
         return f"[below]({anchor})"
-    return f"[{file.rpartition('/')[2]}]({file}{anchor})"
+    packaged = [path.relative_to(ROOT) for path in ROOT.glob(f"packages/*/docs/{file}")]
+    place = f"../{packaged[0]}" if packaged else file
+    return f"[{file.rpartition('/')[2]}]({place}{anchor})"
 
 
 if __name__ == "__main__":

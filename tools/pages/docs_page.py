@@ -187,7 +187,8 @@ def _complete(command: str) -> bool:
 
 def pages() -> list[tuple[Path, str]]:
     """The pages, below the repository's root, and their parts with blocks to run."""
-    found = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    own = [*(ROOT / "docs").glob("*.md"), *ROOT.glob("packages/*/docs/*.md")]
+    found = [ROOT / "README.md", *sorted(own)]
     return [(path.relative_to(ROOT), part) for path in found for part in parts(path)]
 
 

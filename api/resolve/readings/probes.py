@@ -10,7 +10,6 @@ import numpy as np
 
 from ....broker.ledger.named.probes import all_fitting, hooks_of, misfit, scores_of, unfit
 from ....broker.ledger.named.registry import Lookup
-from ....broker.webhooks.targets import url_fault
 from ....schemas.access.handling import Callback
 from ....schemas.access.keys import Caller
 from ....schemas.artifacts.conditions import POLICY, Condition, Mode, decay_fault
@@ -65,6 +64,7 @@ from ..positions.captures import (
     stored_captures,
 )
 from ..positions.gates import Gated, check_use
+from ..prompts.callback_url import check_receiver
 from ..prompts.request_parsing import ParsedRequest
 
 
@@ -232,10 +232,8 @@ def resolve_policy(
     check_label(content.condition.label, probe.name, probe.content.labels)
     modules = []
     for index, action in enumerate(content.actions):
-        if isinstance(action, Webhook) and (
-            fault := url_fault(action.url, settings.webhook_allow_private)
-        ):
-            raise invalid(f"actions[{index}].url", fault, allowed="http or https, public")
+        if isinstance(action, Webhook):
+            check_receiver(action.url, f"actions[{index}].url", settings)
         if isinstance(action, Steer):
             modules.append(_module(action.module, f"actions[{index}].module", model, model_state))
     registered = now()

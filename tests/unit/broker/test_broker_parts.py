@@ -15,7 +15,6 @@ from midstream.broker.ledger.results import pages, views
 from midstream.broker.queue.celery_app import PRIORITY_STEPS, lists_of, make_app, queue_of
 from midstream.broker.queue.visibility import RENEW_S
 from midstream.broker.redis_service.availability import is_redis_unavailable
-from midstream.broker.webhooks.outbox import SCRIPTS
 from midstream.schemas.base import STATUS_OF_KIND, MidstreamError
 from midstream.schemas.jobs.kinds import KINDS
 from midstream.schemas.settings.settings import Settings
@@ -24,11 +23,6 @@ from midstream.schemas.settings.settings import Settings
 def test_every_script_file_has_a_name_and_every_problem_that_scripts_raise_is_known() -> None:
     folder = scripts.LUA
     assert {file.stem for file in folder.glob("*/*.lua")} == {*scripts.NAMES, *scripts.PARTS}
-    assert {file.stem for file in (folder.parents[1] / "webhooks" / "lua").glob("*.lua")} == {
-        *SCRIPTS,
-        "hooks_common",
-        "hooks_rotate",
-    }
     raised = {
         kind
         for file in folder.glob("*/*.lua")

@@ -10,7 +10,7 @@ from tree import CORE, ROOT, imports_of, sources
 
 from midstream.api.routes import service as _service  # noqa: F401
 from midstream.broker.telemetry.scraped_metrics import OF_WORKER, ScrapedMetrics
-from midstream.broker.webhooks import sender as _sender  # noqa: F401
+from midstream_webhooks import sender as _sender  # noqa: F401
 
 
 class Metric(NamedTuple):

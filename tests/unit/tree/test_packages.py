@@ -15,6 +15,7 @@ ROOMS: dict[str, set[str]] = {
     "bridges": {"client", "schemas", "storage"},
     "ops": {"broker", "client", "schemas", "storage", "workers"},
     "s3": {"schemas.jobs", "schemas.settings", "storage"},
+    "webhooks": {"api", "broker.ledger", "schemas"},
 }
 #: What a package's folder has, beside its code and its tests.
 LAYOUT = {"pyproject.toml", "README.md"}

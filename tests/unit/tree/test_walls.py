@@ -39,7 +39,7 @@ STARTERS_MAY = {"broker", "workers"}
 ROOMS: dict[str, tuple[str, ...]] = {
     "broker": (
         "callbacks flower health relay",
-        "receipts webhooks",
+        "receipts",
         "ledger",
         "queue artifacts prompts",
         "redis_service telemetry",
@@ -86,7 +86,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "artifacts",
         "model",
         "prompts",
-        "access settings",
+        "access settings packages",
         "base",
     ),
     "api/resolve": ("sweeps", "admission", "readings", "edits", "positions", "prompts"),

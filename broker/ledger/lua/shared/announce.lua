@@ -1,5 +1,6 @@
 -- Webhooks: outbox entries of a state change, written in the same commit. Included above transitions.lua, whose `move`
 -- calls `announce`, and above the outbox's own scripts (`hooks_….lua`); the only argument available here is `at`.
+-- Here and not in the package that sends webhooks: whichever process commits writes them, whatever is installed there (docs/decisions/0011).
 --   ms:hook:{id}            hash: a delivery, with all that its body needs; ms:hook-log:{id}: its latest attempts as JSON
 --   ms:hooks                zset: ids of all pending deliveries, by due time
 --   ms:hook-pending:{tenant} set: a tenant's pending ids, without those of its policies
@@ -12,7 +13,7 @@
 --   ms:hook-done            zset: settled deliveries, by time
 
 local HOOK_FIRST_ROOM = 4 -- of a lane without history
-local HOOK_LANE_ROOM = 256 -- deliveries that may wait in a lane when a policy adds one; as in docs/webhooks.md
+local HOOK_LANE_ROOM = 256 -- deliveries that may wait in a lane when a policy adds one; as in packages/webhooks/docs/webhooks.md
 
 -- The tenant of a lane.
 local function hook_owner(lane)

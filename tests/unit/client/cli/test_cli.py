@@ -66,7 +66,9 @@ def told_commands() -> Iterator[tuple[str, list[str]]]:
         r"""([a-z](?:'[^'\n]*'|"[^"\n]*"|[^`\n#;)…|&<>])*)"""
     )
     sources = {
-        **dict.fromkeys(("README.md", "CONTRIBUTING.md", "PACKAGE.md", "docs/**/*.md"), told),
+        **dict.fromkeys(
+            ("README.md", "CONTRIBUTING.md", "PACKAGE.md", "docs/**/*.md", "packages/**/*.md"), told
+        ),
         **{f"{part}/**/*.py": told for part in ("api", "broker", "client", "packages", "workers")},
         "packages/page/midstream_page/assets/views/*.js": r'command: "midstream ([a-z ]+)',
     }

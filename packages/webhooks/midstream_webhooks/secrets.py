@@ -10,10 +10,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...schemas.access.webhooks import Secret, SecretList
-from ...schemas.base import now
-from ..ledger.core.script_arguments import ARGUMENTS, pack
-from ..ledger.jobs.ledger import Ledger, reachable
+from midstream.broker.ledger.core.script_arguments import ARGUMENTS, pack
+from midstream.broker.ledger.jobs.ledger import Ledger, reachable
+from midstream.schemas.access.webhooks import Secret, SecretList
+from midstream.schemas.base import now
+
 from .http import SECRET_PREFIX
 
 SECRET_BYTES = 32

@@ -18,14 +18,13 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from prometheus_client import REGISTRY
+from midstream.broker.ledger.jobs.ledger import Ledger
+from midstream.schemas.access.webhooks import DeliveryAttempt, DeliveryState
+from midstream.schemas.base import MidstreamError, now
+from midstream.schemas.settings.faults import crash_point
+from midstream.schemas.settings.settings import Settings
 
-from ...schemas.access.webhooks import DeliveryAttempt, DeliveryState
-from ...schemas.base import MidstreamError, now
-from ...schemas.settings.faults import crash_point
-from ...schemas.settings.settings import Settings
-from ..ledger.jobs.ledger import Ledger
-from ..telemetry import metrics
+from . import metrics
 from .http import NoAnswer, Poster, TargetRefused
 from .outbox import DeliveryLease, WebhookOutbox
 from .secrets import WebhookSecrets
@@ -58,9 +57,6 @@ JITTER = 0.2
 RETRY_AFTER_MAX_S = 24 * 3600.0
 #: Statuses with which Retry-After is honoured.
 RETRY_AFTER_STATUSES = frozenset({429, 503})
-
-for _gauge in (metrics.WEBHOOK_DEPTH, metrics.WEBHOOK_OLDEST, metrics.WEBHOOK_DROPPED):
-    REGISTRY.register(_gauge)
 
 _CLOCK = re.compile(r"(?:^|[;,])webhooks:clock=([^;,]+)")
 
@@ -272,6 +268,17 @@ class WebhookSender:
                 if self._outbox.clock() >= lease.ends:
                     raise
                 await asyncio.sleep(POLL_S)
+
+
+async def keep_sending(settings: Settings) -> None:
+    """Send webhooks until cancelled."""
+    ledger = Ledger.connect(settings)
+    sender = WebhookSender.over(ledger)
+    try:
+        await sender.run()
+    finally:
+        await sender.close()
+        await ledger.close()
 
 
 def due_again(

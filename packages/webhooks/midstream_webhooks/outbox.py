@@ -13,7 +13,11 @@ from typing import Any, NamedTuple, cast
 
 from msgspec import UNSET
 
-from ...schemas.access.webhooks import (
+from midstream.broker.ledger.core.script_arguments import ARGUMENTS, pack
+from midstream.broker.ledger.core.tenants import refusal
+from midstream.broker.ledger.jobs.ledger import Ledger, of_each, reachable
+from midstream.broker.ledger.results import pages
+from midstream.schemas.access.webhooks import (
     DeliveryAttempt,
     DeliveryPage,
     DeliveryState,
@@ -21,11 +25,7 @@ from ...schemas.access.webhooks import (
     HookData,
     WebhookDelivery,
 )
-from ...schemas.base import CallbackEvent, MidstreamError, from_json, now, to_json
-from ..ledger.core.script_arguments import ARGUMENTS, pack
-from ..ledger.core.tenants import refusal
-from ..ledger.jobs.ledger import Ledger, of_each, reachable
-from ..ledger.results import pages
+from midstream.schemas.base import CallbackEvent, MidstreamError, from_json, now, to_json
 
 SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean", "hooks_clamp")
 #: Maximum number of deliveries under way in one lane (a tenant's receivers at one host), once it is

@@ -9,14 +9,16 @@ from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_add
 import pytest
 from hypothesis import given, strategies as st
 
-from midstream.broker.webhooks.http import (
+from midstream.schemas.access.handling import Callback, Handling, callback_of
+from midstream.schemas.base.states import ENDS
+from midstream_webhooks.http import (
     SECRET_PREFIX,
     CheckedBackend,
     Poster,
     TargetRefused,
     signature,
 )
-from midstream.broker.webhooks.sender import (
+from midstream_webhooks.sender import (
     JITTER,
     LADDER_S,
     RETRY_AFTER_MAX_S,
@@ -24,9 +26,7 @@ from midstream.broker.webhooks.sender import (
     due_again,
     retry_after,
 )
-from midstream.broker.webhooks.targets import refusal, url_fault
-from midstream.schemas.access.handling import Callback, Handling, callback_of
-from midstream.schemas.base.states import ENDS
+from midstream_webhooks.targets import refusal, url_fault
 
 # The ladder
 
@@ -354,7 +354,7 @@ async def test_unresolvable_names_do_not_block_other_lookups(
             answered.wait(120)
         return [(0, 0, 0, "", ("1.1.1.1", port))]
 
-    monkeypatch.setattr("midstream.broker.webhooks.http.socket.getaddrinfo", look_up)
+    monkeypatch.setattr("midstream_webhooks.http.socket.getaddrinfo", look_up)
     poster = Poster(allow_private=False, timeout_s=120)
     slow = [
         asyncio.create_task(poster._look_up(f"slow{number}.example", 443))

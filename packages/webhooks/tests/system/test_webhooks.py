@@ -33,15 +33,15 @@ from refusal_kit import refuses
 from standardwebhooks.webhooks import WebhookVerificationError
 
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.broker.webhooks.http import CheckedBackend, NoAnswer, Poster, TargetRefused
-from midstream.broker.webhooks.outbox import WebhookOutbox
-from midstream.broker.webhooks.secrets import WebhookSecrets
-from midstream.broker.webhooks.sender import LADDER_S, WebhookSender
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.webhooks import DeliveryAttempt, WebhookDelivery
 from midstream.schemas.base import MidstreamError, now
 from midstream.schemas.base.states import ENDS, CallbackEvent
 from midstream.schemas.jobs.jobs import Job, State
+from midstream_webhooks.http import CheckedBackend, NoAnswer, Poster, TargetRefused
+from midstream_webhooks.outbox import WebhookOutbox
+from midstream_webhooks.secrets import WebhookSecrets
+from midstream_webhooks.sender import LADDER_S, WebhookSender
 
 ALL: list[CallbackEvent] = ["job.running", *ENDS]
 

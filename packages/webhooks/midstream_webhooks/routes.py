@@ -5,20 +5,21 @@ from typing import Annotated, Any
 from litestar import Response, get, post
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
-from ...broker.webhooks.outbox import WebhookOutbox, not_found
-from ...broker.webhooks.secrets import WebhookSecrets
-from ...schemas.access.keys import Caller
-from ...schemas.access.webhooks import (
+from midstream.api.context import AppContext
+from midstream.api.routes.jobs import ERRORS, PROBLEM, CursorParameter, PageSize, Whose
+from midstream.api.web.auth import needs, tenant_asked
+from midstream.schemas.access.keys import Caller
+from midstream.schemas.access.webhooks import (
     DeliveryPage,
     DeliveryState,
     RotateRequest,
     SecretList,
     WebhookDelivery,
 )
-from ...schemas.base.limits import MAX_NAME
-from ..context import AppContext
-from ..web.auth import needs, tenant_asked
-from .jobs import ERRORS, PROBLEM, CursorParameter, PageSize, Whose
+from midstream.schemas.base.limits import MAX_NAME
+
+from .outbox import WebhookOutbox, not_found
+from .secrets import WebhookSecrets
 
 DeliveryId = Annotated[
     str,

@@ -1,1 +1,0 @@
-"""Webhooks: outbox in Redis (scripts in `lua/`), sender, SSRF protection, signing secrets."""

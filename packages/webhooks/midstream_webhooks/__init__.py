@@ -1,0 +1,1 @@
+"""Webhooks: outbox in Redis, sender, routes, SSRF protection, signing secrets."""
