@@ -22,11 +22,11 @@ PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pypro
 #: lines or statements. Each may grow by `ROOM`; a commit that raises a figure says what the
 #: addition is worth.
 NODES = {
-    "core": 662_900,
-    "bridges": 20_200,
+    "core": 640_236,
+    "bridges": 20_184,
     "ops": 32_864,
     "page": 7_480,
-    "s3": 6_013,
+    "s3": 5_956,
     "webhooks": 6_823,
 }
 #: Bytes of what browsers load of a package: scripts, styles and documents of ours. Likewise. About
