@@ -17,8 +17,8 @@ from litestar.types import Message, Scope
 
 from ..schemas import packages
 from ..schemas.base import __version__, learn_records
-from ..schemas.base.installed import part
 from ..schemas.jobs.kinds import of_kinds
+from ..schemas.packages import part
 from ..schemas.settings.settings import Settings
 from . import openapi
 from .context import context_of, open_context

@@ -3,7 +3,7 @@ when it needs it.
 """
 
 from collections.abc import Iterator
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 
@@ -35,6 +35,11 @@ def load_all(group: str) -> Iterator[Any]:
     """Yield all that installed packages offer in a group. Raises MissingPackageError."""
     for name in offered(group):
         yield load(group, name)
+
+
+def part(path: str) -> Any:
+    """Return what a path such as `package.module:name` names."""
+    return EntryPoint(name="", value=path, group="").load()
 
 
 def installing(extra: str) -> str:

@@ -8,9 +8,8 @@ import typer
 from typer.core import TyperGroup
 
 from ...schemas.base import MidstreamError, __version__
-from ...schemas.base.installed import part
 from ...schemas.jobs.kinds import of_kinds
-from ...schemas.packages import load_all
+from ...schemas.packages import load_all, part
 from ...schemas.settings.settings import SettingsError
 from ..extras import PACKAGED, MissingExtraError, absent, explained
 from ..sdk.client import VERBS

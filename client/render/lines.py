@@ -9,12 +9,12 @@ import numpy as np
 from msgspec.structs import asdict
 
 from ...schemas.artifacts.probes import Probe, ProbeResult
-from ...schemas.base.installed import part
 from ...schemas.jobs.doses import DoseResult
 from ...schemas.jobs.fits import FitResult, LensFitResult
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.results import JobResult
 from ...schemas.jobs.sweeps import SweepResult
+from ...schemas.packages import part
 from ...storage.harvests import Harvest
 from ...storage.surveys import Surveyed
 from .. import frames

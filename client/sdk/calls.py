@@ -25,8 +25,8 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 import httpx2
 
 from ...schemas.base import MidstreamError, Translated
-from ...schemas.base.installed import part
 from ...schemas.jobs.jobs import JobView
+from ...schemas.packages import part
 from .. import values
 from . import fields, wire
 from .transport import Transport

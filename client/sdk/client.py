@@ -5,8 +5,8 @@ written once (`client.sdk.calls`).
 from typing import TYPE_CHECKING, NoReturn
 
 from ...schemas.base import suggestion
-from ...schemas.base.installed import part
 from ...schemas.jobs.kinds import KINDS
+from ...schemas.packages import part
 from .. import notebook
 from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, added_verb, stream, verb

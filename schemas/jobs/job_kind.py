@@ -6,7 +6,7 @@ It imports nothing of the kind, so that a process loads the parts that it needs.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..base.installed import part
+from ..packages import part
 from .queues import Queue
 
 

@@ -3,7 +3,7 @@
 import re
 
 from ..base import MidstreamError
-from ..base.installed import everything
+from ..packages import load_all
 from .job_kind import JobKind
 from .queues import GRADIENTS
 
@@ -116,7 +116,7 @@ def _by_name(rows: list[JobKind]) -> dict[str, JobKind]:
 
 
 #: Kind of a job → its row, as pages list them.
-KINDS = _by_name([*OWN, *everything(GROUP)])
+KINDS = _by_name([*OWN, *load_all(GROUP)])
 
 
 def kind_of(name: str) -> JobKind:

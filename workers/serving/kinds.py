@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ...schemas.base.installed import part
 from ...schemas.jobs.kinds import KINDS
+from ...schemas.packages import part
 from .attempt import Bench, Run
 
 

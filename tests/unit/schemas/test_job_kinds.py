@@ -11,7 +11,6 @@ from tree import ROOT
 from wire_samples import full
 
 from midstream.schemas.base import MidstreamError, from_msgpack, to_msgpack
-from midstream.schemas.base.installed import part
 from midstream.schemas.jobs.doses import DoseWork
 from midstream.schemas.jobs.fits import FitWork
 from midstream.schemas.jobs.harvests import HarvestWork
@@ -21,6 +20,7 @@ from midstream.schemas.jobs.kinds import GROUP, KINDS, OWN, _by_name, kind_of
 from midstream.schemas.jobs.results import CommonResult, JobResult
 from midstream.schemas.jobs.sweep_units import SweepWork
 from midstream.schemas.jobs.works import Work
+from midstream.schemas.packages import part
 
 #: Kind of a job → one as the build stored it whose jobs had their work unpacked, as hex digits.
 FORMER: dict[str, str] = json.loads((ROOT / "tests" / "data" / "former_jobs.json").read_text())
