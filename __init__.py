@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .schemas.base import __version__ as __version__
+from .schemas.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from . import lens as lens

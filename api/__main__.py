@@ -20,7 +20,7 @@ from ..broker.ledger.people import keys
 from ..broker.processes.hosts import allowed_names
 from ..broker.redis_service import durability as redis_durability
 from ..broker.telemetry import logs, metrics_server, traces
-from ..schemas.base import MidstreamError
+from ..schemas.base.errors import MidstreamError
 from ..schemas.settings import faults
 from ..schemas.settings.settings import (
     Settings,

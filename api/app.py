@@ -16,7 +16,8 @@ from litestar.routes import HTTPRoute
 from litestar.types import Message, Scope
 
 from ..schemas import packages
-from ..schemas.base import __version__, learn_records
+from ..schemas.base.records import learn_records
+from ..schemas.base.version import __version__
 from ..schemas.jobs.kinds import of_kinds
 from ..schemas.packages import part
 from ..schemas.settings.settings import Settings

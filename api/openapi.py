@@ -15,7 +15,7 @@ from litestar.routes import HTTPRoute
 from litestar.typing import FieldDefinition
 
 from ..schemas.access.keys import Scope
-from ..schemas.base import __version__
+from ..schemas.base.version import __version__
 from ..schemas.jobs.openai import OpenAIProblem
 from .routes.pages import HEADERS, Operations, Swagger
 from .routes.registered import ROWS

@@ -24,7 +24,7 @@ import torch
 from midstream import __version__
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
-from midstream.schemas.base import content_hash, from_numpy
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.base.config import PlaneConfig, RankPlace
 from midstream.workers.runner.base.engine_step import Finish, NewRequest, StepView

@@ -23,7 +23,7 @@ from services import relay, report
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.receipts import sender
 from midstream.broker.receipts.outbox import Outbox
-from midstream.schemas.base import now
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt
 from midstream.schemas.requests.specs import StoredCapture

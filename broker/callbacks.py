@@ -21,7 +21,8 @@ from celery import Celery, bootsteps, signals
 from celery.utils.nodenames import default_nodename, host_format
 
 from ..schemas import packages
-from ..schemas.base import MidstreamError, now
+from ..schemas.base.errors import MidstreamError
+from ..schemas.base.records import now
 from ..schemas.settings import faults
 from ..schemas.settings.settings import Settings, SettingsError, load_settings
 from .artifacts import fitness

@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..schemas.base import STATUS_OF_KIND, now
+from ..schemas.base.errors import STATUS_OF_KIND
+from ..schemas.base.records import now
 from ..schemas.settings.settings import (
     Settings,
     SettingsError,

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import redis
 
-from ..schemas.base import from_json
+from ..schemas.base.records import from_json
 from ..schemas.jobs.models import WorkerInfo
 from ..schemas.settings.settings import Settings, SettingsError, load_settings
 from .processes.install import basic

@@ -7,7 +7,7 @@ from . import notebook as notebook  # so that results can be drawn, wherever the
 from .extras import explained
 
 if TYPE_CHECKING:
-    from ..schemas.base import MidstreamError as MidstreamError
+    from ..schemas.base.errors import MidstreamError as MidstreamError
     from ..schemas.prompts.selectors import Span as Span
     from ..schemas.requests.specs import (
         CaptureSpec as CaptureSpec,

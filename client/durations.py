@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from ..schemas.base import invalid
+from ..schemas.base.errors import invalid
 
 _UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _DURATION = re.compile(rf"([0-9]+(?:\.[0-9]+)?)([{''.join(_UNITS)}]?)")

@@ -4,7 +4,7 @@ a missing package names the extra.
 
 from typing import Any
 
-from ..schemas.base import MidstreamError, Translated
+from ..schemas.base.errors import MidstreamError, Translated
 
 
 def pandas() -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..schemas.base import Translated, invalid
+from ..schemas.base.errors import Translated, invalid
 from ..schemas.prompts.images import ImageError, check_image
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 
 from ..schemas.artifacts.probes import HeldOut, Roc, ScoreHistogram
-from ..schemas.base import Excluded, Plotted, Translated, check_excluded, invalid
+from ..schemas.base.errors import Excluded, Translated, check_excluded, invalid
 from ..schemas.base.limits import MAX_PROBE_BINS
+from ..schemas.base.records import Plotted
 from .extras import need
 
 #: The most iterations of the solver; on standardised rows it converges long before.

@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from ..schemas.base import MidstreamError, Translated, invalid, json_or_text
+from ..schemas.base.errors import MidstreamError, Translated, invalid
 from ..schemas.base.limits import MAX_DOCUMENT_BYTES
+from ..schemas.base.records import json_or_text
 from ..storage.formats.csv_rows import CsvRows
 from .extras import need
 

@@ -12,17 +12,9 @@ import msgspec
 import numpy as np
 from msgspec import inspect
 
-from ..schemas.base import (
-    NO_FIELD,
-    MidstreamError,
-    Record,
-    Tensor,
-    Translated,
-    by_key,
-    from_numpy,
-    invalid,
-    suggestion,
-)
+from ..schemas.base.errors import NO_FIELD, MidstreamError, Translated, invalid, suggestion
+from ..schemas.base.records import Record, by_key
+from ..schemas.base.tensors import Tensor, from_numpy
 from ..schemas.jobs.jobs import JobRequest, Sampling
 from ..schemas.prompts.selectors import HookName, full_name
 from ..schemas.requests.specs import CaptureSpec, PatchSource, SteeringSpec

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ..schemas.base import Tensor, Translated, to_numpy
+from ..schemas.base.errors import Translated
 from ..schemas.base.limits import MAX_ENTRIES, MAX_LAYER, MAX_VECTOR_FILE
+from ..schemas.base.tensors import Tensor, to_numpy
 from ..schemas.packages import installing, load_all
 from ..schemas.prompts.selectors import LayerSelector, SelectorError, resolve_layers
 from ..schemas.requests.specs import SteeringSpec

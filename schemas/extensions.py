@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from .base import Published
+from .base.records import Published
 from .readings.installed import ArrayDType, OptionValue
 
 

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Iterable
 
-from ..schemas.base import MidstreamError
+from ..schemas.base.errors import MidstreamError
 from .store import ArtifactStore
 
 #: Seconds until the space is measured again, and until then when the quota seems used up; at least

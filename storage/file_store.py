@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
-from ..schemas.base import MidstreamError, Translated
+from ..schemas.base.errors import MidstreamError, Translated
 from ..schemas.jobs.captures import SEGMENT_SUFFIX, index_of
 from ..schemas.settings.faults import crash_point
 from .direct_write import LEAST, DirectWriter

@@ -16,7 +16,9 @@ import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from ..schemas.base import DTYPES, MidstreamError, Plotted, Translated, from_json, narrowed, widened
+from ..schemas.base.dtypes import DTYPES, narrowed, widened
+from ..schemas.base.errors import MidstreamError, Translated
+from ..schemas.base.records import Plotted, from_json
 from ..schemas.jobs.harvests import (
     FORMAT,
     MANIFEST,

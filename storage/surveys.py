@@ -10,8 +10,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from ..schemas.base import MidstreamError, Result
+from ..schemas.base.errors import MidstreamError
 from ..schemas.base.limits import MAX_PAGE
+from ..schemas.base.records import Result
 from ..schemas.jobs.harvests import Example, FeatureFigures, HarvestView, SurveyEntry, SurveyView
 from .harvests import Shard
 from .store import ArtifactStore, open_store

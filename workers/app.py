@@ -33,7 +33,8 @@ from ..broker.queue.visibility import LeaseStep
 from ..broker.receipts.curve import client_keys, with_kept_keys
 from ..broker.redis_service import durability as redis_durability
 from ..broker.telemetry import start as observability, traces
-from ..schemas.base import MidstreamError, learn_records
+from ..schemas.base.errors import MidstreamError
+from ..schemas.base.records import learn_records
 from ..schemas.jobs.queues import GRADIENTS
 from ..schemas.service.global_capture import from_settings
 from ..schemas.settings import faults

@@ -4,7 +4,7 @@ import os
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
-from ..schemas.base import MidstreamError, Translated
+from ..schemas.base.errors import MidstreamError, Translated
 from ..schemas.jobs.queues import GRADIENTS
 from ..schemas.model.banks import asked_hooks
 from ..schemas.settings.settings import NO_TOOLS, Settings, SettingsError

@@ -11,7 +11,7 @@ import anyio.to_thread
 
 from ...broker.artifacts import global_capture
 from ...broker.ledger.core.scripts import stored_tags
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import Job
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.models import ModelInfo

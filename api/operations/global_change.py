@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import anyio
 
 from ...broker.ledger.named.steering import LedgerSteering
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.requests.steering import GlobalSteering, SteeringTemplate, content_digest
 
 log = logging.getLogger("midstream.api")

@@ -19,7 +19,7 @@ import httpcore2
 from litestar import Request, Response
 
 from ...broker.processes.orphans import die_with_parent
-from ...schemas.base import MidstreamError, Translated
+from ...schemas.base.errors import MidstreamError, Translated
 from ..web import problems
 from ..web.middleware import REFUSED, RELEASED
 from ..web.request_context import CURRENT, ApiCall, HandedOver

@@ -10,7 +10,7 @@ import anyio
 
 from ...broker.ledger.jobs.ledger import JobSnapshot, Ledger
 from ...broker.ledger.jobs.watch import JobWatcher
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import JobView
 from ..web.key_watch import ALWAYS, HeldKey
 

@@ -10,7 +10,8 @@ from litestar.response import Stream
 
 from ...broker.ledger.jobs.watch import EventBatch
 from ...schemas.access.keys import Caller
-from ...schemas.base import STATUS_OF_KIND, MidstreamError, Problem, invalid, to_json
+from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError, Problem, invalid
+from ...schemas.base.records import to_json
 from ...schemas.jobs.jobs import PROBLEM_EVENT, TERMINAL, Event
 from ..context import AppContext
 from ..web.key_watch import ALWAYS, HeldKey

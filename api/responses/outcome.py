@@ -8,7 +8,7 @@ import msgspec
 from litestar import Response
 
 from ...broker.ledger.jobs.ledger import JobSnapshot
-from ...schemas.base import MidstreamError, Problem
+from ...schemas.base.errors import MidstreamError, Problem
 from ...schemas.jobs.jobs import (
     TERMINAL,
     JobProblem,

@@ -13,7 +13,8 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ...broker.artifacts.headers import BlobPlace, explained, header_of, must_be_there
-from ...schemas.base import MidstreamError, Translated, by_key
+from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base.records import by_key
 from ...schemas.jobs.captures import Manifest
 from ...storage.formats.capture_blobs import DamagedBlob, Header, TensorPlace, encode_header
 from ...storage.store import ArtifactStore, Handle

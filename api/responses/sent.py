@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import CallDelta, Event, MessageDelta, Prompted, TokenLogprob
 from .openai_shapes import ChoicePart, WantedParts, prompt_texts, shown
 

@@ -13,7 +13,8 @@ import msgspec
 
 from ...schemas.access.keys import Caller
 from ...schemas.artifacts.probes import TokenScores
-from ...schemas.base import MidstreamError, Problem, to_json
+from ...schemas.base.errors import MidstreamError, Problem
+from ...schemas.base.records import to_json
 from ...schemas.jobs.jobs import Event, JobView
 from ..context import AppContext
 from ..web import problems

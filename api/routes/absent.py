@@ -6,7 +6,8 @@ from litestar import MediaType, Response, get, route
 from litestar.enums import HttpMethod
 
 from ...schemas import packages
-from ...schemas.base import MidstreamError, __version__
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.version import __version__
 from ..context import AppContext
 from ..web.auth import needs
 from ..web.body import JsonRequest

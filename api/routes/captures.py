@@ -15,7 +15,7 @@ from ...broker.artifacts.headers import BlobPlace, place_in, read_headers
 from ...broker.ledger.jobs.captures import LedgerCaptures, no_captures
 from ...broker.ledger.jobs.ledger import not_found
 from ...schemas.access.keys import Caller
-from ...schemas.base import MidstreamError, invalid, suggestion
+from ...schemas.base.errors import MidstreamError, invalid, suggestion
 from ...schemas.base.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
 from ...schemas.jobs.captures import (
     SEGMENT_SUFFIX,

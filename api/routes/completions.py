@@ -17,8 +17,9 @@ from litestar.params import JSONBody, QueryParameter
 from litestar.response import Stream
 
 from ...schemas.access.keys import Caller
-from ...schemas.base import MidstreamError, now
+from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import MAX_MODULE_TEXT, MAX_URL_MODULES
+from ...schemas.base.records import now
 from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.openai import ChatCompletion, ChatRequest, Completion, CompletionRequest
 from ...schemas.readings.readings import READINGS

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 from litestar import Response
 from litestar.params import JSONBody
 
-from ...schemas.base import to_json
+from ...schemas.base.records import to_json
 from ...schemas.jobs.doses import DoseRequest
 from ...schemas.jobs.fits import FitRequest, FitWork, LensFitRequest, StoredFit, StoredModuleFit
 from ...schemas.jobs.jobs import JobView

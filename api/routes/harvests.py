@@ -15,8 +15,9 @@ from litestar.params import JSONBody, PathParameter, QueryParameter
 from ...schemas.access.keys import Caller
 from ...schemas.artifacts.loras import LORAS
 from ...schemas.artifacts.saes import SAES
-from ...schemas.base import MidstreamError, to_json
+from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import MAX_INT64, MAX_NAME, MAX_SAE_WIDTH
+from ...schemas.base.records import to_json
 from ...schemas.jobs.harvest_names import OVER
 from ...schemas.jobs.harvests import (
     HarvestPage,

@@ -12,7 +12,7 @@ from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParam
 
 from ...broker.ledger.jobs.ledger import JobSnapshot, new_job_id
 from ...schemas.access.keys import Caller, Scope
-from ...schemas.base import MidstreamError, Problem, now, shortened
+from ...schemas.base.errors import MidstreamError, Problem, shortened
 from ...schemas.base.limits import (
     MAX_HEADER,
     MAX_IDEMPOTENCY_KEY,
@@ -22,6 +22,7 @@ from ...schemas.base.limits import (
     MAX_TAG,
     MAX_WAIT_S,
 )
+from ...schemas.base.records import now
 from ...schemas.jobs.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
 from ...schemas.jobs.jobs import (
     Job,

@@ -19,8 +19,9 @@ from ...schemas.access.keys import (
     TenantList,
     TenantView,
 )
-from ...schemas.base import invalid, now
+from ...schemas.base.errors import invalid
 from ...schemas.base.limits import MAX_TAG
+from ...schemas.base.records import now
 from ..context import AppContext
 from ..web.auth import needs
 from .jobs import ERRORS, PROBLEM

@@ -20,7 +20,9 @@ from litestar.openapi.plugins import OpenAPIRenderPlugin
 from litestar.params import PathParameter
 from litestar.response import Redirect
 
-from ...schemas.base import MidstreamError, __version__, shortened, to_json
+from ...schemas.base.errors import MidstreamError, shortened
+from ...schemas.base.records import to_json
+from ...schemas.base.version import __version__
 from ...schemas.settings.settings import Settings
 from ..web.auth import needs
 from ..web.body import JsonRequest

@@ -24,7 +24,7 @@ from ...schemas.artifacts.probes import PROBES, ProbeRequest
 from ...schemas.artifacts.registered import ArtifactKind, Registered
 from ...schemas.artifacts.saes import SAES
 from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
-from ...schemas.base import MidstreamError, suggestion
+from ...schemas.base.errors import MidstreamError, suggestion
 from ...schemas.base.limits import (
     MAX_DESCRIPTION,
     MAX_MODULE_NAME,

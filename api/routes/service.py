@@ -24,8 +24,9 @@ from ...broker.telemetry.scraped_metrics import (
     ScrapedMetrics,
     SteeringReport,
 )
-from ...schemas.base import MidstreamError, __version__
+from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import MAX_NAME
+from ...schemas.base.version import __version__
 from ...schemas.jobs.models import ModelInfo, WorkerInfo
 from ...schemas.jobs.openai import ModelCard, ModelList
 from ...schemas.service.compatibility import judged, misfit_of

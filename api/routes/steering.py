@@ -14,7 +14,9 @@ from litestar.params import JSONBody
 from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.steering import Account
 from ...schemas.access.keys import Caller
-from ...schemas.base import MidstreamError, Tensor, Translated, now
+from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base.records import now
+from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.steering import (
     MODEL_HEADER,

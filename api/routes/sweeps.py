@@ -13,7 +13,8 @@ from ...broker.ledger.jobs.sweeps import LedgerSweeps
 from ...broker.ledger.named.probes import all_fitting, watched_model, with_policies
 from ...schemas.artifacts.loras import LORAS, StoredLora
 from ...schemas.artifacts.saes import SAES
-from ...schemas.base import MidstreamError, from_json, to_json
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import from_json, to_json
 from ...schemas.jobs.attributions import AttributionRequest
 from ...schemas.jobs.jobs import JobView
 from ...schemas.jobs.models import ModelInfo

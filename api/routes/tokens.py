@@ -3,7 +3,7 @@
 from litestar import Response, post
 from litestar.params import JSONBody
 
-from ...schemas.base import MidstreamError, Translated, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.jobs import Sampling, StoredPrompt
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.prompts.selectors import (

@@ -22,7 +22,8 @@ from ...broker.ledger.people.sessions import Sessions, name_of
 from ...broker.processes.hosts import SAFE, Hosts
 from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Scope, StoredKey
 from ...schemas.access.sessions import Session
-from ...schemas.base import MidstreamError, invalid, now, suggestion
+from ...schemas.base.errors import MidstreamError, invalid, suggestion
+from ...schemas.base.records import now
 from ...schemas.jobs.jobs import JobView
 from ...schemas.settings.settings import Settings, asks_for_keys
 from .middleware import MONITORING

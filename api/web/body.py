@@ -19,9 +19,10 @@ from litestar.exceptions import InternalServerException
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
 from ...schemas.access.keys import scoped
-from ...schemas.base import MidstreamError, Translated, from_json, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.json_bounds import JsonCounter, TooManyValues
 from ...schemas.base.limits import MAX_IDEMPOTENCY_KEY
+from ...schemas.base.records import from_json
 from ...schemas.jobs.job_requests import MAX_KEPT_BODY
 from ...schemas.settings.settings import Settings
 from . import problems

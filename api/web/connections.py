@@ -13,7 +13,9 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from ...schemas.base import STATUS_OF_KIND, MidstreamError, __version__, to_json
+from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError
+from ...schemas.base.records import to_json
+from ...schemas.base.version import __version__
 from ...schemas.settings.settings import Settings
 from .middleware import MONITORING
 

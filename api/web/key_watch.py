@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from ...broker.ledger.people.keys import LedgerKeys
 from ...broker.ledger.people.sessions import Sessions
 from ...schemas.access.keys import Caller
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from .auth import HOW, KNOWN_S
 
 log = logging.getLogger("midstream.api")

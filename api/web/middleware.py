@@ -19,7 +19,9 @@ from ...broker.ledger.jobs.ledger import JobSnapshot
 from ...broker.telemetry import logs, metrics, traces
 from ...broker.telemetry.traces import TraceSpan
 from ...schemas.access.keys import Caller
-from ...schemas.base import MidstreamError, __version__, now
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
+from ...schemas.base.version import __version__
 from . import problems, request_context
 from .request_context import TRACED, ApiCall
 

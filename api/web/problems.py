@@ -12,17 +12,17 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
-from ...schemas.base import (
+from ...schemas.base.errors import (
     STATUS_OF_KIND,
     MidstreamError,
     Problem,
     in_one_line,
     shortened,
     suggestion,
-    to_json,
 )
 from ...schemas.base.json_bounds import TooManyValues
 from ...schemas.base.limits import MAX_DETAIL
+from ...schemas.base.records import to_json
 from ...schemas.jobs.openai import OpenAIError, OpenAIProblem
 from ...schemas.service.choices import refusal
 from ...storage.disk import disk_trouble

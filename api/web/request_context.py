@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...broker.telemetry.traces import TraceSpan
-from ...schemas.base import from_json, to_json
+from ...schemas.base.records import from_json, to_json
 from ...schemas.jobs.job_requests import MAX_KEPT_BODY
 
 #: Methods that change something and are always traced. Other calls are traced only if their caller

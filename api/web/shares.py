@@ -5,7 +5,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 
 #: Seconds after which a refused call may be repeated, unless a better time is known.
 AGAIN_S = 1.0

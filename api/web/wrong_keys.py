@@ -9,7 +9,7 @@ import logging
 import time
 from collections import OrderedDict
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 
 import msgspec
 
-from midstream.schemas.base import Tensor, content_hash
+from midstream.schemas.base.tensors import Tensor, content_hash
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.requests.specs import PROBED
 from midstream.schemas.settings.settings import Settings

@@ -66,7 +66,7 @@ if (
 
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import FrameKind
-from midstream.schemas.base import from_msgpack, to_msgpack
+from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.settings.settings import Settings, load_settings
 

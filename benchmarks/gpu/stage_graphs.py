@@ -43,7 +43,7 @@ def mixed(
     """
     from direct import request
 
-    from midstream.schemas.base import from_numpy
+    from midstream.schemas.base.tensors import from_numpy
     from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 
     values = np.random.default_rng(0)

@@ -38,7 +38,7 @@ def requests(direct: Any, receipts: list[Any]) -> dict[str, Any]:
     from tiny import HIDDEN, LAYERS
 
     from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
-    from midstream.schemas.base import from_numpy
+    from midstream.schemas.base.tensors import from_numpy
     from midstream.schemas.requests.source_runs import (
         RunFile,
         RunFiles,

@@ -267,7 +267,7 @@ class Engine:
         """What each request asks for; its vectors are on the rank."""
         import numpy as np
 
-        from midstream.schemas.base import from_numpy
+        from midstream.schemas.base.tensors import from_numpy
         from midstream.schemas.requests.specs import StoredCapture, StoredSteering
 
         if work.kind in ("stock", "idle"):

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import get_args
 
-from ...schemas.base import MidstreamError, Translated, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.harvests import HarvestSource, SourceFormat
 from ...schemas.settings.settings import Settings
 from ...storage.store import ArtifactStore, below, open_store

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from ...schemas.base import MidstreamError, Translated
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.jobs.captures import BlobEntry, path_fault
 from ...schemas.jobs.jobs import FileEntry
 from ...schemas.jobs.receipts import CapturedFile

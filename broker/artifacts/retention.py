@@ -11,7 +11,7 @@ import logging
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS, BlobEntry, index_of
 from ...storage.blobs import read_entries
 from ...storage.formats.capture_blobs import DamagedBlob

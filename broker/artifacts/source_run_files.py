@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-from ...schemas.base import ITEM_BYTES, MidstreamError
+from ...schemas.base.dtypes import ITEM_BYTES
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.captures import Manifest
 from ...schemas.jobs.receipts import CapturedFile
 from ...schemas.prompts.selectors import FORWARD, Hook

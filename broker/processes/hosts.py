@@ -12,7 +12,7 @@ import ipaddress
 import re
 from urllib.parse import urlsplit
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.settings.settings import Settings, SettingsError, is_loopback
 
 #: An address in brackets, or a name or address; and a port.

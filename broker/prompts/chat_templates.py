@@ -12,7 +12,7 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from ...schemas.base import Translated, invalid
+from ...schemas.base.errors import Translated, invalid
 from ...schemas.jobs.models import TokenizerBundle
 from ...schemas.prompts.chat import PLAIN, PlainMessage, Rendering
 

@@ -7,7 +7,7 @@ from unicodedata import normalize
 
 import numpy as np
 
-from ...schemas.base import shortened
+from ...schemas.base.errors import shortened
 from ...schemas.prompts.selectors import SelectorError, Span, no_text
 
 #: Characters of a prompt that an error shows.

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
-from ...schemas.base import MidstreamError, Translated, by_key
+from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base.records import by_key
 from ...schemas.prompts.chat import PlainMessage, Rendering
 from ...schemas.prompts.selectors import Part, SelectorError, Span
 from .chat_templates import ChatTemplate

@@ -18,7 +18,7 @@ import msgspec
 import zmq
 from zmq.utils import z85
 
-from ...schemas.base import MidstreamError, Translated, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.settings.settings import Settings, SettingsError, refuse_exposed
 from ..processes.private_files import private_folder
 

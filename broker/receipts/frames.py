@@ -23,7 +23,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...schemas.base import Translated, Wire, __version__, from_msgpack, to_msgpack
+from ...schemas.base.errors import Translated
+from ...schemas.base.records import Wire, from_msgpack, to_msgpack
+from ...schemas.base.version import __version__
 from ...schemas.jobs.receipts import PROTOCOL
 
 EPOCH_BYTES = 16

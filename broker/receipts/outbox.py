@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
-from ...schemas.base import to_msgpack
+from ...schemas.base.records import to_msgpack
 from ...schemas.jobs.receipts import Receipt
 from ...schemas.settings.faults import crash_point
 from ...schemas.settings.settings import relay_addresses

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.base.file_names import file_stem
 from ..processes.private_files import locked_file, private_folder
 from .frames import new_epoch

@@ -26,7 +26,9 @@ import redis.retry
 import zmq
 from redis.exceptions import NoScriptError
 
-from ...schemas.base import Translated, __version__, from_msgpack, to_msgpack
+from ...schemas.base.errors import Translated
+from ...schemas.base.records import from_msgpack, to_msgpack
+from ...schemas.base.version import __version__
 from ...schemas.jobs.captures import path_fault
 from ...schemas.jobs.receipts import LostRange, Receipt, receipt_decoder
 from ...schemas.settings import faults

@@ -22,7 +22,8 @@ from enum import Enum, auto
 
 import zmq
 
-from ...schemas.base import __version__, to_msgpack
+from ...schemas.base.records import to_msgpack
+from ...schemas.base.version import __version__
 from ...schemas.jobs.receipts import PROTOCOL, LostRange
 from ...schemas.settings.faults import crash_point
 from . import frames

@@ -12,7 +12,7 @@ import secrets
 from pathlib import Path
 from typing import NamedTuple
 
-from ...schemas.base import MidstreamError, Translated
+from ...schemas.base.errors import MidstreamError, Translated
 
 PASSWORD_BYTES = 32
 USERS_FILE = "users.acl"

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
-from ...schemas.base import to_json
+from ...schemas.base.records import to_json
 from ...schemas.settings.settings import Settings
 
 #: Identifiers that a log line may carry, in this order.

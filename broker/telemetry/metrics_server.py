@@ -6,7 +6,7 @@ from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import start_http_server
 
-from ...schemas.base import __version__
+from ...schemas.base.version import __version__
 from ...schemas.settings.settings import Settings, SettingsError
 from .metrics import BUILD
 

@@ -11,7 +11,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ...schemas.base import by_key
+from ...schemas.base.records import by_key
 from ...schemas.base.store_calls import BOUNDS, StoreCalls
 from ...storage.calls import CALLS
 

@@ -10,7 +10,8 @@ import re
 import time
 from typing import Any, Literal
 
-from ...schemas.base import Translated, __version__
+from ...schemas.base.errors import Translated
+from ...schemas.base.version import __version__
 from ...schemas.settings.settings import Settings, SettingsError
 
 #: `00-<trace id>-<span id>-<flags>`; all-zero ids are invalid (W3C Trace Context, level 1).

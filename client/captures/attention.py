@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ...schemas.base import MidstreamError, Translated, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.model import attention, routing
 from ...schemas.model.attention import AttentionKind
 from ...schemas.model.layer_kinds import LayerKindT

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from ...schemas.base import DTYPE_OF_FILE, DTYPES, MidstreamError, Translated, invalid, widened
+from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, widened
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.captures import SEGMENT_SUFFIX, index_of
 from ...storage.blobs import indices, read_entries
 from ...storage.formats.capture_blobs import DamagedBlob, DeletedBlob, Header, read_header

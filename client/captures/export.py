@@ -7,7 +7,7 @@ from typing import cast
 import msgspec
 import numpy as np
 
-from ...schemas.base import Translated, invalid
+from ...schemas.base.errors import Translated, invalid
 from ...schemas.prompts.selectors import (
     ALIASES,
     HookName,

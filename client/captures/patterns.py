@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ...schemas.base import MidstreamError, Plotted, Translated, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base.records import Plotted
 from ...schemas.prompts.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
 from ..notebook import rendered
 from .attention import MAX_BYTES, heads_of

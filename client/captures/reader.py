@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
-from ...schemas.base import MidstreamError, Plotted, invalid
+from ...schemas.base.errors import MidstreamError, invalid
+from ...schemas.base.records import Plotted
 from ...schemas.jobs.captures import Manifest, index_of
 from ...schemas.model.attention import AttentionKind
 from ...schemas.model.banks import BANK, OF_HEADS

@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
-from ...schemas.base import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.prompts.selectors import as_ranges
 from .reader import CaptureReader
 

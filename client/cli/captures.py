@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 from rich.markup import escape
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.prompts.selectors import HookName
 from ..captures.export import export
 from ..captures.reader import CaptureReader

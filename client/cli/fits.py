@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from ...schemas.access.handling import Handling
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.probes import Probe
-from ...schemas.base import invalid
+from ...schemas.base.errors import invalid
 from ...schemas.jobs.fits import FitRequest, FitResult, LensFitRequest
 from ...schemas.jobs.results import JobResult
 from ...schemas.prompts.chat import Conversation

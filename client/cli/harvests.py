@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ...schemas.base import invalid
+from ...schemas.base.errors import invalid
 from ..render import records
 from ..sdk.answers.progress import harvest_bar
 from ..sdk.client import Client

@@ -10,7 +10,7 @@ import msgspec
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from ...schemas.base import MidstreamError, error_of
+from ...schemas.base.errors import MidstreamError, error_of
 from ...schemas.jobs.harvests import HarvestView
 from ...schemas.jobs.jobs import JobView, Output, State
 from ...schemas.jobs.kinds import KINDS

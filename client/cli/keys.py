@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ...schemas.access.keys import DEFAULT_TENANT, CreatedKey, KeyRequest
-from ...schemas.base import invalid
+from ...schemas.base.errors import invalid
 from ...schemas.settings.settings import load_settings
 from ..render.jobs import minute
 from ..sdk import discovery

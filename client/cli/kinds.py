@@ -13,7 +13,9 @@ import msgspec
 import numpy as np
 
 from ...schemas.access.keys import Limits
-from ...schemas.base import MidstreamError, Translated, __version__, invalid, suggestion, to_json
+from ...schemas.base.errors import MidstreamError, Translated, invalid, suggestion
+from ...schemas.base.records import to_json
+from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import JobView, State
 from ...schemas.requests.steering import Dynamic, GlobalView, ModuleView
 from ...schemas.service.health import Health

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from ...schemas.base import MidstreamError, __version__
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.version import __version__
 from ...schemas.jobs.kinds import of_kinds
 from ...schemas.packages import load_all, part
 from ...schemas.settings.settings import SettingsError

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from ...schemas.base import MidstreamError, Translated, invalid, json_or_text
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.limits import MAX_PROMPTS
+from ...schemas.base.records import json_or_text
 from ...schemas.prompts.selectors import HookName, LayerSelector, written_span
 from ...schemas.service.global_capture import parse_hooks
 from ...schemas.settings.settings import SettingsError

@@ -10,7 +10,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from ...schemas.base import invalid
+from ...schemas.base.errors import invalid
 from ...schemas.jobs.jobs import JobRequest
 from ...schemas.prompts.selectors import RequestedPositions, Span
 from .. import values

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.service.status import ServiceStatus
 from ..render import status as show_status
 from .terminal import AsJson, Url, connect, out, print_json

@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import RenderableType
 
-from ...schemas.base import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.attributions import AttributionRequest
 from ...schemas.jobs.results import JobResult
 from ...schemas.jobs.sweeps import SweepRequest

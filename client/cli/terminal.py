@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ...schemas.base import to_json
+from ...schemas.base.records import to_json
 from ...schemas.settings.settings import load_settings
 from ..render import records
 from ..sdk.client import Client

@@ -11,7 +11,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from ...schemas.base import MidstreamError, Translated, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ..render import records
 from ..sdk.calls import keyword_check
 from ..sdk.client import Client

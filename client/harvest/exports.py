@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.base import invalid
+from ...schemas.base.errors import invalid
 from ...storage.harvests import (
     HookLayer,
     Shard,

@@ -6,7 +6,7 @@ from itertools import islice, pairwise
 
 import numpy as np
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.harvest_order import row_order
 from ...schemas.jobs.harvests import UnitEntry
 from ...storage.formats.capture_blobs import DamagedBlob

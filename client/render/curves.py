@@ -7,7 +7,8 @@ import msgspec
 import numpy as np
 
 from ...schemas.artifacts.probes import Probe, ProbeResult
-from ...schemas.base import by_key, invalid
+from ...schemas.base.errors import invalid
+from ...schemas.base.records import by_key
 from ...schemas.jobs.attributions import CheckedCell
 from ...schemas.jobs.doses import DoseCell, DoseResult
 from ...storage.harvests import Harvest

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ...schemas.artifacts.probes import Probe, ProbeResult
-from ...schemas.base import MidstreamError, invalid
+from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.doses import DoseResult
 from ...schemas.jobs.results import JobResult
 from ...schemas.jobs.sweeps import SweepResult

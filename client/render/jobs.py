@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from ...schemas.base import by_key
+from ...schemas.base.records import by_key
 from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, FileEntry, RankReport
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunPrompt

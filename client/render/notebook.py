@@ -12,7 +12,7 @@ from rich.segment import Segment
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.doses import DoseResult
 from ...schemas.jobs.jobs import Output
 from ...schemas.jobs.results import JobResult

@@ -6,7 +6,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from ...schemas.base import by_key, to_json
+from ...schemas.base.records import by_key, to_json
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.steering import (
     Dynamic,

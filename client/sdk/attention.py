@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from ...schemas.base import from_numpy, invalid
+from ...schemas.base.errors import invalid
+from ...schemas.base.tensors import from_numpy
 from ...schemas.prompts.selectors import LayerSelector
 from ...schemas.requests.specs import PatchSource, PatchSpec
 from ..captures.attention import mixed

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...schemas.base import invalid
+from ...schemas.base.errors import invalid
 from ...storage.file_store import sync
 from ...storage.harvests import StreamedUnit, shard_buffers
 from ...storage.store import open_store

@@ -24,7 +24,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
 import httpx2
 
-from ...schemas.base import MidstreamError, Translated
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.jobs.jobs import JobView
 from ...schemas.packages import part
 from .. import values

@@ -4,7 +4,7 @@ written once (`client.sdk.calls`).
 
 from typing import TYPE_CHECKING, NoReturn
 
-from ...schemas.base import suggestion
+from ...schemas.base.errors import suggestion
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.packages import part
 from .. import notebook

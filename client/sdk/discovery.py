@@ -15,7 +15,8 @@ from typing import Any
 import httpx2
 import msgspec
 
-from ...schemas.base import from_json, invalid
+from ...schemas.base.errors import invalid
+from ...schemas.base.records import from_json
 from ...schemas.service.health import Health
 from ...schemas.settings.instance import instance_of
 from ...schemas.settings.settings import Settings, load_settings

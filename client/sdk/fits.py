@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Unpack
 
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.fits import FitOutcome, FitRequest, FitResult, LensFitRequest, LensFitResult
 from ...schemas.jobs.jobs import JobView
 from . import wire

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Unpack
 from urllib.parse import quote
 
-from ...schemas.base import MidstreamError, error_of
+from ...schemas.base.errors import MidstreamError, error_of
 from ...schemas.jobs.harvest_names import OVER
 from ...schemas.jobs.harvests import (
     HarvestPage,

@@ -9,7 +9,7 @@ from typing import Any, Unpack
 
 import httpx2
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.doses import DoseRequest
 from ...schemas.jobs.jobs import (
     Event,

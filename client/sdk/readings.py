@@ -11,7 +11,8 @@ from typing import Any, Unpack
 
 import numpy as np
 
-from ...schemas.base import MidstreamError, Plotted
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import Plotted
 from ...schemas.jobs.jobs import JobRequest
 from ...schemas.jobs.results import JobResult
 from ...schemas.prompts.selectors import LayerSelector, as_ranges

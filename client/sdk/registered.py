@@ -19,7 +19,8 @@ from ...schemas.artifacts.probes import PROBES, Probe
 from ...schemas.artifacts.registered import ArtifactKind
 from ...schemas.artifacts.saes import SAES, Sae
 from ...schemas.artifacts.tuned_lenses import TUNED_LENSES, TunedLens
-from ...schemas.base import EditLimit, Translated, invalid
+from ...schemas.base.edit_sizes import EditLimit
+from ...schemas.base.errors import Translated, invalid
 from ...schemas.base.limits import PathName
 from ...schemas.requests.policies import POLICIES, Policy, PolicyChange
 from ...schemas.requests.source_runs import RunPage, RunView

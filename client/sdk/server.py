@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.prompts.chat import ChatMessage
 from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized
 from ...schemas.requests.specs import CaptureSpec

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, Unpack
 
 import msgspec
 
-from ...schemas.base import MidstreamError, Translated, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.jobs.attributions import AttributionRequest, EstimatedPair
 from ...schemas.jobs.jobs import Event, JobView
 from ...schemas.jobs.results import JobResult

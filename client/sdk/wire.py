@@ -14,18 +14,16 @@ import httpx2
 import msgspec
 
 from ...schemas.artifacts.probes import ProbeResult
-from ...schemas.base import (
+from ...schemas.base.errors import (
     STATUS_OF_KIND,
     MidstreamError,
     Problem,
-    Result,
     Translated,
-    __version__,
     error_of,
-    from_json,
     invalid,
-    to_json,
 )
+from ...schemas.base.records import Result, from_json, to_json
+from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import (
     PROBLEM_EVENT,
     TERMINAL,

@@ -22,16 +22,9 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack
 import msgspec
 from msgspec.structs import asdict
 
-from ...schemas.base import (
-    MidstreamError,
-    Record,
-    Translated,
-    __version__,
-    from_json,
-    invalid,
-    misfit,
-    to_json,
-)
+from ...schemas.base.errors import MidstreamError, Translated, invalid, misfit
+from ...schemas.base.records import Record, from_json, to_json
+from ...schemas.base.version import __version__
 from ...schemas.jobs.sweeps import (
     HEAD_AXES,
     PairResult,

@@ -4,8 +4,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base import ENDS, CallbackEvent, Record, invalid
+from ..base.errors import invalid
 from ..base.limits import MAX_EVENTS, MAX_URL
+from ..base.records import Record
+from ..base.states import ENDS, CallbackEvent
 
 #: `normal` stands for the default of the kind of job: the OpenAI-style endpoints, where a client
 #: waits, come before batch jobs.

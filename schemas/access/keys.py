@@ -5,8 +5,9 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
-from ..base import EditLimit, Record
+from ..base.edit_sizes import EditLimit
 from ..base.limits import MAX_INT64, MAX_PATH, MAX_SCOPES, MAX_SOURCES, MAX_TAG
+from ..base.records import Record
 from .handling import Priority
 
 #: `submit`: submit and cancel jobs and sweeps, change modules and source runs, delete the tenant's

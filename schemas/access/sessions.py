@@ -1,6 +1,6 @@
 """Sessions of the page, which begin with an API key."""
 
-from ..base import Record
+from ..base.records import Record
 from .keys import KeyId
 
 #: How long a session lasts, in seconds, unless its key is revoked or expires earlier.

@@ -5,7 +5,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..base import CallbackEvent, Record
+from ..base.records import Record
+from ..base.states import CallbackEvent
 
 #: `pending`: waits for its first attempt or a retry. `delivered`: answered with 2xx. `failed`: the
 #: last retry was not answered with 2xx, or an attempt with 410. `refused`: its address may not be

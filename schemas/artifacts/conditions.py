@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 import msgspec
 
-from ..base import Record, refuse
+from ..base.errors import refuse
 from ..base.limits import (
     MAX_LABEL,
     MAX_LATCH_S,
@@ -14,6 +14,7 @@ from ..base.limits import (
     Count,
     Index,
 )
+from ..base.records import Record
 
 log = logging.getLogger(__name__)
 

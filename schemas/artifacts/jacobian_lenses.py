@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base import Record
 from ..base.limits import MAX_COUNT, MAX_TUNED, Count, Index
+from ..base.records import Record
 from ..prompts.selectors import LayerSelector
 from .registered import ArtifactKind, FolderRequest
 from .tuned_lenses import TunedLens

@@ -3,8 +3,8 @@ they may change.
 """
 
 from ..access.handling import Handling
-from ..base import Record
 from ..base.limits import MAX_LORAS, Reference
+from ..base.records import Record
 from .registered import ArtifactKind, FolderRequest, RegisteredFolder
 
 

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base import NumbersOrTensor, Plotted, Record, Wire, pack_numbers
 from ..base.limits import (
     MAX_LABEL,
     MAX_LAYER,
@@ -21,6 +20,8 @@ from ..base.limits import (
     MAX_REQUEST_PROBES,
     Reference,
 )
+from ..base.records import Plotted, Record, Wire
+from ..base.tensors import NumbersOrTensor, pack_numbers
 from ..prompts.selectors import Hook, HookName
 from .conditions import Aggregation, Decay, Decision, StoredPolicy, Threshold
 from .registered import ArtifactKind, Registered, Registration

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Generic, Self, TypeVar
 import msgspec
 
 from ..access.keys import Caller, scoped
-from ..base import Record
 from ..base.limits import MAX_DESCRIPTION, MAX_PATH, Name
+from ..base.records import Record
 
 
 class Registration(Record):

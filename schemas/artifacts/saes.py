@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base import Record
 from ..base.limits import MAX_SAE_WIDTH, MAX_SAES, Count, Index
+from ..base.records import Record
 from ..prompts.selectors import Hook, HookName
 from .registered import ArtifactKind, FolderRequest, RegisteredFolder
 

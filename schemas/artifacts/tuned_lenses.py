@@ -1,7 +1,7 @@
 """Tuned lenses as they are registered: an affine map for each layer."""
 
-from ..base import Record
 from ..base.limits import MAX_TUNED
+from ..base.records import Record
 from ..prompts.selectors import Hook, HookName
 from .registered import ArtifactKind, FolderRequest, RegisteredFolder
 

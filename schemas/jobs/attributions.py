@@ -8,8 +8,8 @@ from typing import Annotated
 
 import msgspec
 
-from ..base import Record
 from ..base.limits import MAX_ATTRIBUTION_STEPS, MAX_LISTED_SCORES, Index, Reference
+from ..base.records import Record
 from ..prompts.selectors import Hook, KeyedByHook
 from ..requests.attributions import Edge, EstimateMethod, FeatureScore, Verify, Why
 from .sweeps import CellPlace, SweepRequest, SweepResult

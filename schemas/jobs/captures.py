@@ -8,7 +8,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..artifacts.loras import LoraUse
-from ..base import Record
+from ..base.records import Record
 from ..model.attention import AttentionKind
 from ..model.banks import RowShape
 from ..model.routing import RoutingKind

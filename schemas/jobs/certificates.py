@@ -2,7 +2,7 @@
 laws, and their figures.
 """
 
-from ..base import Published
+from ..base.records import Published
 from ..extensions import Extension
 
 #: Begins a caveat that names what no test ran with: an option, a version, a quantisation.

@@ -10,7 +10,6 @@ from typing import Annotated
 import msgspec
 
 from ..access.handling import Handling
-from ..base import Plotted, Record
 from ..base.limits import (
     MAX_DOSE_PROMPTS,
     MAX_DOSE_SCALES,
@@ -22,6 +21,7 @@ from ..base.limits import (
     Reference,
     Text,
 )
+from ..base.records import Plotted, Record
 from ..prompts.selectors import LayerSelector
 from ..requests.steering import SteeringEntries
 from .works import Work

@@ -12,7 +12,7 @@ import msgspec
 from ..access.handling import Handling, Priority
 from ..access.keys import DEFAULT_TENANT
 from ..artifacts.loras import StoredLora
-from ..base import Problem, Record, refuse
+from ..base.errors import Problem, refuse
 from ..base.limits import (
     MAX_COUNT,
     MAX_EXAMPLE_CONTEXT,
@@ -32,6 +32,7 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
+from ..base.records import Record
 from ..prompts.selectors import Hook, Span
 from ..prompts.sites import At, SitesSpec
 from ..requests.harvest_work import HarvestPart, ShardDType, Survey

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ..base import Record
+from ..base.records import Record
 
 #: The most bytes of a body that is stored with its job; of a larger body (vectors, long prompts),
 #: only the prompts are stored.

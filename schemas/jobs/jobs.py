@@ -12,13 +12,7 @@ from ..access.handling import Callback, Priority
 from ..access.keys import DEFAULT_TENANT
 from ..artifacts.loras import LoraUse, StoredLora
 from ..artifacts.probes import ProbeList, ProbeResult, StoredProbe
-from ..base import (
-    TERMINAL as TERMINAL,
-    TRANSITIONS as TRANSITIONS,
-    Problem,
-    Record,
-    State as State,
-)
+from ..base.errors import Problem
 from ..base.limits import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
@@ -40,6 +34,8 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
+from ..base.records import Record
+from ..base.states import TERMINAL as TERMINAL, TRANSITIONS as TRANSITIONS, State as State
 from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
 from ..prompts.selectors import Hook, HookName

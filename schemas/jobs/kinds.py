@@ -2,7 +2,7 @@
 
 import re
 
-from ..base import MidstreamError
+from ..base.errors import MidstreamError
 from ..packages import load_all
 from .job_kind import JobKind
 from .queues import GRADIENTS

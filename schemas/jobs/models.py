@@ -3,7 +3,7 @@
 import hashlib
 
 from ..artifacts.loras import LoraSupport
-from ..base import Published, Record, to_msgpack
+from ..base.records import Published, Record, to_msgpack
 from ..model.attention import AttentionKind
 from ..model.banks import RowShape
 from ..requests.specs import CaptureSpec

@@ -13,7 +13,7 @@ from msgspec import UNSET, UnsetType
 
 from ..access.handling import Priority
 from ..artifacts.probes import ProbeResult, TokenScores
-from ..base import Problem, Record
+from ..base.errors import Problem
 from ..base.limits import (
     MAX_CHOICES,
     MAX_PROMPT_TOKENS,
@@ -23,6 +23,7 @@ from ..base.limits import (
     Metadata,
     Text,
 )
+from ..base.records import Record
 from ..prompts.chat import Conversation, NamedTool, ToolCall, ToolList
 from ..readings.readings import ReadingResults
 from .jobs import (

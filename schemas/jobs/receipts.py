@@ -3,7 +3,8 @@
 import msgspec
 
 from ..artifacts.probes import ProbeScore
-from ..base import EditSizes, Wire
+from ..base.edit_sizes import EditSizes
+from ..base.records import Wire
 
 #: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
 PROTOCOL = 1

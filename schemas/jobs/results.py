@@ -7,7 +7,9 @@ from msgspec import UNSET, UnsetType
 
 from ..artifacts.loras import LoraUse
 from ..artifacts.probes import ProbeResult
-from ..base import EditSizes, Plotted, State
+from ..base.edit_sizes import EditSizes
+from ..base.records import Plotted
+from ..base.states import State
 from ..prompts.sites import renamed
 from ..readings.readings import ReadingResults
 from .job_kind import JobKind

@@ -2,7 +2,7 @@
 progress with its request.
 """
 
-from ..base import Record
+from ..base.records import Record
 from ..prompts.selectors import Hook
 from .attributions import AttributionRequest, AttributionResult
 from .jobs import JobView

@@ -10,7 +10,6 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from ..artifacts.loras import Adapted
-from ..base import Plotted, Record
 from ..base.limits import (
     MAX_ANSWER_TEXT,
     MAX_ANSWER_TOKENS,
@@ -28,6 +27,7 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
+from ..base.records import Plotted, Record
 from ..prompts.selectors import (
     DimensionSelector,
     Hook,

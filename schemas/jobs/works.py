@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from ..base import MidstreamError, Record, Translated, from_msgpack, to_msgpack
+from ..base.errors import MidstreamError, Translated
+from ..base.records import Record, from_msgpack, to_msgpack
 from .kinds import installed
 
 #: In place of a record: the job answers its prompts.

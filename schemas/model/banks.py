@@ -11,7 +11,7 @@ sites share a table and a file, and only the ranks know the loaded model.
 
 from collections.abc import Mapping
 
-from ..base import Record
+from ..base.records import Record
 from ..prompts.selectors import FORWARD, HOOKS, INSIDE, Hook
 from ..settings.settings import SettingsError
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from ..base import Published
+from ..base.records import Published
 
 
 class LayerKind(Published):

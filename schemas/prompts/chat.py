@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..base import Record
 from ..base.limits import (
     MAX_IMAGE_TEXT,
     MAX_MESSAGES,
@@ -17,6 +16,7 @@ from ..base.limits import (
     Name,
     Text,
 )
+from ..base.records import Record
 
 
 class TextPart(Record, tag_field="type", tag="text"):

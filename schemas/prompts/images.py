@@ -12,8 +12,8 @@ import hashlib
 import struct
 from typing import Literal
 
-from ..base import Record
 from ..base.limits import MAX_IMAGE_PIXELS
+from ..base.records import Record
 
 #: Places from `_INSIDE` are tokens of images: `_INSIDE` + image · `_STRIDE` + token. No prompt is
 #: long enough to reach them.

@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from ..base import Record
 from ..base.limits import MAX_HOOKS
+from ..base.records import Record
 from .selectors import ByHook, Hook, HookName, LayerSelector, resolve_hook
 
 #: Before or after the interventions of the same site.

@@ -1,7 +1,7 @@
 """Requests and responses for tokens, in the shapes of vLLM's own `/tokenize` and `/detokenize`."""
 
-from ..base import Record
 from ..base.limits import Name, Text, TokenIds
+from ..base.records import Record
 from .chat import Conversation
 from .selectors import RequestedPositions
 

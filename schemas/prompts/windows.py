@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base import Record
 from ..base.limits import MAX_AROUND, MAX_MARGIN, MAX_SEQUENCES, Index, Name
+from ..base.records import Record
 
 #: Positions before or after others.
 Margin = Annotated[int, msgspec.Meta(ge=0, le=MAX_MARGIN)]

@@ -10,8 +10,8 @@ import numpy as np
 
 from ..artifacts.registered import NamedArtifact
 from ..artifacts.saes import SAES, StoredSae
-from ..base import Record, Wire
 from ..base.limits import MAX_FEATURE_SPECS, MAX_FEATURE_TOP, Reference
+from ..base.records import Record, Wire
 from ..prompts.selectors import Hook, RequestedPositions
 from ..prompts.sites import At
 from .stored import ReadingKind, StoredReading, copied

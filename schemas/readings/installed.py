@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 
 from ..artifacts.registered import NamedArtifact
-from ..base import Record, Wire
 from ..base.limits import MAX_INT64, MAX_OPTION_TEXT, MAX_OPTIONS, MAX_READERS, Name
+from ..base.records import Record, Wire
 from ..prompts.selectors import RequestedPositions
 from ..prompts.sites import At, SitesSpec
 from .stored import ReadingKind, StoredReading, copied

@@ -9,8 +9,8 @@ import numpy as np
 from ..artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ..artifacts.registered import NamedArtifact, references
 from ..artifacts.tuned_lenses import TUNED_LENSES, StoredTuned
-from ..base import Record, Wire
 from ..base.limits import MAX_LENS_TOKEN, MAX_LENS_TOKENS, MAX_LENS_TOP, Index, Reference
+from ..base.records import Record, Wire
 from ..prompts.selectors import Hook, HookName, LayerSelector, RequestedPositions
 from ..prompts.sites import At
 from .stored import ReadingKind, StoredReading, copied

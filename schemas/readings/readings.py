@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Union, get_args
 import msgspec
 
 from ..artifacts.loras import Adapted
-from ..base import Record
+from ..base.records import Record
 from .features import FEATURES, FeaturesReading
 from .installed import READERS, ReaderReading
 from .lens import LENS, LensReading

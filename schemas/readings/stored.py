@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from ..artifacts.saes import StoredSae
-from ..base import Record, Wire
+from ..base.records import Record, Wire
 
 #: The consumer that rows of a reading go to. No request can name it.
 READER = "reading"

@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..artifacts.saes import StoredSae
-from ..base import Record
 from ..base.limits import MAX_VERIFIED
+from ..base.records import Record
 
 EstimateMethod = Literal["attribution", "integrated", "edges", "adaptive"]
 #: Why a cell is computed exactly: among the largest estimates, drawn at random, known to be

@@ -5,7 +5,7 @@ rows). See `schemas.jobs.harvests`.
 from typing import Literal
 
 from ..artifacts.saes import StoredSae
-from ..base import Record
+from ..base.records import Record
 
 #: The most shards that a worker computes at a time, over all harvests; each rank holds their rows
 #: in memory.

@@ -12,7 +12,8 @@ from ..access.keys import Caller, scoped
 from ..artifacts.conditions import Condition, Mode
 from ..artifacts.probes import PROBES, StoredProbe
 from ..artifacts.registered import ArtifactKind, Registered, Registration
-from ..base import EditLimit, Record, refuse
+from ..base.edit_sizes import EditLimit
+from ..base.errors import refuse
 from ..base.limits import (
     MAX_POLICIES,
     MAX_POLICY_ACTIONS,
@@ -21,6 +22,7 @@ from ..base.limits import (
     Index,
     Reference,
 )
+from ..base.records import Record
 from ..prompts.selectors import HookName, LayerSelector
 from ..prompts.windows import Margin
 from .steering import MODULES, Module

@@ -7,8 +7,8 @@ import msgspec
 from ..artifacts.probes import PROBES, StoredProbe
 from ..artifacts.registered import NamedArtifact, references
 from ..artifacts.saes import SAES, StoredSae
-from ..base import Record
 from ..base.limits import MAX_LENS_TOKEN, MAX_PROBE_LABELS, Index, Reference
+from ..base.records import Record
 from ..prompts.selectors import RequestedPositions
 
 #: A token: its id, or a text that is one token.

@@ -7,7 +7,8 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from ..artifacts.loras import LoraUse
-from ..base import Record, Translated
+from ..base.errors import Translated
+from ..base.records import Record
 from ..prompts.selectors import Hook, KeyedByHook, as_ranges
 from .specs import Tag
 

@@ -15,7 +15,8 @@ from ..artifacts.loras import LoraUse
 from ..artifacts.probes import StoredProbe
 from ..artifacts.registered import NamedArtifact, references
 from ..artifacts.saes import SAES
-from ..base import ITEM_BYTES, EditLimit, NumbersOrTensor, Published, Record, RowDType, pack_numbers
+from ..base.dtypes import ITEM_BYTES, RowDType
+from ..base.edit_sizes import EditLimit
 from ..base.limits import (
     MAX_CONSUMERS,
     MAX_ENTRIES,
@@ -27,6 +28,8 @@ from ..base.limits import (
     Name,
     Reference,
 )
+from ..base.records import Published, Record
+from ..base.tensors import NumbersOrTensor, pack_numbers
 from ..model.banks import BANK, RESIDUAL, RowShape, banks_of
 from ..prompts.images import ImageSpan
 from ..prompts.selectors import (

@@ -12,8 +12,9 @@ import msgspec
 
 from ..access.keys import Caller, shown
 from ..artifacts.registered import ArtifactKind, Registered, Registration
-from ..base import EditLimit, Published, Record, limit_of
+from ..base.edit_sizes import EditLimit, limit_of
 from ..base.limits import MAX_ENTRIES, Name
+from ..base.records import Published, Record
 from ..base.store_calls import StoreCalls
 from ..prompts.selectors import (
     PositionSelector,

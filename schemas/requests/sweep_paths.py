@@ -11,8 +11,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from ..base import Record
 from ..base.limits import MAX_RECEIVERS
+from ..base.records import Record
 from ..prompts.selectors import FORWARD, Hook, HookName, LayerNumber
 
 #: A branch of every layer, and the hook at which its output is frozen.

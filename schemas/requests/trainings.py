@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from ..base import Record
+from ..base.records import Record
 
 #: How a module is fitted. From rows: `difference_of_means`, `pca` (first principal component of the
 #: pairs' differences) and `logistic` (weight of a logistic regression). By gradient, on the loss of

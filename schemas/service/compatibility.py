@@ -9,7 +9,8 @@ message that has it.
 
 import msgspec
 
-from ..base import MidstreamError, __version__
+from ..base.errors import MidstreamError
+from ..base.version import __version__
 from ..jobs.models import ModelInfo, WorkerInfo
 
 #: 0: versions that did not report a number.

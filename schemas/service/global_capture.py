@@ -11,7 +11,7 @@ from typing import cast, get_args
 
 import msgspec
 
-from ..base import MidstreamError, Translated, suggestion
+from ..base.errors import MidstreamError, Translated, suggestion
 from ..jobs.models import ModelInfo
 from ..prompts.selectors import (
     EVERY,

@@ -1,6 +1,6 @@
 """Health responses of the API."""
 
-from ..base import Published, Record
+from ..base.records import Published, Record
 from ..jobs.models import WorkerInfo
 
 

@@ -1,6 +1,6 @@
 """Service-wide status, as returned by `GET /v1/status` and shown by `midstream top`."""
 
-from ..base import Published
+from ..base.records import Published
 from ..jobs.models import WorkerInfo
 
 

@@ -12,8 +12,9 @@ from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 
-from ..base import Record, Translated, json_or_text, suggestion, to_json
+from ..base.errors import Translated, suggestion
 from ..base.limits import MAX_DRAFTS, MAX_IMAGE
+from ..base.records import Record, json_or_text, to_json
 from .secret_files import is_burnt, is_exposed
 from .tuning import Natural, Positive, PositiveInt, Tuning
 from .vllm_options import VllmOptions

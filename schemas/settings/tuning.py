@@ -4,8 +4,8 @@ from typing import Annotated
 
 import msgspec
 
-from ..base import Record
 from ..base.limits import MAX_POLICY_VECTORS, MAX_STEERING_ROWS
+from ..base.records import Record
 
 Positive = Annotated[float, msgspec.Meta(gt=0)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1)]

@@ -2,7 +2,8 @@
 
 from typing import Literal
 
-from ..base import DType, Record
+from ..base.dtypes import DType
+from ..base.records import Record
 from .tuning import Natural, PositiveInt
 
 

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 
 import msgspec
 
-from ...schemas.base import DTYPES, ITEM_BYTES, Tensor, Translated, shortened
+from ...schemas.base.dtypes import DTYPES, ITEM_BYTES
+from ...schemas.base.errors import Translated, shortened
+from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.captures import FORMAT, Manifest
 
 #: Midstream's name of a dtype → safetensors'.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from os.path import isdir
 from pathlib import Path
 
-from ...schemas.base import Translated, invalid
+from ...schemas.base.errors import Translated, invalid
 
 
 def folder_below(root: str, path: str, setting: str, kinds: Sequence[Sequence[str]]) -> Path:

@@ -16,16 +16,10 @@ import msgspec
 import numpy as np
 
 from ...schemas.artifacts.jacobian_lenses import JacobianLens, JacobianLensRequest, JacobianRecord
-from ...schemas.base import (
-    DTYPE_OF_FILE,
-    DTYPES,
-    ITEM_BYTES,
-    MidstreamError,
-    Translated,
-    narrowed,
-    now,
-)
+from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.limits import MAX_TUNED_BYTES
+from ...schemas.base.records import now
 from ...schemas.jobs.models import ModelInfo
 from .capture_blobs import DTYPE_NAMES, DamagedBlob, TensorPlace, read_tensors, safetensors_header
 from .folders import folder_below

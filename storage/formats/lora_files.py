@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from ...schemas.artifacts.loras import LoraModule, LoraSupport
-from ...schemas.base import MidstreamError, Translated
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.limits import MAX_LAYERS, MAX_LORA_BYTES, MAX_LORA_CONFIG
 from ...schemas.prompts.selectors import as_ranges, resolve_layers
 from .capture_blobs import DamagedBlob

@@ -18,9 +18,11 @@ from typing import Any, get_args
 import msgspec
 import safetensors
 
-from ...schemas.base import DTYPES, DType, Tensor, Translated
+from ...schemas.base.dtypes import DTYPES, DType
+from ...schemas.base.errors import Translated
 from ...schemas.base.json_bounds import TooManyValues, check_json
 from ...schemas.base.limits import MAX_ENTRIES, MAX_FILE_HEADER, MAX_FILE_TENSORS
+from ...schemas.base.tensors import Tensor
 from ...schemas.prompts.selectors import ALIASES, EVERY, full_name, resolve_hook
 from ...schemas.requests.interventions import STEERING_FIELDS, TENSORS
 from ...schemas.requests.specs import SteeringSpec

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from ...schemas.artifacts.saes import Architecture, Normalisation, SaeForm
-from ...schemas.base import MidstreamError, Translated, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.limits import MAX_SAE_BYTES, MAX_SAE_CONFIG, MAX_SAE_WIDTH
 from ...schemas.prompts.selectors import ALIASES, HOOKS, Hook
 from .folders import bounded_file, folder_below

@@ -15,7 +15,8 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from ...schemas.base import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, Translated, shortened, widened
+from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, widened
+from ...schemas.base.errors import Translated, shortened
 from ...schemas.base.limits import MAX_FILE_HEADER
 from .capture_blobs import DamagedBlob, TensorPlace, read_tensors
 

@@ -17,7 +17,9 @@ from typing import Any
 import msgspec
 from refit import certify_with
 
-from midstream.schemas.base import MidstreamError, Tensor, from_json, to_json
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.jobs import Job, Output
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, runs_named
 from midstream.schemas.requests.specs import DIMS_PREFIX, EntryPoint, Grade

@@ -24,15 +24,8 @@ from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.artifacts.loras import StoredLora
 from midstream.schemas.artifacts.probes import StoredProbe
-from midstream.schemas.base import (
-    Tensor,
-    content_hash,
-    from_json,
-    from_msgpack,
-    from_numpy,
-    to_json,
-    to_numpy,
-)
+from midstream.schemas.base.records import from_json, from_msgpack, to_json
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.receipts import Receipt

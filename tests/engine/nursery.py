@@ -30,7 +30,7 @@ from typing import IO, TYPE_CHECKING, Any
 import msgspec
 
 from midstream.broker.processes.orphans import die_with_parent
-from midstream.schemas.base import from_json, to_json
+from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.settings.settings import load_settings
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from transformers.models.llama import modeling_llama
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
 from midstream.client.captures.reader import CaptureReader
 from midstream.client.sdk.attention import attention_patches, by_layer
-from midstream.schemas.base import from_numpy
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.model.attention import AttentionKind
 from midstream.schemas.requests.specs import CaptureSpec, PatchSource, PatchSpec

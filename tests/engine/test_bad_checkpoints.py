@@ -10,7 +10,7 @@ import pytest
 from option_cases import changed, copied, remote
 from tiny import LAYERS, checkpoint
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import Settings
 from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import VllmEngine

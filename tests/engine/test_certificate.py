@@ -18,7 +18,7 @@ from own_configs import folder_of
 from tiny import CHECKPOINTS, LAYERS
 from wait_kit import warn_if_late
 
-from midstream.schemas.base import from_json
+from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.certificates import Certificate
 from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
 

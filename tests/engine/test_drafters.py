@@ -25,7 +25,7 @@ from test_reentry import EVERY, ask, base_run, cell, graded, logprobs_of, truth
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_LOGPROBS, FP32_ROWS
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import Job, Output
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow
 from midstream.schemas.requests.specs import Grade

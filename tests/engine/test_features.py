@@ -20,7 +20,8 @@ from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.readings.saes import resolve_sae
 from midstream.broker.ledger.results.readings import readings
 from midstream.schemas.artifacts.saes import Sae, SaeRequest
-from midstream.schemas.base import Tensor, from_msgpack
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.readings.features import FeaturesReading, StoredFeatures

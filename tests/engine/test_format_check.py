@@ -9,7 +9,7 @@ import pytest
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.engine.prompts import format_check
 from midstream_ops.demo_model import fetch_demo_model
 

@@ -19,7 +19,9 @@ from wait_kit import wait_until
 
 from midstream import Client
 from midstream.client.captures.reader import CaptureReader
-from midstream.schemas.base import MidstreamError, from_json, to_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json
+from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.jobs.attributions import AttributionResult
 from midstream.schemas.jobs.fits import FitResult
 from midstream.schemas.jobs.jobs import TERMINAL, JobView, State

@@ -20,7 +20,8 @@ from tolerances import FP32_ATTENTION, FP32_HOOKS, FP32_ROWS
 
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
 from midstream.client.captures.reader import CaptureReader
-from midstream.schemas.base import MidstreamError, from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import INSIDE

@@ -14,7 +14,7 @@ from tiny import HIDDEN, LAYERS
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.readings.readings import resolve_readings
 from midstream.broker.ledger.results.readings import readings
-from midstream.schemas.base import from_numpy
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.readings.installed import ReaderReading, ReaderSpec

@@ -16,7 +16,7 @@ from reference import Edit, Reference
 from tiny import HIDDEN, LAYERS
 from tolerances import FP32_ROWS
 
-from midstream.schemas.base import Tensor, from_numpy, to_numpy
+from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
 from midstream.schemas.prompts.selectors import (
     HOOKS,
     STREAM_HOOKS,

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from stack import Stack
 from tolerances import FP32_BATCH_LOGITS, LENS_LOGITS
 
-from midstream.schemas.base import from_json
+from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.jobs import JobView, State
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.jobs.sweeps import SweepResult

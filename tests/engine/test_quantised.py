@@ -27,7 +27,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsLinearMethod,
 )
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import Settings
 from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.vllm import VllmEngine

@@ -27,7 +27,7 @@ from tolerances import (
     FP32_ROWS_30_LAYERS,
 )
 
-from midstream.schemas.base import from_numpy
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.requests.specs import SteeringSpec
 from midstream_ops.demo_model import fetch_demo_model
 

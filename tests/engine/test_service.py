@@ -25,7 +25,7 @@ from tolerances import BF16_BATCH, LOGPROB_MOVED
 from midstream.client import CaptureReader, Client, returned_rows
 from midstream.schemas.access.keys import Limits
 from midstream.schemas.artifacts.probes import ProbeResult
-from midstream.schemas.base import EditLimit
+from midstream.schemas.base.edit_sizes import EditLimit
 from midstream.schemas.jobs.jobs import CaptureResults, SamplingRequest, State
 from midstream.schemas.prompts.selectors import HOOKS as RESIDUAL
 from midstream.schemas.requests.source_runs import RunRow, row_name, run_key

@@ -14,7 +14,7 @@ import pytest
 from host import prompt_of
 from stack import Stack
 
-from midstream.schemas.base import from_json
+from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.jobs import JobView, State
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.requests.steering import Dynamic, GlobalView

@@ -34,7 +34,7 @@ from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.access.keys import DEFAULT_TENANT
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseWork
 from midstream.schemas.jobs.fits import FitWork
 from midstream.schemas.jobs.harvests import HarvestWork

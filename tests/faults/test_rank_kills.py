@@ -23,7 +23,7 @@ from killed_requests import BLOCKED, KINDS, check_files, check_receipt, kind_of
 from test_durability import serving
 
 from midstream.broker.receipts.relay import Relay
-from midstream.schemas.base import from_msgpack
+from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.jobs.receipts import LostRange, Receipt
 from midstream.workers.runner.files.desk import EXIT_NO_RECEIPTS
 from midstream_ops.processes import wait_for

@@ -28,7 +28,8 @@ from wait_kit import wait_until
 import midstream
 from midstream.broker.ledger.jobs.ledger import Claim, Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
-from midstream.schemas.base import Problem, now
+from midstream.schemas.base.errors import Problem
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Event, Job, JobView, Output, TokenLogprob
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, WorkerInfo, encode_bundle
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt

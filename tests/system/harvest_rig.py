@@ -10,7 +10,7 @@ from midstream_fake_engine.model import HIDDEN_SIZE, identity_of
 from sweep_rig import Rig
 
 from midstream.broker.ledger.recovery.harvests import LedgerHarvests, new_harvest_id
-from midstream.schemas.base import now
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.harvest_names import OVER
 from midstream.schemas.jobs.harvests import HarvestSource, HarvestView, StoredHarvest
 from midstream.schemas.jobs.models import WorkerInfo

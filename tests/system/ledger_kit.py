@@ -18,7 +18,9 @@ from midstream.broker.queue.celery_app import (
     task_of,
 )
 from midstream.broker.queue.messages import job_of_task, task_id_of
-from midstream.schemas.base import Problem, Tensor, now
+from midstream.schemas.base.errors import Problem
+from midstream.schemas.base.records import now
+from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.kinds import KINDS
 from midstream.schemas.jobs.models import WorkerInfo

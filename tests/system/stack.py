@@ -36,7 +36,8 @@ from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.processes import leftovers
 from midstream.broker.queue.celery_app import make_app
 from midstream.client import Client
-from midstream.schemas.base import Problem, now
+from midstream.schemas.base.errors import Problem
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import (
     TERMINAL,
     Job,

@@ -35,7 +35,8 @@ from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.receipts.relay import Relay
 from midstream.schemas.artifacts.conditions import Condition, Schedule
 from midstream.schemas.artifacts.probes import Probe, ProbeContent
-from midstream.schemas.base import content_hash, from_numpy, now, to_msgpack
+from midstream.schemas.base.records import now, to_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.sweep_units import SweepWork, Units
 from midstream.schemas.jobs.sweeps import (

@@ -21,7 +21,8 @@ from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Claim
 from midstream.client import CaptureReader, Client
 from midstream.client.cli import main
-from midstream.schemas.base import MidstreamError, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.receipts import CapturedFile
 
 

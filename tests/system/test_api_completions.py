@@ -22,7 +22,7 @@ from wait_kit import wait_until
 from midstream import returned_rows
 from midstream.broker.ledger.jobs.ledger import Claim
 from midstream.broker.ledger.named.steering import LedgerSteering
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import CaptureResults
 from midstream.schemas.jobs.openai import ONLY
 from midstream.schemas.jobs.receipts import Consumed

@@ -26,7 +26,8 @@ from wait_kit import wait_until, warn_if_late
 
 from midstream.api.context import open_context
 from midstream.broker.queue.celery_app import lists_of, queue_of
-from midstream.schemas.base import MidstreamError, to_json
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_json
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}
 

@@ -19,7 +19,8 @@ from wait_kit import warn_if_late
 from midstream.api.context import open_context
 from midstream.api.responses import events
 from midstream.broker.queue.celery_app import lists_of, queue_of
-from midstream.schemas.base import MidstreamError, from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import from_numpy
 from midstream.workers.runner.probes.watches import Watch
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}

@@ -15,7 +15,8 @@ from stack import Stack
 from wait_kit import wait_until
 
 from midstream.client import Client
-from midstream.schemas.base import content_hash, from_json, from_numpy, to_json
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.openai import Completion
 from midstream.schemas.requests.source_runs import ZEROS, RunPage, RunView

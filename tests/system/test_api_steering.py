@@ -16,7 +16,8 @@ from edge import refused
 from ports import free_port
 from stack import Stack, stack_with
 
-from midstream.schemas.base import from_json, from_numpy, to_json
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.requests.specs import SteeringSpec
 from midstream.schemas.requests.steering import Dynamic, GlobalView, ModuleView
 from midstream.storage.formats.module_files import to_bytes

@@ -15,7 +15,8 @@ from sweep_rig import keep
 from midstream import Client, PatchStudy
 from midstream.broker.ledger.results.sweep_result import sweep_cell, sweep_start
 from midstream.client import MidstreamError
-from midstream.schemas.base import from_json, to_json, to_numpy
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.jobs.jobs import Event, State
 from midstream.schemas.jobs.sweep_units import SweepWork, Units
 from midstream.schemas.jobs.sweep_views import SweepPlan, SweepView

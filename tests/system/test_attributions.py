@@ -31,7 +31,8 @@ from sweep_rig import (
 )
 
 from midstream.client import Client
-from midstream.schemas.base import content_hash, from_numpy, to_msgpack
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.attributions import AttributionResult
 from midstream.schemas.jobs.jobs import Event, JobView, State
 from midstream.schemas.jobs.queues import GRADIENTS

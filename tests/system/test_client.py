@@ -21,7 +21,8 @@ from stack import Stack
 from wait_kit import wait_until
 
 from midstream import AsyncClient, Client, PatchStudy, returned_rows
-from midstream.schemas.base import MidstreamError, from_json
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.jobs.sweeps import SweepCell, SweepSummary

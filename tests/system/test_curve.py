@@ -15,7 +15,7 @@ from midstream.broker.receipts import frames
 from midstream.broker.receipts.curve import ClientKeys, client_keys, new_keys
 from midstream.broker.receipts.frames import FrameKind
 from midstream.broker.receipts.outbox import Outbox
-from midstream.schemas.base import to_msgpack
+from midstream.schemas.base.records import to_msgpack
 from midstream_ops.redis_server import RedisServer
 
 

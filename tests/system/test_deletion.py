@@ -43,7 +43,9 @@ from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.ledger.results import views
 from midstream.client import CaptureReader
-from midstream.schemas.base import MidstreamError, Tensor, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.jobs.queues import COMPARISON_S, COMPARISONS
 from midstream.schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile

@@ -36,7 +36,7 @@ from midstream.broker.ledger.jobs.status import read_status
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.queue.celery_app import PRIORITY_STEPS, lists_of, queue_of
 from midstream.schemas.access.keys import Limits, Tenant
-from midstream.schemas.base import now
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, Sampling, State
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.queues import GRADIENTS, Queue

@@ -34,7 +34,7 @@ from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.receipts.outbox import Outbox
 from midstream.broker.receipts.relay import Relay, connect_redis
 from midstream.broker.redis_service import durability as redis_durability, server as redis_server
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.settings.settings import Settings, SettingsError, to_environment

@@ -19,7 +19,8 @@ from stack import Stack, stack_with
 
 from midstream import Client
 from midstream.broker.ledger.recovery.harvests import LedgerHarvests
-from midstream.schemas.base import EditSizes, MidstreamError
+from midstream.schemas.base.edit_sizes import EditSizes
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseCell, DoseResult, DoseWork
 from midstream.schemas.jobs.fits import (
     FitRequest,

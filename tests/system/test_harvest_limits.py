@@ -23,7 +23,8 @@ from midstream.broker.ledger.core.scripts import SHELVED_S, Scripts
 from midstream.broker.ledger.recovery.harvests import SURVEYS, LedgerHarvests
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.schemas.access.keys import Limits, Tenant
-from midstream.schemas.base import MidstreamError, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.harvests import HarvestShards, HarvestStream, HarvestWork, SurveyEntry
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.requests.harvest_work import HarvestPart, Survey

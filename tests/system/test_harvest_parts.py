@@ -29,7 +29,8 @@ from midstream.broker.ledger.recovery.harvests import (
 )
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.client.harvest import open
-from midstream.schemas.base import MidstreamError, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.harvests import (
     HarvestCut,
     HarvestPositions,

@@ -17,7 +17,9 @@ from ledger_kit import WORKER, make_job, worker_info
 from midstream.broker.ledger.jobs.inputs import GRACE_S, LARGE, SIGNS, SWEEP_AGAIN_S, LedgerInputs
 from midstream.broker.ledger.jobs.ledger import Ledger, accepted_at
 from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.schemas.base import MidstreamError, Tensor, content_hash, from_msgpack, from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job
 
 #: Of the model to which vectors are sent here.

@@ -30,7 +30,8 @@ from midstream.broker.ledger.people.keys import LedgerKeys, is_right, new_key, p
 from midstream.client import Client
 from midstream.client.cli.main import app as cli
 from midstream.schemas.access.keys import SCOPES, Scope
-from midstream.schemas.base import MidstreamError, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import JobView
 from midstream.schemas.settings.settings import Settings, to_environment
 from midstream_ops.redis_server import RedisServer

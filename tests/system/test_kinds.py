@@ -41,7 +41,8 @@ from midstream.client.render.records import SHOWN
 from midstream.client.sdk.registered import BY_KIND
 from midstream.schemas.access.keys import EVERYBODY
 from midstream.schemas.artifacts.registered import ArtifactKind, FolderRequest, Registered
-from midstream.schemas.base import MidstreamError, from_json, to_json
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import JobRequest
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.requests.policies import POLICIES, Policy

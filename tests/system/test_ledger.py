@@ -29,7 +29,9 @@ from refusal_kit import refuses
 from midstream.broker.ledger.jobs.ledger import EventsLost, Ledger
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.ledger.results import views
-from midstream.schemas.base import MidstreamError, Tensor, content_hash, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.base.tensors import Tensor, content_hash
 from midstream.schemas.jobs.jobs import Event, Job, State, StoredPrompt
 from midstream.schemas.service.compatibility import OLDEST_WIRE, WIRE
 

@@ -23,7 +23,8 @@ from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.broker.processes.liveness import RELAY_KEY
 from midstream.schemas.access.keys import Limits, Tenant
-from midstream.schemas.base import MidstreamError, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, Sampling, State
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt
 

@@ -40,7 +40,9 @@ from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.schemas.access.keys import Limits, Tenant, scoped
-from midstream.schemas.base import MidstreamError, Tensor, content_hash, from_numpy, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling, State
 from midstream.schemas.jobs.receipts import CapturedFile
 from midstream.schemas.requests.steering import MODULES, Module, SteeringTemplate, content_digest

@@ -35,7 +35,7 @@ from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.client import Client
 from midstream.client.harvest import open as open_harvest
-from midstream.schemas.base import now, to_msgpack
+from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.jobs.harvest_names import OVER
 from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.receipts import receipt_decoder

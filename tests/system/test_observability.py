@@ -25,7 +25,7 @@ from wait_kit import wait_until
 
 from midstream.client.cli import main as cli
 from midstream.client.sdk.discovery import STATE_FILE
-from midstream.schemas.base import from_json
+from midstream.schemas.base.records import from_json
 from midstream.schemas.requests.specs import StoredSteering
 from midstream.schemas.service.status import ServiceStatus
 from midstream.schemas.settings.tuning import Tuning

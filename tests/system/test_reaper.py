@@ -41,7 +41,7 @@ from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.processes.liveness import RELAY_ALIVE_S, RELAY_KEY, RELAY_LATE_S
 from midstream.broker.queue.celery_app import make_app, queue_of
 from midstream.broker.receipts.relay import Relay
-from midstream.schemas.base import now, to_json
+from midstream.schemas.base.records import now, to_json
 from midstream.schemas.jobs.jobs import State
 
 

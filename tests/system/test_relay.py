@@ -35,7 +35,7 @@ from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import FrameKind
 from midstream.broker.receipts.outbox import Outbox, OutboxError
 from midstream.broker.receipts.relay import bind_address
-from midstream.schemas.base import to_msgpack
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.receipts import PROTOCOL, CapturedFile
 from midstream.schemas.settings.settings import SettingsError

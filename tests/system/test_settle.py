@@ -35,7 +35,7 @@ from midstream.broker.telemetry import metrics
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeContent, ProbeScore, StoredProbe
-from midstream.schemas.base import from_json, now, to_json
+from midstream.schemas.base.records import from_json, now, to_json
 from midstream.schemas.jobs.jobs import CaptureResults, Job, State
 from midstream.schemas.jobs.kinds import KINDS
 from midstream.schemas.jobs.receipts import CapturedFile, Consumed, LostRange, Receipt

@@ -30,7 +30,8 @@ from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named import source_runs as runs_module
 from midstream.broker.ledger.named.source_runs import LedgerRuns
-from midstream.schemas.base import MidstreamError, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.requests.source_runs import RunFiles, RunRecord, RunView, run_key
 from midstream.schemas.requests.specs import StoredCapture

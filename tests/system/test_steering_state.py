@@ -32,7 +32,9 @@ from midstream.broker.ledger.jobs.ledger import ClaimRefused, Ledger
 from midstream.broker.ledger.named import steering as broker_steering
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
-from midstream.schemas.base import MidstreamError, Tensor, content_hash, from_numpy, now, to_msgpack
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now, to_msgpack
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.schemas.requests.steering import (
     MODULES,

@@ -17,7 +17,7 @@ from midstream.broker.ledger.core.scripts import SHELVED_S
 from midstream.broker.ledger.named.probes import watched_model, with_policies
 from midstream.broker.ledger.named.source_runs import LedgerRuns
 from midstream.broker.ledger.recovery.reaper import Reaper
-from midstream.schemas.base import now, to_msgpack
+from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import StoredSweep, UnitRecord

@@ -32,7 +32,8 @@ from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.units import LedgerUnits
 from midstream.broker.ledger.results.sweep_result import sweep_cell
-from midstream.schemas.base import MidstreamError, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.receipts import CapturedFile
 from midstream.schemas.jobs.sweep_units import SweepWork, Units

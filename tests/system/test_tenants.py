@@ -15,7 +15,7 @@ from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.client import Client
 from midstream.schemas.access.keys import Limits
-from midstream.schemas.base import from_numpy
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.requests.steering import WorkerSteering
 from midstream_ops.redis_server import RedisServer
 

@@ -11,7 +11,8 @@ from edge import refused
 from stack import Stack
 
 from midstream.client import Client
-from midstream.schemas.base import from_numpy, to_json
+from midstream.schemas.base.records import to_json
+from midstream.schemas.base.tensors import from_numpy
 
 HIDDEN = 8
 BODY: dict[str, Any] = {

@@ -25,7 +25,9 @@ from wait_kit import wait_until
 from midstream import __version__
 from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.client import CaptureReader
-from midstream.schemas.base import MidstreamError, content_hash, from_msgpack, from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.models import TokenizerBundle, encode_bundle
 from midstream.schemas.readings.installed import OptionValue, StoredReader

@@ -25,7 +25,9 @@ from midstream.broker.ledger.jobs import inputs
 from midstream.broker.ledger.jobs.ledger import Ledger, Renewal, new_job_id
 from midstream.broker.ledger.named.source_runs import LedgerRuns
 from midstream.broker.ledger.named.steering import LedgerSteering
-from midstream.schemas.base import MidstreamError, content_hash, from_numpy, now, to_msgpack
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now, to_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, JobView, Output, Sampling, State, StoredPrompt
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import RunRow, RunView, row_name, run_key

@@ -17,7 +17,7 @@ from job_kit import job_result, job_view
 
 from midstream import __version__
 from midstream.client.sdk import wire
-from midstream.schemas.base import MidstreamError, Problem
+from midstream.schemas.base.errors import MidstreamError, Problem
 from midstream.schemas.jobs.jobs import JobView, State
 from midstream.schemas.jobs.results import JobResult
 

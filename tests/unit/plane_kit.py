@@ -19,7 +19,8 @@ from midstream.broker.receipts.outbox import Outbox
 from midstream.client.captures.reader import CaptureReader
 from midstream.kernels import WHOLE, in_family
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
-from midstream.schemas.base import content_hash, from_msgpack, from_numpy
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import lowest_position
 from midstream.schemas.requests.specs import (

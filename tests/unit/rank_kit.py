@@ -17,7 +17,7 @@ from midstream import __version__
 from midstream.broker.receipts.outbox import Outbox
 from midstream.kernels import STREAM, WHOLE, pair_site, single_site
 from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, OpInputs
-from midstream.schemas.base import content_hash, from_numpy
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.interventions import FAMILIES, SCALARS

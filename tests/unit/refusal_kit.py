@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 
 @contextmanager

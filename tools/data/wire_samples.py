@@ -26,7 +26,9 @@ from midstream.schemas.artifacts.loras import Lora, LoraUse
 from midstream.schemas.artifacts.probes import Probe
 from midstream.schemas.artifacts.saes import Sae
 from midstream.schemas.artifacts.tuned_lenses import TunedLens
-from midstream.schemas.base import Problem, Tensor, to_json, to_msgpack
+from midstream.schemas.base.errors import Problem
+from midstream.schemas.base.records import to_json, to_msgpack
+from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.doses import DoseEffect, DoseResult, DoseWork
 from midstream.schemas.jobs.fits import FitResult, FitWork, LensFitResult

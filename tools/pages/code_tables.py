@@ -21,7 +21,8 @@ from midstream.client import Client
 from midstream.client.cli.kinds import KINDS
 from midstream.client.cli.main import app
 from midstream.client.sdk.calls import Calls
-from midstream.schemas.base import Record, limits
+from midstream.schemas.base import limits
+from midstream.schemas.base.records import Record
 from midstream.schemas.settings.settings import TABLES, Settings
 
 ROOT = Path(__file__).resolve().parents[2]

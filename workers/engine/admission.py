@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from typing import Generic, NamedTuple, TypeVar
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 
 Demand = TypeVar("Demand")
 

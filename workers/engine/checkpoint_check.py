@@ -8,7 +8,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from ...schemas.base import MidstreamError, Translated
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.settings.settings import Settings
 
 #: A weight of a numbered layer, such as `model.layers.3.mlp.up_proj.weight` or

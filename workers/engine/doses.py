@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ...schemas.artifacts.conditions import POLICY
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.doses import DoseCell, DoseResult, StoredDose
 from ...schemas.jobs.jobs import Output
 

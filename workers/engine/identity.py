@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 
 from ...broker.processes.private_files import locked_file
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.settings.settings import Settings
 
 #: Id of this start of the process; receipts and leases carry it, so that leftovers of a previous

@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ...schemas.base import MidstreamError, Translated, to_json
+from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base.records import to_json
 from ...schemas.jobs.models import encode_bundle
 from ...schemas.settings.settings import Settings
 from ..runner.hooks.config_rules import as_served

@@ -8,7 +8,8 @@ from ...schemas.access.keys import DEFAULT_TENANT
 from ...schemas.artifacts.loras import LoraUse, StoredLora
 from ...schemas.artifacts.probes import StoredProbe
 from ...schemas.artifacts.saes import StoredSae
-from ...schemas.base import MidstreamError, Tensor
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.jobs import Job, MessageDelta, Output, Prompted, Sampling, TokenLogprob
 from ...schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle
 from ...schemas.jobs.sweeps import StoredSweep

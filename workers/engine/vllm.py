@@ -23,9 +23,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from ...schemas.artifacts.loras import LoraModule, LoraSupport, LoraUse
-from ...schemas.base import MidstreamError, Translated, __version__, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.machine import host_bytes
 from ...schemas.base.ring import Ring, plan_queue, plan_ring, plan_writers
+from ...schemas.base.version import __version__
 from ...schemas.jobs.certificates import UNPROVEN
 from ...schemas.jobs.jobs import Prompted
 from ...schemas.jobs.models import NO_TOOL_PARSER, ModelInfo, TokenizerBundle

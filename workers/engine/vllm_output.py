@@ -11,7 +11,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
 from ...schemas.artifacts.conditions import POLICY
-from ...schemas.base import MidstreamError, invalid, shortened
+from ...schemas.base.errors import MidstreamError, invalid, shortened
 from ...schemas.base.limits import MAX_DETAIL
 from ...schemas.jobs.jobs import Message, Output, Prompted, Sampling, TokenLogprob
 from ...schemas.requests.specs import RankSpec

@@ -10,7 +10,8 @@ from ...broker.ledger.jobs.sweeps import unit_row, units_key
 from ...broker.ledger.jobs.units import UnitRow
 from ...broker.ledger.results.attribution_result import estimated_pair
 from ...broker.ledger.results.sweep_result import chosen_cells, sweep_start, sweep_summary
-from ...schemas.base import MidstreamError, Tensor
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.jobs import Output
 from ...schemas.jobs.sweep_units import SweepWork
 from ...schemas.jobs.sweeps import UnitRecord

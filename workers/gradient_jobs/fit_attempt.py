@@ -15,7 +15,9 @@ import msgspec
 from ...broker.ledger.named.registry import Registry
 from ...schemas.access.keys import scoped
 from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLensRequest, StoredLensFit
-from ...schemas.base import MidstreamError, Record, Tensor, content_hash, from_numpy, now
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import Record, now
+from ...schemas.base.tensors import Tensor, content_hash, from_numpy
 from ...schemas.jobs.fits import (
     FitOutcome,
     FitResult,

@@ -20,7 +20,8 @@ import torch
 from ...broker.artifacts.source_run_files import on_disk, run_files, shortfall
 from ...broker.ledger.jobs.captures import LedgerCaptures
 from ...broker.ledger.jobs.ledger import Ledger, new_job_id
-from ...schemas.base import MidstreamError, now
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
 from ...schemas.jobs.jobs import TERMINAL, Job, Sampling, State, StoredPrompt
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.jobs.queues import COMPARISONS

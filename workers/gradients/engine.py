@@ -25,8 +25,10 @@ from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.receipts.curve import client_keys
 from ...broker.receipts.outbox import Outbox
 from ...schemas.artifacts.saes import StoredSae
-from ...schemas.base import MidstreamError, Tensor, Translated, __version__, to_numpy
+from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.ring import plan_writers
+from ...schemas.base.tensors import Tensor, to_numpy
+from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import Output
 from ...schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle
 from ...schemas.jobs.receipts import Receipt

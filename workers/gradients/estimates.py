@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...schemas.artifacts.saes import StoredSae
-from ...schemas.base import to_numpy
+from ...schemas.base.tensors import to_numpy
 from ...schemas.jobs.sweep_units import nodes_of
 from ...schemas.jobs.sweeps import Baseline, StoredSweep
 from ...schemas.prompts.selectors import Hook

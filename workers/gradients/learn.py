@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, softplus
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.fits import FitTokens, StoredModuleFit
 from ...schemas.prompts.selectors import select
 from ...schemas.requests.trainings import BY_GRADIENT, FitEffect, FitPoint, FitSite

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...schemas.base import MidstreamError, Translated
+from ...schemas.base.errors import MidstreamError, Translated
 from ..engine.proof.comparison import Checkpoint
 from ..engine.proof.reference import NotComparableError, configured, free_bytes
 from ..runner.hooks.architectures import UnsupportedArchitectureError

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from ...schemas.base import MidstreamError, by_key
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import by_key
 from ...schemas.jobs.sweep_units import Units
 from ...schemas.jobs.sweeps import Baseline, Metric, StoredPair, StoredSweep
 from ...schemas.prompts.selectors import resolve_layers

@@ -13,15 +13,9 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from ...broker.ledger.jobs.ledger import EventsLost, Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
-from ...schemas.base import (
-    MidstreamError,
-    Record,
-    Tensor,
-    content_hash,
-    from_json,
-    from_msgpack,
-    to_json,
-)
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import Record, from_json, from_msgpack, to_json
+from ...schemas.base.tensors import Tensor, content_hash
 from ...schemas.jobs.jobs import Event, EventKind, Job, State, StoredOutcome
 from ...schemas.jobs.receipts import Receipt
 from ..engine.admission import CellSlots

@@ -13,7 +13,8 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 
 from ...broker.ledger.jobs.inputs import LedgerInputs
 from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, Ledger
-from ...schemas.base import MidstreamError, Problem, now
+from ...schemas.base.errors import MidstreamError, Problem
+from ...schemas.base.records import now
 from ...schemas.jobs.harvest_names import PARTS_PER_WORKER
 from ...schemas.jobs.jobs import Job, State
 from ...schemas.settings.faults import crash_point

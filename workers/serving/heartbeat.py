@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.models import WorkerInfo
 from ...schemas.settings.settings import Settings
 from .attempt import AttemptOutcome

@@ -23,7 +23,9 @@ from ...broker.ledger.jobs.inputs import LedgerInputs
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.steering import LedgerSteering
 from ...broker.ledger.recovery.reaper import Reaper
-from ...schemas.base import MidstreamError, __version__, now
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import now
+from ...schemas.base.version import __version__
 from ...schemas.jobs.models import WorkerInfo, encode_bundle
 from ...schemas.jobs.queues import GRADIENTS
 from ...schemas.settings.settings import Settings

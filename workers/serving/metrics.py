@@ -14,8 +14,9 @@ from prometheus_client import REGISTRY
 
 from ...broker.telemetry.scraped_metrics import OF_WORKER, ScrapedMetrics, WorkerReport
 from ...broker.telemetry.store_metrics import STORE
-from ...schemas.base import __version__, now
+from ...schemas.base.records import now
 from ...schemas.base.store_calls import StoreCalls
+from ...schemas.base.version import __version__
 from ...schemas.jobs.models import WorkerStats
 from .attempts import Attempts
 from .rank_watch import RankWatch

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ...broker.ledger.jobs.ledger import Claim
 from ...broker.telemetry import logs, metrics, traces
-from ...schemas.base import now
+from ...schemas.base.records import now
 from ...schemas.jobs.jobs import State
 
 logger = logging.getLogger(__name__)

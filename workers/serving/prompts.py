@@ -10,7 +10,7 @@ import msgspec
 
 from ...broker.ledger.jobs.ledger import Ledger
 from ...schemas.artifacts.probes import TokenScores
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import Event, Job, Output
 from ...schemas.prompts.images import digest_of
 from ...schemas.requests.source_runs import ZEROS, is_row, runs_named

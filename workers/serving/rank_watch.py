@@ -17,7 +17,9 @@ from functools import partial
 from typing import cast
 
 from ...broker.ledger.named.steering import LedgerSteering
-from ...schemas.base import MidstreamError, Tensor, Translated, content_hash, now
+from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base.records import now
+from ...schemas.base.tensors import Tensor, content_hash
 from ...schemas.requests.steering import (
     GlobalSteering,
     RankSteering,

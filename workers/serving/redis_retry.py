@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, TypeVar
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.receipts import READ_LATER
 from ...schemas.requests.source_runs import RunFiles, parse_key
 from ...storage.store import TRANSIENT, open_store

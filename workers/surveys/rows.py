@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...schemas.base import MidstreamError
+from ...schemas.base.errors import MidstreamError
 from ...storage.harvests import Harvest
 
 

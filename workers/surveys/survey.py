@@ -7,7 +7,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...schemas.base import MidstreamError, to_json
+from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import to_json
 from ...schemas.jobs.harvests import SurveyEntry, SurveyTask
 from ...schemas.requests.harvest_work import Survey
 from ...storage.harvests import Harvest, open as open_harvest, put, shard_buffers

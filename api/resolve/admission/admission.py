@@ -17,14 +17,13 @@ from ....broker.ledger.named.registry import Lookup
 from ....schemas.access.handling import Handling, callback_of
 from ....schemas.access.keys import EVERYBODY, Caller, scoped
 from ....schemas.artifacts.probes import StoredProbe
-from ....schemas.base import (
-    EditLimit,
+from ....schemas.base.edit_sizes import EditLimit
+from ....schemas.base.errors import (
     Excluded,
     MidstreamError,
     Translated,
     check_excluded,
     invalid,
-    now,
     shortened,
 )
 from ....schemas.base.limits import (
@@ -33,6 +32,7 @@ from ....schemas.base.limits import (
     MAX_INT64,
     MAX_PROMPTS,
 )
+from ....schemas.base.records import now
 from ....schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import NO_TOOL_PARSER, ModelInfo

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ....broker.prompts.text_spans import TextMap
-from ....schemas.base import Translated, invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_ANSWER_TOKENS
 from ....schemas.jobs.models import ModelInfo
 from ..prompts.request_parsing import ParsedPrompt

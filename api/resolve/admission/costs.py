@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from operator import mul
 
 from ....broker.prompts.turns import renders
-from ....schemas.base import by_key
+from ....schemas.base.records import by_key
 from ....schemas.prompts.selectors import (
     DimensionSelector,
     LayerSelector,

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ....schemas.base import Translated, invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import (
     MAX_DOSE_WORK,
     MAX_JOB_EDITS,

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ....schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
-from ....schemas.base import MidstreamError, Translated, from_numpy, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import (
     MAX_FIT_TOKENS,
     MAX_FIT_WORK,
@@ -17,6 +17,7 @@ from ....schemas.base.limits import (
     MAX_TUNED_BYTES,
     MIN_FIT_EXAMPLES,
 )
+from ....schemas.base.tensors import from_numpy
 from ....schemas.jobs.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import (

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from ....schemas.access.keys import EVERYBODY, Caller
-from ....schemas.base import invalid
+from ....schemas.base.errors import invalid
 from ....schemas.jobs.jobs import Sampling
 from ....schemas.jobs.models import ModelInfo
 from ..prompts.request_parsing import ParsedRequest

@@ -13,8 +13,11 @@ from ....broker.ledger.named.registry import Lookup
 from ....broker.ledger.recovery.harvests import SURVEYS, LedgerHarvests, new_harvest_id
 from ....schemas.access.keys import Caller, Limits
 from ....schemas.artifacts.loras import StoredLora
-from ....schemas.base import ITEM_BYTES, EditLimit, MidstreamError, invalid, now
+from ....schemas.base.dtypes import ITEM_BYTES
+from ....schemas.base.edit_sizes import EditLimit
+from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import EXAMPLE_TOKEN_BYTES, MAX_SURVEY_BYTES
+from ....schemas.base.records import now
 from ....schemas.jobs.harvest_names import HarvestState
 from ....schemas.jobs.harvests import (
     HarvestRequest,

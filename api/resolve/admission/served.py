@@ -6,7 +6,8 @@ from collections.abc import Sequence
 import anyio.to_thread
 
 from ....broker.ledger.jobs.ledger import Ledger
-from ....schemas.base import MidstreamError, from_msgpack, invalid, suggestion
+from ....schemas.base.errors import MidstreamError, invalid, suggestion
+from ....schemas.base.records import from_msgpack
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.service.compatibility import misfit_of
 from ....schemas.settings.settings import Settings

@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 
 from ....schemas.artifacts.jacobian_lenses import JacobianLens
-from ....schemas.base import MidstreamError, Translated, from_numpy, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_ENTRIES
+from ....schemas.base.tensors import from_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import SelectorError, as_ranges, resolve_hook, resolve_layers
 from ....schemas.readings.lens import NamedToken

@@ -15,19 +15,10 @@ import numpy as np
 
 from ....schemas.artifacts.jacobian_lenses import JacobianLens
 from ....schemas.artifacts.saes import Sae, SaeForm
-from ....schemas.base import (
-    DTYPES,
-    Excluded,
-    MidstreamError,
-    Tensor,
-    Translated,
-    check_excluded,
-    from_numpy,
-    invalid,
-    narrowed,
-    widened,
-)
+from ....schemas.base.dtypes import DTYPES, narrowed, widened
+from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_FEATURES
+from ....schemas.base.tensors import Tensor, from_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.interventions import FAMILY, NORMS
 from ....schemas.requests.specs import SteeringSpec

@@ -8,7 +8,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....schemas.base import from_numpy, invalid
+from ....schemas.base.errors import invalid
+from ....schemas.base.tensors import from_numpy
 from ....schemas.extensions import Extension, OpTerms
 from ....schemas.prompts.selectors import STREAM_HOOKS, Hook, SelectorError
 from ....schemas.requests.interventions import INSTALLED

@@ -12,7 +12,10 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 
-from ....schemas.base import DTYPES, Tensor, content_hash, from_numpy, invalid, to_msgpack, to_numpy
+from ....schemas.base.dtypes import DTYPES
+from ....schemas.base.errors import invalid
+from ....schemas.base.records import to_msgpack
+from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.prompts.selectors import (
     STREAM_HOOKS,
     Hook,

@@ -4,7 +4,8 @@ adapter that a request names.
 
 from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.loras import LORAS, Lora, LoraRequest, LoraSupport, StoredLora
-from ....schemas.base import invalid, now
+from ....schemas.base.errors import invalid
+from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....storage.formats.lora_files import check_on, folder_of
 

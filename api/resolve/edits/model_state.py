@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.source_runs import LedgerRuns
 from ....schemas.access.keys import Caller, shown
-from ....schemas.base import MidstreamError, by_key, invalid, unknown
+from ....schemas.base.errors import MidstreamError, invalid, unknown
+from ....schemas.base.records import by_key
 from ....schemas.prompts.selectors import FORWARD, Hook
 from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import RunPrompt, RunRecord, RunState, RunView

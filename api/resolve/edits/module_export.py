@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ....schemas.access.keys import shown
-from ....schemas.base import MidstreamError, Tensor, limit_of
+from ....schemas.base.edit_sizes import limit_of
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.tensors import Tensor
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import Module

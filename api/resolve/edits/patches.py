@@ -11,8 +11,10 @@ from typing import Any, cast
 
 import numpy as np
 
-from ....schemas.base import Translated, content_hash, from_numpy, invalid, suggestion, to_msgpack
+from ....schemas.base.errors import Translated, invalid, suggestion
 from ....schemas.base.limits import MAX_MASKS, MAX_PATCH_ROWS
+from ....schemas.base.records import to_msgpack
+from ....schemas.base.tensors import content_hash, from_numpy
 from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.prompts.selectors import (
     Hook,

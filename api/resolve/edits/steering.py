@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from ....schemas.artifacts.conditions import POLICY
-from ....schemas.base import MidstreamError, Tensor, Translated, from_msgpack, invalid
 from ....schemas.base.edit_sizes import EditLimit, strictest
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import (
     MAX_ENTRIES,
     MAX_JOB_EDITS,
@@ -20,6 +20,8 @@ from ....schemas.base.limits import (
     MAX_STEERING_ROWS,
     MAX_TRIGGERS,
 )
+from ....schemas.base.records import from_msgpack
+from ....schemas.base.tensors import Tensor
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import (

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from ....broker.artifacts import global_capture
 from ....broker.ledger.named.registry import NOTHING_FOUND, Lookup
-from ....schemas.base import Translated, invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_READING_WORK
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.images import ImageRef

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from ....schemas.artifacts.probes import Probe, ProbeUse
-from ....schemas.base import invalid
+from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, PositionWindow
 from ....schemas.requests.specs import SteeringSpec, StoredSteering

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....schemas.base import Tensor, from_numpy, to_numpy
+from ....schemas.base.tensors import Tensor, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, OF_HEADS, RowShape
 from ....schemas.prompts.selectors import (

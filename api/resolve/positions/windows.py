@@ -5,7 +5,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from ....schemas.base import invalid
+from ....schemas.base.errors import invalid
 from ....schemas.base.limits import MAX_AROUND, MAX_SEARCHED
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import Span

@@ -5,7 +5,7 @@ from functools import cache
 
 from ....schemas import packages
 from ....schemas.access.handling import Callback
-from ....schemas.base import invalid
+from ....schemas.base.errors import invalid
 from ....schemas.settings.settings import Settings
 
 #: Entry points of what sends webhooks: name → function of a receiver's URL and of the setting

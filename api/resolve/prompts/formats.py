@@ -9,8 +9,9 @@ from typing import Any
 
 import msgspec
 
-from ....schemas.base import Translated, invalid, to_json
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_NESTING, MAX_SCHEMA
+from ....schemas.base.records import to_json
 from ....schemas.jobs.jobs import StructuredRequest
 from ....schemas.jobs.openai import (
     JsonObjectFormat,

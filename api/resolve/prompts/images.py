@@ -7,7 +7,7 @@ import binascii
 import re
 from collections.abc import Sequence
 
-from ....schemas.base import invalid
+from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.chat import ImagePart
 from ....schemas.prompts.images import ImageError, ImageRef, check_image, digest_of

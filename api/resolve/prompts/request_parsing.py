@@ -11,8 +11,9 @@ from msgspec import UNSET, UnsetType
 
 from ....schemas.access.handling import Handling, handling_of
 from ....schemas.artifacts.probes import ProbeUse
-from ....schemas.base import Excluded, check_excluded, invalid, to_json
+from ....schemas.base.errors import Excluded, check_excluded, invalid
 from ....schemas.base.limits import MAX_PROMPTS, MAX_TEMPLATE_OPTIONS, MAX_TOOLS_BYTES, MAX_UNSERVED
+from ....schemas.base.records import to_json
 from ....schemas.jobs.jobs import JobRequest, Sampling
 from ....schemas.jobs.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ....schemas.prompts.chat import (

@@ -18,8 +18,9 @@ from tokenizers import Encoding, Tokenizer
 from ....broker.prompts.chat_templates import ChatTemplate
 from ....broker.prompts.text_spans import TextMap, untrimmed
 from ....broker.prompts.turns import Turns
-from ....schemas.base import MidstreamError, Translated, Wire, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_FOUND_POSITIONS
+from ....schemas.base.records import Wire
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
 from ....schemas.prompts.selectors import SelectorError, Span, SpanFinder, no_text

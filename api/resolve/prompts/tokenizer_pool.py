@@ -23,15 +23,8 @@ import anyio
 import msgspec
 
 from ....broker.processes.orphans import die_with_parent
-from ....schemas.base import (
-    MidstreamError,
-    Problem,
-    Translated,
-    Wire,
-    error_of,
-    from_msgpack,
-    to_msgpack,
-)
+from ....schemas.base.errors import MidstreamError, Problem, Translated, error_of
+from ....schemas.base.records import Wire, from_msgpack, to_msgpack
 from ....schemas.jobs.models import TokenizerBundle
 from ....schemas.settings.settings import Settings
 from .tokenizer import Codec, CodecAnswer, CodecQuestion, TooLong

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ....schemas.base import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import MAX_MODULE_TEXT, NAME_PATTERN
 from ....schemas.requests.specs import SteeringSpec
 from .request_parsing import ParsedRequest

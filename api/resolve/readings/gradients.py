@@ -9,7 +9,7 @@ import msgspec
 from ....broker.ledger.named.probes import misfit
 from ....schemas.artifacts.probes import PROBES, Probe
 from ....schemas.artifacts.saes import Sae
-from ....schemas.base import MidstreamError, Translated, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.jobs.models import GradientInfo, ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, SelectorError, select
 from ....schemas.requests.scalars import SCALAR_FIELDS, ScalarSpec, StoredScalar

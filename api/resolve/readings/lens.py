@@ -10,7 +10,8 @@ import msgspec
 from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLens
 from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TunedLens, TunedLensRequest
-from ....schemas.base import Translated, invalid, now
+from ....schemas.base.errors import Translated, invalid
+from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import (
     Hook,

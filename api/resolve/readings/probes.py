@@ -21,23 +21,15 @@ from ....schemas.artifacts.probes import (
     ProbeUse,
     StoredProbe,
 )
-from ....schemas.base import (
-    MidstreamError,
-    Tensor,
-    Translated,
-    content_hash,
-    from_numpy,
-    invalid,
-    now,
-    to_msgpack,
-    to_numpy,
-)
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import (
     MAX_PROBE_LABELS,
     MAX_PROBE_TOKENS,
     MAX_REQUEST_PROBES,
     MAX_TAG,
 )
+from ....schemas.base.records import now, to_msgpack
+from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import HOOKS, SelectorError, Span, resolve_layers
 from ....schemas.prompts.windows import When

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....schemas.artifacts.registered import NamedArtifact
-from ....schemas.base import invalid
+from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import Hook, PositionSelector, RequestedPositions
 from ....schemas.readings.readings import READINGS, AnyStoredReading

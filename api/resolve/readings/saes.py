@@ -4,7 +4,8 @@ name against what is registered.
 
 from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.saes import SAES, Sae, SaeRequest
-from ....schemas.base import invalid, now
+from ....schemas.base.errors import invalid
+from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import resolve_hook
 from ....storage.formats.sae_files import check_on, folder_of, size_of

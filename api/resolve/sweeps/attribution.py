@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from msgspec.structs import replace
 
 from ....schemas.artifacts.saes import StoredSae
-from ....schemas.base import Excluded, check_excluded, invalid
+from ....schemas.base.errors import Excluded, check_excluded, invalid
 from ....schemas.jobs.attributions import AttributionRequest
 from ....schemas.jobs.sweeps import StoredSweep, SweepPair
 from ....schemas.requests.attributions import EstimateMethod, StoredAttribution, Verify

@@ -7,7 +7,7 @@ combined with the parts of a row that a cell writes.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ....schemas.base import Excluded, Translated, check_excluded, invalid
+from ....schemas.base.errors import Excluded, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_NEURONS
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import HEAD_AXES, Column, Neurons, PatchWindow, SweepRequest

@@ -4,7 +4,7 @@ the cell quota.
 
 from itertools import accumulate
 
-from ....schemas.base import MidstreamError, invalid
+from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import PatchWindow, StoredSweep
 from ....schemas.requests.sweep_paths import BRANCH_HOOK

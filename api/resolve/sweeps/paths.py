@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ....schemas.base import Excluded, Translated, check_excluded, invalid
+from ....schemas.base.errors import Excluded, Translated, check_excluded, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import PatchWindow, SweepRequest
 from ....schemas.prompts.selectors import Hook, SelectorError, as_ranges, resolve_layers

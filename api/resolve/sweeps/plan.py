@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ....schemas.base import Excluded, Translated, check_excluded, invalid
+from ....schemas.base.errors import Excluded, Translated, check_excluded, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import (
     Alignment,

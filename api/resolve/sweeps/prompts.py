@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import anyio.to_thread
 
-from ....schemas.base import Translated, invalid
+from ....schemas.base.errors import Translated, invalid
 from ....schemas.base.limits import MAX_SWEEP_TEXT
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.jobs.sweeps import SweepPair

@@ -9,7 +9,9 @@ import redis.exceptions
 from redis.asyncio.retry import Retry
 from redis.backoff import ExponentialBackoff
 
-from ....schemas.base import MidstreamError, Tensor, from_msgpack
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import from_msgpack
+from ....schemas.base.tensors import Tensor
 from ....schemas.settings.settings import Settings
 from ...redis_service import (
     availability as redis_availability,

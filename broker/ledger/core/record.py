@@ -13,7 +13,9 @@ import msgspec
 
 from ....schemas.access.handling import Callback, Priority
 from ....schemas.artifacts.loras import use_of
-from ....schemas.base import __version__, from_json, shortened, to_json
+from ....schemas.base.errors import shortened
+from ....schemas.base.records import from_json, to_json
+from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import Job, JobView, State
 from ....schemas.jobs.queues import Queue
 from ....schemas.requests.specs import CaptureStatus

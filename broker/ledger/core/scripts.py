@@ -20,17 +20,10 @@ from ....schemas.artifacts.conditions import StoredPolicy
 from ....schemas.artifacts.loras import use_of
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.artifacts.registered import ArtifactKind, Registered
-from ....schemas.base import (
-    STATUS_OF_KIND,
-    MidstreamError,
-    Translated,
-    __version__,
-    from_msgpack,
-    now,
-    to_json,
-    to_msgpack,
-)
+from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
 from ....schemas.base.limits import MAX_REQUEST_POLICIES, POLICY_DAYS
+from ....schemas.base.records import from_msgpack, now, to_json, to_msgpack
+from ....schemas.base.version import __version__
 from ....schemas.jobs.harvest_names import HARVEST, OVER
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 from ....schemas.jobs.kinds import KINDS

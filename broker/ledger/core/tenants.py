@@ -7,8 +7,9 @@ from typing import Any
 import msgspec
 
 from ....schemas.access.keys import Limits, Tenant, TenantUsage, TenantView
-from ....schemas.base import MidstreamError, from_msgpack, invalid, now, to_msgpack
+from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import MAX_HARVESTS_KEPT, MAX_SURVEYS
+from ....schemas.base.records import from_msgpack, now, to_msgpack
 from ....schemas.settings.settings import Settings
 
 #: name → packed `Tenant`, of tenants with limits of their own.

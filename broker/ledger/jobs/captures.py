@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, cast
 
 from ....schemas.access.keys import DEFAULT_TENANT
-from ....schemas.base import MidstreamError, Translated, from_json, now
+from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base.records import from_json, now
 from ....schemas.jobs.captures import CaptureEntry, CapturePage
 from ....schemas.jobs.queues import COMPARISON_S, COMPARISONS
 from ....schemas.requests.specs import CaptureStatus

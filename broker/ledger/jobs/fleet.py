@@ -3,7 +3,8 @@
 import msgspec
 import redis.asyncio
 
-from ....schemas.base import MidstreamError, from_json, to_json
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import from_json, to_json
 from ....schemas.jobs.models import SHOWN_IDENTITY, GradientInfo, ModelInfo, WorkerInfo
 from ....schemas.jobs.queues import Queue
 from ....schemas.service.compatibility import OLDEST_WIRE, WIRE

@@ -18,7 +18,8 @@ from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
-from ....schemas.base import MidstreamError, Translated, from_msgpack, to_msgpack
+from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base.records import from_msgpack, to_msgpack
 from ....schemas.jobs.jobs import TERMINAL, Inputs, Job
 from ....schemas.jobs.models import WorkerInfo
 from ....storage.store import below, committed, open_store

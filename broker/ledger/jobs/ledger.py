@@ -15,18 +15,10 @@ from typing import Any, Literal, NamedTuple, cast
 import msgspec
 import redis.asyncio
 
-from ....schemas.base import (
-    MidstreamError,
-    Problem,
-    Tensor,
-    Translated,
-    __version__,
-    from_json,
-    from_msgpack,
-    now,
-    to_json,
-    to_msgpack,
-)
+from ....schemas.base.errors import MidstreamError, Problem, Translated
+from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
+from ....schemas.base.tensors import Tensor
+from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import (
     Event,
     Job,

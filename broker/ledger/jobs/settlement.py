@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import redis
 
-from ....schemas.base import now
+from ....schemas.base.records import now
 from ....schemas.jobs.receipts import LostRange, Receipt
 from ....schemas.settings.settings import Settings
 from ...telemetry import metrics, traces

@@ -3,7 +3,8 @@
 import time
 from typing import Any
 
-from ....schemas.base import __version__, from_json, now
+from ....schemas.base.records import from_json, now
+from ....schemas.base.version import __version__
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.service.compatibility import judged
 from ....schemas.service.status import (

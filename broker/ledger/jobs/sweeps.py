@@ -4,7 +4,8 @@ from typing import NamedTuple
 
 from msgspec import UnsetType
 
-from ....schemas.base import MidstreamError, to_json, to_msgpack
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import to_json, to_msgpack
 from ....schemas.jobs.attributions import EstimatedPair
 from ....schemas.jobs.jobs import Event, EventKind, Job
 from ....schemas.jobs.sweep_units import SweepWork

@@ -5,7 +5,7 @@ has computed it, and outlives the attempt; until then its receipts are read from
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
-from ....schemas.base import from_msgpack
+from ....schemas.base.records import from_msgpack
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
 from ..core import scripts
 from ..core.script_arguments import binary

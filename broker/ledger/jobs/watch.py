@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import redis.asyncio
 import redis.exceptions
 
-from ....schemas.base import MidstreamError
+from ....schemas.base.errors import MidstreamError
 from ....schemas.jobs.jobs import Event
 from ...redis_service import opening as redis_open
 from ..results.views import after_id

@@ -8,8 +8,9 @@ import msgspec
 from ....schemas.access.handling import Callback
 from ....schemas.artifacts.conditions import POLICY, StoredPolicy
 from ....schemas.artifacts.probes import Probe, StoredProbe
-from ....schemas.base import MidstreamError, from_json, now
+from ....schemas.base.errors import MidstreamError
 from ....schemas.base.limits import POLICY_DAYS
+from ....schemas.base.records import from_json, now
 from ....schemas.jobs.jobs import Job
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.policies import POLICIES, Policy, PolicyDay, PolicyVersion, Webhook

@@ -9,16 +9,11 @@ import msgspec
 
 from ....schemas.access.keys import own, unscoped
 from ....schemas.artifacts.registered import ArtifactKind, Registered
-from ....schemas.base import (
-    MidstreamError,
-    Tensor,
-    __version__,
-    from_msgpack,
-    invalid,
-    to_msgpack,
-    unknown,
-)
+from ....schemas.base.errors import MidstreamError, invalid, unknown
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
+from ....schemas.base.records import from_msgpack, to_msgpack
+from ....schemas.base.tensors import Tensor
+from ....schemas.base.version import __version__
 from ....schemas.jobs.models import GradientInfo
 from ..core import scripts
 from ..core.tenants import MIB, refusal

@@ -14,18 +14,9 @@ from typing import NamedTuple
 import msgspec
 
 from ....schemas.access.keys import DEFAULT_TENANT, Caller, own, scoped, shown, unscoped
-from ....schemas.base import (
-    MidstreamError,
-    Problem,
-    Translated,
-    __version__,
-    by_key,
-    from_json,
-    from_msgpack,
-    now,
-    to_json,
-    unknown,
-)
+from ....schemas.base.errors import MidstreamError, Problem, Translated, unknown
+from ....schemas.base.records import by_key, from_json, from_msgpack, now, to_json
+from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import TERMINAL, State
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
 from ....schemas.requests.source_runs import (

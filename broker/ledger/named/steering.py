@@ -14,15 +14,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from ....schemas.base import (
-    MidstreamError,
-    Tensor,
-    Translated,
-    __version__,
-    from_msgpack,
-    now,
-    to_msgpack,
-)
+from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base.records import from_msgpack, now, to_msgpack
+from ....schemas.base.tensors import Tensor
+from ....schemas.base.version import __version__
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.requests.steering import (
     GlobalSteering,

@@ -23,7 +23,9 @@ from ....schemas.access.keys import (
     Scope,
     StoredKey,
 )
-from ....schemas.base import MidstreamError, Translated, __version__, from_msgpack, now, to_msgpack
+from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base.records import from_msgpack, now, to_msgpack
+from ....schemas.base.version import __version__
 from ....schemas.settings.settings import PREFIX, Settings, SettingsError
 from ..jobs.ledger import ALPHABET, Ledger, reachable
 

@@ -13,7 +13,8 @@ import msgspec
 
 from ....schemas.access.keys import StoredKey
 from ....schemas.access.sessions import MAX_SESSIONS, SESSION_S, Session
-from ....schemas.base import MidstreamError, from_msgpack, now, to_msgpack
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import from_msgpack, now, to_msgpack
 from ..jobs.ledger import Ledger, reachable
 
 SESSION = "ms:key-session:"

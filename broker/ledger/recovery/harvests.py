@@ -10,18 +10,10 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from ....schemas.base import (
-    TERMINAL,
-    MidstreamError,
-    Problem,
-    Record,
-    from_json,
-    from_msgpack,
-    now,
-    to_json,
-    to_msgpack,
-)
+from ....schemas.base.errors import MidstreamError, Problem
 from ....schemas.base.limits import MAX_PAGE
+from ....schemas.base.records import Record, from_json, from_msgpack, now, to_json, to_msgpack
+from ....schemas.base.states import TERMINAL
 from ....schemas.jobs.harvest_names import OVER, PARTS_PER_WORKER, HarvestState
 from ....schemas.jobs.harvests import (
     CheckedFile,

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple, cast
 
-from ....schemas.base import State, now
+from ....schemas.base.records import now
+from ....schemas.base.states import State
 from ....schemas.jobs.queues import Queue
 from ....schemas.settings.faults import crash_point
 from ....schemas.settings.settings import Settings

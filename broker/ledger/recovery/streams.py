@@ -9,8 +9,9 @@ import asyncio
 import itertools
 from typing import Any
 
-from ....schemas.base import MidstreamError, Translated, from_json, from_msgpack, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_INT64
+from ....schemas.base.records import from_json, from_msgpack
 from ....schemas.jobs.harvest_names import OVER
 from ....schemas.jobs.harvests import (
     CheckedFile,

@@ -4,7 +4,7 @@ import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
-from ....schemas.base import by_key
+from ....schemas.base.records import by_key
 from ....schemas.jobs.attributions import (
     AttributionResult,
     CheckedCell,

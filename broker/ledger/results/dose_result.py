@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
-from ....schemas.base import from_msgpack
+from ....schemas.base.records import from_msgpack
 from ....schemas.jobs.doses import DoseCell, DoseResult
 from ....schemas.jobs.receipts import Receipt
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ....schemas.base import from_msgpack
+from ....schemas.base.records import from_msgpack
 from ....schemas.jobs.fits import FitOutcome
 from ....schemas.jobs.receipts import Receipt
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ....schemas.base import from_msgpack
+from ....schemas.base.records import from_msgpack
 from ....schemas.jobs.jobs import Output
 from ....schemas.jobs.kinds import installed
 from ....schemas.jobs.receipts import Receipt

@@ -4,7 +4,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, TypeVar
 
-from ....schemas.base import invalid
+from ....schemas.base.errors import invalid
 
 T = TypeVar("T")
 #: Creation time and id of the last entry of a page: the next page begins after it.

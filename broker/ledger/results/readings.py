@@ -5,7 +5,7 @@ prompt.
 from collections.abc import Sequence
 from typing import Any
 
-from ....schemas.base import by_key
+from ....schemas.base.records import by_key
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.readings.readings import READINGS, part_decoder
 from ....schemas.readings.stored import READER

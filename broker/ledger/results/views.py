@@ -9,7 +9,8 @@ from msgspec import UNSET
 
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
-from ....schemas.base import by_key, invalid, now
+from ....schemas.base.errors import invalid
+from ....schemas.base.records import by_key, now
 from ....schemas.jobs.harvest_names import HARVEST
 from ....schemas.jobs.jobs import (
     TERMINAL,

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from ....schemas.base import MidstreamError, Plotted, by_key, invalid
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.records import Plotted, by_key
 from ....schemas.jobs.attributions import (
     AttributionResult,
     CheckedCell,

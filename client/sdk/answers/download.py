@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx2
 from zlib_ng import zlib_ng
 
-from ....schemas.base import MidstreamError
+from ....schemas.base.errors import MidstreamError
 from ....schemas.jobs.captures import path_fault
 from ....storage.store import open_store
 from ...captures.blobs import BlobLocation

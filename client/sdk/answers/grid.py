@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ....schemas.base import Plotted, invalid
+from ....schemas.base.errors import invalid
+from ....schemas.base.records import Plotted
 from ....schemas.jobs.sweeps import Axis, Baseline, Metric, PairResult, SweepResult
 from ....schemas.prompts.selectors import ALIASES, HOOKS, ByHook, Hook, as_ranges
 from ....schemas.requests.sweep_paths import PathEnd, SweepPath

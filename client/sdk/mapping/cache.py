@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from ....schemas.base import Translated, from_json, invalid, to_json
+from ....schemas.base.errors import Translated, invalid
+from ....schemas.base.records import from_json, to_json
 from ....schemas.jobs.results import JobResult
 
 #: Version of the SQLite file's tables (its `user_version`).

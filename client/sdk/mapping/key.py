@@ -10,7 +10,8 @@ import msgspec
 
 from ....schemas.access.handling import Handling
 from ....schemas.artifacts.probes import ProbeUse
-from ....schemas.base import MidstreamError, __version__, invalid
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import JobRequest, JobView
 from ....schemas.jobs.openai import ChatRequest
 from ....schemas.readings.readings import READINGS

@@ -17,8 +17,9 @@ from typing import Any, Unpack
 import msgspec
 import numpy as np
 
-from ....schemas.base import MidstreamError, Result, Translated, invalid, to_json
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_PROMPTS
+from ....schemas.base.records import Result, to_json
 from ....schemas.jobs.jobs import (
     JobRequest,
     JobView,

@@ -1,8 +1,8 @@
 """What a request, a stored job and a result say of an echo."""
 
 from midstream.schemas.access.handling import Handling
-from midstream.schemas.base import Record, from_msgpack
 from midstream.schemas.base.limits import Metadata, Name, Text
+from midstream.schemas.base.records import Record, from_msgpack
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.jobs.works import Work
 

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from midstream.client.cli.terminal import say
-from midstream.schemas.base import Translated, invalid
+from midstream.schemas.base.errors import Translated, invalid
 from midstream.schemas.prompts.selectors import as_ranges
 
 from .formats import jacobian

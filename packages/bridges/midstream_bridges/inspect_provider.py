@@ -33,7 +33,7 @@ from midstream.client.sdk.client import Client
 from midstream.client.sdk.discovery import address
 from midstream.client.sdk.mapping.map import standing
 from midstream.client.sdk.wire import headers, openai_body
-from midstream.schemas.base import MidstreamError, Translated
+from midstream.schemas.base.errors import MidstreamError, Translated
 from midstream.schemas.jobs.openai import ChatRequest
 from midstream.schemas.readings.readings import READINGS
 

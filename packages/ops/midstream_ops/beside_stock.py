@@ -12,7 +12,8 @@ import httpx2
 import msgspec
 
 from midstream.client.sdk.client import Client
-from midstream.schemas.base import MidstreamError, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
 from midstream.schemas.settings.settings import Settings
 
 from .checks.facts import host_facts

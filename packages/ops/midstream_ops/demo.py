@@ -31,7 +31,9 @@ from midstream.client.sdk.client import Client
 from midstream.client.sdk.discovery import read_state
 from midstream.client.sdk.wire import Answer
 from midstream.client.study.patch_study import PatchStudy
-from midstream.schemas.base import MidstreamError, __version__, to_json
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_json
+from midstream.schemas.base.version import __version__
 from midstream.schemas.settings.settings import Settings, load_settings
 
 from .checks.files import held

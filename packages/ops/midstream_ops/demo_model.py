@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import load_settings
 
 MODEL_NAME = "SmolLM2-135M-Instruct"

@@ -9,7 +9,7 @@ see `runner.hooks.site_costs`.
 from collections.abc import Collection, Mapping
 from typing import Any, Literal, NamedTuple
 
-from midstream.schemas.base import ITEM_BYTES
+from midstream.schemas.base.dtypes import ITEM_BYTES
 from midstream.schemas.base.ring import HALVES, Ring, plan_queue, plan_ring
 from midstream.schemas.model.banks import BANKS, asked_hooks
 from midstream.schemas.prompts.selectors import HOOKS, Hook

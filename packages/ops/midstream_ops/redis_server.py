@@ -32,7 +32,7 @@ from typing import IO, Any
 import redis
 
 from midstream.broker.processes.private_files import private_folder
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 from .advisories import advisory
 

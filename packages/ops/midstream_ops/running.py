@@ -16,7 +16,8 @@ import typer
 from midstream.client.cli.terminal import AsJson, out
 from midstream.client.render import jobs
 from midstream.client.sdk import discovery
-from midstream.schemas.base import MidstreamError, from_json, now, suggestion, to_json
+from midstream.schemas.base.errors import MidstreamError, suggestion
+from midstream.schemas.base.records import from_json, now, to_json
 from midstream.schemas.settings.instance import instance_of
 from midstream.schemas.settings.settings import load_settings
 from midstream.storage.disk import probe

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from midstream.schemas.base import json_or_text
+from midstream.schemas.base.records import json_or_text
 from midstream.schemas.settings.settings import SettingsError, known_settings
 from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.options.option_lists import OURS, WRONG

@@ -25,7 +25,9 @@ import httpx2
 import msgspec
 
 from midstream.client.sdk.discovery import STATE_FILE, reachable, read_state
-from midstream.schemas.base import MidstreamError, Translated, __version__, now
+from midstream.schemas.base.errors import MidstreamError, Translated
+from midstream.schemas.base.records import now
+from midstream.schemas.base.version import __version__
 from midstream.schemas.settings.settings import (
     FILE_VARIABLE,
     PREFIX,

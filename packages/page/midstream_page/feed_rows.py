@@ -11,7 +11,8 @@ import msgspec
 from midstream.broker.ledger.core.record import FIELDS, SHOWN, decode
 from midstream.broker.ledger.jobs.ledger import Ledger, reachable
 from midstream.broker.ledger.results import views
-from midstream.schemas.base import from_json, shortened
+from midstream.schemas.base.errors import shortened
+from midstream.schemas.base.records import from_json
 
 from .records import FeedJob
 

@@ -22,7 +22,8 @@ from midstream.api.routes.pages import (
 )
 from midstream.api.web.auth import needs
 from midstream.api.web.body import JsonRequest
-from midstream.schemas.base import MidstreamError, shortened, to_json
+from midstream.schemas.base.errors import MidstreamError, shortened
+from midstream.schemas.base.records import to_json
 from midstream.schemas.jobs.kinds import KINDS
 
 

@@ -12,7 +12,8 @@ from contextlib import contextmanager
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.watch import JobWatcher
-from midstream.schemas.base import MidstreamError, to_json
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_json
 
 from .feed_rows import newest, read_jobs
 

@@ -22,7 +22,7 @@ from midstream.api.routes.jobs import PROBLEM, JobId
 from midstream.api.routes.steering import named_module, tensors_of
 from midstream.api.web.auth import needs
 from midstream.schemas.access.keys import Caller
-from midstream.schemas.base import MidstreamError, invalid, to_numpy
+from midstream.schemas.base.errors import MidstreamError, invalid
 from midstream.schemas.base.limits import (
     MAX_COUNT,
     MAX_LAYER,
@@ -34,6 +34,7 @@ from midstream.schemas.base.limits import (
     MAX_TAG,
     NAME_PATTERN,
 )
+from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.jobs.captures import Manifest
 from midstream.schemas.jobs.jobs import FileEntry
 from midstream.schemas.prompts.selectors import as_ranges

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from midstream.schemas.access.keys import Scope, TenantView
-from midstream.schemas.base import Published, Record
+from midstream.schemas.base.records import Published, Record
 from midstream.schemas.jobs.jobs import JobView
 
 #: The longest key that a login accepts, in characters; real keys have at most 272.

@@ -9,7 +9,8 @@ import numpy as np
 
 from midstream.api.responses.packed import OpenBlob, blocks, join
 from midstream.broker.artifacts.headers import must_be_there
-from midstream.schemas.base import DTYPE_OF_FILE, DTYPES, MidstreamError, widened
+from midstream.schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, widened
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.captures import Manifest
 from midstream.storage.store import ArtifactStore
 

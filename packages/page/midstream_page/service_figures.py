@@ -16,7 +16,8 @@ from midstream.api.operations.disks import Disks
 from midstream.broker.ledger.jobs.ledger import Ledger, reachable
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.schemas.access.keys import Caller, TenantView
-from midstream.schemas.base import MidstreamError, now, to_json
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now, to_json
 from midstream.schemas.jobs.models import WorkerInfo
 from midstream.schemas.service.compatibility import judged
 from midstream.schemas.settings.settings import Settings

@@ -15,7 +15,8 @@ from midstream.api.routes.pages import links
 from midstream.api.web.auth import COOKIE, SessionVisit, address_of, needs, own_page, visit_of
 from midstream.api.web.body import JsonRequest
 from midstream.schemas.access.keys import EVERYBODY
-from midstream.schemas.base import MidstreamError, __version__
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.version import __version__
 
 from .records import SessionRequest, SessionView
 

@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 
 import httpcore2
 
-from midstream.schemas.base import Translated, __version__
+from midstream.schemas.base.errors import Translated
+from midstream.schemas.base.version import __version__
 
 from .targets import IPAddress, refusal, url_fault
 

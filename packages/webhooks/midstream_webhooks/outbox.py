@@ -25,7 +25,9 @@ from midstream.schemas.access.webhooks import (
     HookData,
     WebhookDelivery,
 )
-from midstream.schemas.base import CallbackEvent, MidstreamError, from_json, now, to_json
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json, now, to_json
+from midstream.schemas.base.states import CallbackEvent
 
 SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean", "hooks_clamp")
 #: Maximum number of deliveries under way in one lane (a tenant's receivers at one host), once it is

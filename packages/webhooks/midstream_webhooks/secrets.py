@@ -13,7 +13,7 @@ from typing import Any
 from midstream.broker.ledger.core.script_arguments import ARGUMENTS, pack
 from midstream.broker.ledger.jobs.ledger import Ledger, reachable
 from midstream.schemas.access.webhooks import Secret, SecretList
-from midstream.schemas.base import now
+from midstream.schemas.base.records import now
 
 from .http import SECRET_PREFIX
 

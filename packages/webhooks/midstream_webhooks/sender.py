@@ -20,7 +20,8 @@ from urllib.parse import urlsplit
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.schemas.access.webhooks import DeliveryAttempt, DeliveryState
-from midstream.schemas.base import MidstreamError, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
 from midstream.schemas.settings.faults import crash_point
 from midstream.schemas.settings.settings import Settings
 

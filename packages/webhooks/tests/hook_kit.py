@@ -12,7 +12,7 @@ from standardwebhooks.webhooks import Webhook
 from wait_kit import wait_until
 
 from midstream.schemas.access.webhooks import HookBody
-from midstream.schemas.base import from_json
+from midstream.schemas.base.records import from_json
 
 
 class Got(NamedTuple):

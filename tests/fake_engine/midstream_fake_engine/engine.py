@@ -26,7 +26,7 @@ import msgspec
 from msgspec import UNSET, UnsetType
 from tokenizers import Tokenizer
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import Output, Prompted, TokenLogprob
 from midstream.schemas.requests.specs import RankSpec, StoredSteering
 from midstream.schemas.requests.steering import RankSteering

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from midstream.schemas.base import to_msgpack
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.prompts.selectors import Hook, select
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, RunRow, is_row, parse_row
 from midstream.schemas.requests.specs import RankSpec, StoredSteering

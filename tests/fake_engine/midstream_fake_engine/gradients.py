@@ -15,7 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from midstream.schemas.base import MidstreamError, __version__, content_hash, from_numpy, to_msgpack
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.base.version import __version__
 from midstream.schemas.jobs.jobs import Sampling
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep

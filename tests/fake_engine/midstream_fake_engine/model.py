@@ -11,7 +11,8 @@ from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from midstream.schemas.artifacts.loras import LoraModule, LoraSupport
-from midstream.schemas.base import __version__, to_msgpack
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.version import __version__
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle, encode_bundle
 from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.schemas.requests.specs import StoredSteering

@@ -13,7 +13,8 @@ from typing import Any
 
 import msgspec
 
-from midstream.schemas.base import Tensor, to_msgpack
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, parse_row
 from midstream.schemas.requests.specs import DIMS_PREFIX, ONES, RankSpec, StoredSteering
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate

@@ -14,7 +14,8 @@ import numpy as np
 from midstream.broker.receipts.curve import client_keys
 from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.artifacts.probes import ProbeScore
-from midstream.schemas.base import __version__, narrowed
+from midstream.schemas.base.dtypes import narrowed
+from midstream.schemas.base.version import __version__
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import select
 from midstream.schemas.requests.specs import RankSpec, StoredCapture

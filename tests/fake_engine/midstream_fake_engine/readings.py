@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from midstream.schemas.base import MidstreamError, to_msgpack
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.readings.features import FeaturesPart, StoredFeatures
 from midstream.schemas.readings.installed import StoredReader

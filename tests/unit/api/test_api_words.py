@@ -13,7 +13,9 @@ from midstream.api.responses.sent import Sent
 from midstream.api.routes.captures import parse_layers
 from midstream.api.routes.jobs import preferred_wait
 from midstream.api.web.problems import malformed
-from midstream.schemas.base import MidstreamError, RowDType, from_json, to_json
+from midstream.schemas.base.dtypes import RowDType
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.base.states import ENDS
 from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.jobs import CallDelta, Event, JobRequest

@@ -6,7 +6,7 @@ import pytest
 from refusal_kit import refuses
 
 from midstream.api.operations.global_change import change
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 
 ENTRIES = [

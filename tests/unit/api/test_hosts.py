@@ -5,7 +5,7 @@ from refusal_kit import refuses
 
 from midstream.api.__main__ import serve
 from midstream.broker.processes.hosts import Hosts
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import Settings, SettingsError, asks_for_keys
 
 OPEN = Settings()  # on loopback nobody is asked for a key

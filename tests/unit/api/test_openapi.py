@@ -17,8 +17,10 @@ from routes import operations
 from midstream.api.app import make_app
 from midstream.api.openapi import document
 from midstream.api.web import problems
-from midstream.schemas.base import Problem, Published, from_json, json_bounds, limits
+from midstream.schemas.base import json_bounds, limits
+from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.json_bounds import TooManyValues, check_json
+from midstream.schemas.base.records import Published, from_json
 from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling
 from midstream.schemas.jobs.openai import ONLY
 from midstream.schemas.settings.settings import Settings

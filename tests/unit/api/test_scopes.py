@@ -17,7 +17,7 @@ from midstream.schemas.access.keys import (
     shown,
     unscoped,
 )
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import Settings, asks_for_keys
 
 APP = make_app(Settings(redis_url="redis://127.0.0.1:1/0"))

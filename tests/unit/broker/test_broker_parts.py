@@ -15,7 +15,7 @@ from midstream.broker.ledger.results import pages, views
 from midstream.broker.queue.celery_app import PRIORITY_STEPS, lists_of, make_app, queue_of
 from midstream.broker.queue.visibility import RENEW_S
 from midstream.broker.redis_service.availability import is_redis_unavailable
-from midstream.schemas.base import STATUS_OF_KIND, MidstreamError
+from midstream.schemas.base.errors import STATUS_OF_KIND, MidstreamError
 from midstream.schemas.jobs.kinds import KINDS
 from midstream.schemas.settings.settings import Settings
 

@@ -17,7 +17,7 @@ from midstream.broker.receipts.curve import (
     secret_key,
     server_keys,
 )
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import Settings, SettingsError
 
 

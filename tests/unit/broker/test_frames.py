@@ -10,7 +10,7 @@ from hypothesis import given, strategies as st
 from midstream import __version__
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import FrameError, FrameKind, ProtocolMismatch
-from midstream.schemas.base import to_msgpack
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.receipts import PROTOCOL, CapturedFile, Receipt, receipt_decoder
 
 EPOCH = "00112233445566778899aabbccddeeff"

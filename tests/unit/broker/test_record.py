@@ -9,7 +9,7 @@ from midstream.broker.ledger.core import record
 from midstream.broker.ledger.results import views
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.artifacts.loras import LoraUse, StoredLora
-from midstream.schemas.base import from_msgpack, to_msgpack
+from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.jobs import Job, JobView, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.sweep_units import SweepWork
 from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep

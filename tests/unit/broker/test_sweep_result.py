@@ -8,7 +8,7 @@ import pytest
 from wait_kit import warn_if_late
 
 from midstream.broker.ledger.results.sweep_result import sweep_result, sweep_start, sweep_summary
-from midstream.schemas.base import to_json
+from midstream.schemas.base.records import to_json
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, UnitRecord
 

@@ -13,7 +13,7 @@ from midstream import Answer, Client, MidstreamError, ServerTimeout
 from midstream.broker.ledger.jobs.ledger import not_found
 from midstream.client.cli.options import overrides
 from midstream.client.sdk import wire
-from midstream.schemas.base import invalid, unknown
+from midstream.schemas.base.errors import invalid, unknown
 from midstream.schemas.settings.settings import SettingsError, load_settings
 
 #: An address where nothing listens.

@@ -13,7 +13,7 @@ from safetensors.numpy import save
 from midstream import SteeringSpec
 from midstream.client import vectors
 from midstream.schemas import packages
-from midstream.schemas.base import from_numpy, to_numpy
+from midstream.schemas.base.tensors import from_numpy, to_numpy
 
 JOY = np.linspace(-1, 1, 8, dtype=np.float32)
 REMEDY = r"pip install 'midstream\[bridges\]'"

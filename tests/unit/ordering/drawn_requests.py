@@ -13,7 +13,7 @@ from trigger_kit import open_of
 
 from midstream import __version__
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
-from midstream.schemas.base import Tensor, content_hash, from_numpy
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.model.banks import BANK, RESIDUAL, RowShape
 from midstream.schemas.prompts.selectors import lowest_position, select
 from midstream.schemas.prompts.windows import Trigger

@@ -35,7 +35,8 @@ from visited_site import visit
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.kernels import STREAM, WHOLE
-from midstream.schemas.base import content_hash, from_msgpack
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import content_hash
 from midstream.schemas.jobs.receipts import BY_REQUEST, STORE_UNAVAILABLE, CapturedFile, Receipt
 from midstream.schemas.model.banks import RESIDUAL
 from midstream.schemas.requests.source_runs import RunFile, RunFiles, is_row, run_key

@@ -22,7 +22,7 @@ from wait_kit import warn_if_late
 
 from midstream import __version__
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
-from midstream.schemas.base import content_hash, from_numpy
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.prompts.windows import Trigger
 from midstream.schemas.requests.specs import (
     RankSpec,

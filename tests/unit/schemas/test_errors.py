@@ -3,7 +3,7 @@
 import pytest
 
 from midstream.api.web.problems import openai_error
-from midstream.schemas.base import MidstreamError, error_of, invalid, suggestion, unknown
+from midstream.schemas.base.errors import MidstreamError, error_of, invalid, suggestion, unknown
 
 REFUSED = invalid("axis", "'heads' is unknown", allowed="head, token", hint="did you mean 'head'?")
 

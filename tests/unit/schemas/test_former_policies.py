@@ -7,7 +7,7 @@ import pytest
 from tree import ROOT
 
 from midstream.schemas.artifacts import conditions
-from midstream.schemas.base import from_msgpack, to_msgpack
+from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.receipts import Receipt
 

@@ -10,7 +10,8 @@ import pytest
 from tree import ROOT
 from wire_samples import full
 
-from midstream.schemas.base import MidstreamError, from_msgpack, to_msgpack
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.doses import DoseWork
 from midstream.schemas.jobs.fits import FitWork
 from midstream.schemas.jobs.harvests import HarvestWork

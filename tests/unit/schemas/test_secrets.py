@@ -14,7 +14,7 @@ import pytest
 
 from midstream.broker.receipts import curve
 from midstream.client.sdk import wire
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings import secret_files
 from midstream.schemas.settings.settings import SettingsError, load_settings
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from wait_kit import warn_if_late
 
-from midstream.schemas.base import from_json, from_msgpack, to_json, to_msgpack
+from midstream.schemas.base.records import from_json, from_msgpack, to_json, to_msgpack
 from midstream.schemas.prompts.selectors import (
     ALIASES,
     FORWARD,

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from midstream.schemas.artifacts.probes import ProbeRequest
-from midstream.schemas.base import Tensor, from_numpy, to_numpy
+from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
 from midstream.schemas.jobs.openai import ChatRequest
 from midstream.schemas.requests.specs import PatchSource, SteeringSpec
 

@@ -5,18 +5,9 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from midstream.schemas.base import (
-    Published,
-    Tensor,
-    content_hash,
-    from_json,
-    from_msgpack,
-    from_numpy,
-    to_json,
-    to_msgpack,
-    to_numpy,
-)
 from midstream.schemas.base.dtypes import bfloat16_to_float32
+from midstream.schemas.base.records import Published, from_json, from_msgpack, to_json, to_msgpack
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from midstream.schemas.jobs import jobs
 from midstream.schemas.jobs.jobs import TERMINAL, TRANSITIONS, JobRequest, State
 from midstream.schemas.requests import specs

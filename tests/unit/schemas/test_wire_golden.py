@@ -13,7 +13,14 @@ from tree import ROOT, sources
 from wire_samples import CHOSEN, FILE, JSON, MSGPACK, encoders, full, small, written
 
 from midstream.broker.receipts import frames
-from midstream.schemas.base import Published, Record, from_json, from_msgpack, to_json, to_msgpack
+from midstream.schemas.base.records import (
+    Published,
+    Record,
+    from_json,
+    from_msgpack,
+    to_json,
+    to_msgpack,
+)
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo, WorkerInfo
 

@@ -19,7 +19,8 @@ from typer.testing import CliRunner
 
 from midstream.client.cli.main import app
 from midstream.schemas.artifacts.loras import LoraSupport
-from midstream.schemas.base import MidstreamError, Problem, from_json, invalid, to_json
+from midstream.schemas.base.errors import MidstreamError, Problem, invalid
+from midstream.schemas.base.records import from_json, to_json
 from midstream.storage.formats import lens_files, lora_files, module_files, sae_files
 from midstream.storage.formats.capture_blobs import DamagedBlob, read_header
 from midstream.storage.formats.tensor_files import npy_header, whole_file

@@ -12,7 +12,8 @@ import safetensors
 from hypothesis import given, strategies as st
 from safetensors.numpy import save
 
-from midstream.schemas.base import ITEM_BYTES, DType, Tensor, from_numpy
+from midstream.schemas.base.dtypes import ITEM_BYTES, DType
+from midstream.schemas.base.tensors import Tensor, from_numpy
 from midstream.schemas.requests.interventions import FAMILY, INSTALLED, STEERING_FIELDS
 from midstream.schemas.requests.specs import SteeringSpec
 from midstream.schemas.requests.steering import SteeringEntries

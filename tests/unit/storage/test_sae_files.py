@@ -15,7 +15,7 @@ from refusal_kit import refuses
 from sae_rows import D_IN, D_SAE, LAYER, ROOT
 from safetensors.numpy import load_file, save_file
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.storage.formats.sae_files import SaeError, check_on, folder_of, reading, size_of
 

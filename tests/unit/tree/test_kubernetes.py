@@ -16,7 +16,7 @@ import pytest
 import yaml
 from tree import ROOT, tracked
 
-from midstream.schemas.base import __version__
+from midstream.schemas.base.version import __version__
 from midstream.schemas.settings.settings import PREFIX, SECRETS, Settings, known_settings, variable
 
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from ....broker.processes.private_files import private_folder
-from ....schemas.base import to_json
+from ....schemas.base.records import to_json
 from ....schemas.settings.settings import Settings
 from ...runner.support.quantisation import W4A8
 from .. import no_torchvision

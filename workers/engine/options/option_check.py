@@ -21,7 +21,7 @@ from pydantic import (
 )
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from ....schemas.base import Translated, suggestion
+from ....schemas.base.errors import Translated, suggestion
 from ....schemas.jobs.certificates import UNPROVEN
 from ....schemas.settings.settings import Settings, SettingsError
 from ...runner.support.rules import is_one_of

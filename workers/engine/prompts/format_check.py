@@ -24,7 +24,8 @@ from typing import Any, BinaryIO
 import msgspec
 
 from ....broker.processes.orphans import die_with_parent
-from ....schemas.base import MidstreamError, invalid, to_json
+from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.records import to_json
 from ..admission import FairTurns
 from ..protocol import NotYet
 

@@ -20,7 +20,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.image import convert_image_mode, normalize_image
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
-from ....schemas.base import MidstreamError, Translated
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.prompts.images import ImageRef, ImageSpan, check_size, of_image
 from ....schemas.prompts.selectors import PositionSelector, PositionWindow
 from ..protocol import EngineRequest

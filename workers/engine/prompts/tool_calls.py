@@ -19,7 +19,7 @@ from vllm.parser import Parser, ParserManager
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tool_parsers import ToolParserManager
 
-from ....schemas.base import MidstreamError, Translated, invalid
+from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.jobs.jobs import CallDelta, Message, MessageDelta
 from ....schemas.prompts.chat import FunctionCall, ToolCall
 from ....schemas.settings.settings import SettingsError

@@ -20,7 +20,9 @@ import numpy as np
 import torch
 
 from ....broker.processes.private_files import private_folder
-from ....schemas.base import MidstreamError, Tensor, content_hash, from_numpy, to_json
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import to_json
+from ....schemas.base.tensors import Tensor, content_hash, from_numpy
 from ....schemas.jobs.certificates import Certificate, LawFigure
 from ....schemas.jobs.jobs import Output
 from ....schemas.jobs.models import ModelInfo

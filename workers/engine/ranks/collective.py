@@ -9,7 +9,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from ....schemas.base import MidstreamError
+from ....schemas.base.errors import MidstreamError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import msgspec
 
 from ....schemas.artifacts.loras import StoredLora
 from ....schemas.artifacts.saes import StoredSae
-from ....schemas.base import by_key
+from ....schemas.base.records import by_key
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.specs import RankSpec, SteeringRow, StoredSteering
 from ....schemas.requests.steering import GlobalSteering, RankSteering

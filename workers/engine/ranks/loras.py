@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ....schemas.artifacts.loras import LoraSupport, StoredLora
-from ....schemas.base import MidstreamError, Translated
+from ....schemas.base.errors import MidstreamError, Translated
 from ....storage.formats.lora_files import LoraError, check, folder_of, read
 from .collective import LoadCall, RankCache, Ranks
 

@@ -1,6 +1,6 @@
 """The spec that ranks receive for one prompt of a job."""
 
-from ....schemas.base import __version__
+from ....schemas.base.version import __version__
 from ....schemas.prompts.selectors import depends_on_prompt, lowest_position
 from ....schemas.requests.specs import (
     RankSpec,

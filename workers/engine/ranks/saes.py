@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from ....schemas.artifacts.saes import StoredSae
-from ....schemas.base import MidstreamError
+from ....schemas.base.errors import MidstreamError
 from ....storage.formats.sae_files import folder_of
 from .collective import LoadCall, RankCache, Ranks
 

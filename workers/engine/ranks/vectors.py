@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ....schemas.base import Tensor, to_msgpack
+from ....schemas.base.records import to_msgpack
+from ....schemas.base.tensors import Tensor
 from ....schemas.requests.specs import StoredSteering
 from ..protocol import Fetch
 from .collective import RankRecord, Ranks, Undo, unbroken

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from ....schemas.base import Record, __version__, from_json, to_json
+from ....schemas.base.records import Record, from_json, to_json
+from ....schemas.base.version import __version__
 from ....schemas.extensions import Extension
 from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.model.attention import AttentionKind

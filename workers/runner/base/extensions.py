@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from ....schemas.base import MidstreamError, Translated
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.extensions import Extension, OpTerms, ReaderTerms
 from ....schemas.settings.settings import SettingsError
 

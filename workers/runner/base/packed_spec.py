@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from ....schemas.base import Published, from_msgpack, to_msgpack
+from ....schemas.base.records import Published, from_msgpack, to_msgpack
 from ....schemas.requests.specs import RankSpec
 
 _KEY = "midstream"

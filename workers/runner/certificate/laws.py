@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from ....schemas.base import by_key
+from ....schemas.base.records import by_key
 from ....schemas.prompts.selectors import HOOKS, Hook
 
 #: Kind of law → (tolerance in units of the model dtype's `eps` unless the reason states another

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from vllm.distributed import get_pp_group
 
-from ....schemas.base import DTYPES
+from ....schemas.base.dtypes import DTYPES
 from ....schemas.jobs.receipts import Receipt
 from ..files.finished_rows import FinishedCapture, Outcome
 from .laws import RowsAt

@@ -6,8 +6,8 @@ changes no request.
 
 from collections.abc import Sequence
 
-from ....schemas.base import Tensor
 from ....schemas.base.limits import MAX_STEERING_ROWS
+from ....schemas.base.tensors import Tensor
 from ....schemas.requests.specs import steering_rows
 from ....schemas.requests.steering import GlobalSteering
 from ..hooks.sites import RankSite

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from ....schemas.base import DTYPES
+from ....schemas.base.dtypes import DTYPES
 from ....schemas.jobs.receipts import READ_LATER
 from ....schemas.prompts.selectors import Hook, as_ranges
 from ....schemas.requests.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key

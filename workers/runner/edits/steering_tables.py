@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ....kernels.plan import Does, does_of, laid_out
-from ....schemas.base import Tensor, content_hash, to_numpy
+from ....schemas.base.tensors import Tensor, content_hash, to_numpy
 from ....schemas.requests.interventions import FAMILIES, FAMILY, PLACE, OpFamily
 from ....schemas.requests.source_runs import ZEROS, is_row
 from ....schemas.requests.specs import (

@@ -14,7 +14,7 @@ from importlib.metadata import entry_points
 
 import numpy as np
 
-from ....schemas.base import DTYPES, widened
+from ....schemas.base.dtypes import DTYPES, widened
 from ....schemas.jobs.harvest_names import HARVEST
 from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import memory_bytes

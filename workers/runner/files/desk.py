@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from ....schemas.base import Wire
+from ....schemas.base.records import Wire
 from ....schemas.base.store_calls import StoreCalls
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec, WriterWork

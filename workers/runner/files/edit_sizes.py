@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ....schemas.base import EditSizes, Wire, from_msgpack
+from ....schemas.base.edit_sizes import EditSizes
+from ....schemas.base.records import Wire, from_msgpack
 
 #: Positions of a block.
 SPAN = 128

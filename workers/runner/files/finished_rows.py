@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ....schemas.base import ITEM_BYTES, __version__
+from ....schemas.base.dtypes import ITEM_BYTES
+from ....schemas.base.version import __version__
 from ....schemas.jobs.captures import FORMAT, Manifest
 from ....schemas.jobs.receipts import CapturedFile
 from ....schemas.model.attention import ATTENDING, AttentionKind

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ....schemas.base import by_key
+from ....schemas.base.records import by_key
 from ....schemas.jobs.captures import SEGMENT_SUFFIX, SEGMENTS
 from ....schemas.jobs.receipts import CapturedFile
 from ....storage.blobs import SEGMENT_ALIGNMENT, FileBytes, append, make_blob, publish

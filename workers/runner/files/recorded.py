@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from ....schemas.base import DTYPES, Wire, by_key, narrowed, widened
+from ....schemas.base.dtypes import DTYPES, narrowed, widened
+from ....schemas.base.records import Wire, by_key
 from ....schemas.requests.specs import RankSpec, StoredCapture
 from ..base.landings import LANDED, Landing
 from .finished_rows import BankColumns, FinishedCapture, Origin

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from ....schemas.base import ITEM_BYTES, Wire
+from ....schemas.base.dtypes import ITEM_BYTES
+from ....schemas.base.records import Wire
 from ....schemas.requests.specs import RankSpec
 from ....storage.blobs import FileBytes
 from ....storage.formats.capture_blobs import DTYPE_NAMES, encode_header

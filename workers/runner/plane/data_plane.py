@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ....kernels import IDLE, STREAM, WHOLE
-from ....schemas.base import __version__
+from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.requests.specs import StoredSteering, steering_rows, touched, touched_hooks

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ....schemas.base import by_key
+from ....schemas.base.records import by_key
 from ....schemas.requests.specs import Grade
 from ..base.engine_step import StepView
 from ..base.host_memory import locked_copy, locked_like

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....schemas.base import by_key
+from ....schemas.base.records import by_key
 from ....schemas.requests.specs import RankSpec
 from ..base.engine_step import RequestRows, StepView
 from ..base.host_memory import locked_copy

@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from ....schemas.artifacts.probes import ProbeScore
-from ....schemas.base import __version__
+from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import Receipt
 from ..base.actions import ActionLedger
 from ..base.config import PlaneConfig, RankPlace

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from functools import partial
 from typing import NamedTuple
 
-from ....schemas.base import by_key
+from ....schemas.base.records import by_key
 from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.requests.specs import WriterWork
 from ..base.engine_step import Finish

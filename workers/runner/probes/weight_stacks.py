@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from ....schemas.artifacts.probes import StoredProbe
-from ....schemas.base import by_key
+from ....schemas.base.records import by_key
 from ....schemas.prompts.sites import At
 from ..edits.steering_tables import VectorStore
 from .kinds import ProbeGroup

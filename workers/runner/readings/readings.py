@@ -19,7 +19,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from ....schemas.base import DTYPES, Wire, to_msgpack
+from ....schemas.base.dtypes import DTYPES
+from ....schemas.base.records import Wire, to_msgpack
 from ....schemas.requests.specs import RankSpec
 from ..files.finished_rows import FinishedCapture, Outcome, ReadingError
 

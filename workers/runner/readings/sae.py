@@ -14,7 +14,7 @@ import torch
 from torch.nn.functional import embedding_bag
 
 from ....schemas.artifacts.saes import SaeForm, StoredSae
-from ....schemas.base import MidstreamError, Translated
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.requests.interventions import LAYER_NORM_EPS
 from ....storage.formats.sae_files import SaeError, folder_of, reading, tensors_of
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from ....schemas.artifacts.tuned_lenses import StoredTuned
-from ....schemas.base import MidstreamError, Translated
+from ....schemas.base.errors import MidstreamError, Translated
 from ....storage.formats.lens_files import folder_of, map_of, reading
 from ....storage.formats.tensor_files import TensorFile, TensorFileError
 from ..files.finished_rows import ReadingError

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....schemas.base import DTYPES
+from ....schemas.base.dtypes import DTYPES
 from ....schemas.base.machine import host_bytes
 from ..base.host_memory import lock
 from ..base.landings import LANDED, Landing, LateLanding

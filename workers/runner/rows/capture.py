@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import torch
 
-from ....schemas.base import ITEM_BYTES
+from ....schemas.base.dtypes import ITEM_BYTES
 from ....schemas.base.limits import MAX_DRAFTS
 from ....schemas.requests.specs import StoredCapture, WriterWork
 from ..base.landings import Landing

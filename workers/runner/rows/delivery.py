@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from ....schemas.base import from_msgpack, to_msgpack
+from ....schemas.base.records import from_msgpack, to_msgpack
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.requests.specs import RankSpec
 from ....storage.calls import CALLS

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ....schemas.base import to_msgpack
+from ....schemas.base.records import to_msgpack
 from ..files.edit_sizes import SPAN, RecordedSizes
 from ..hooks.sites import RankSite
 from .arena import Arena, BankRows

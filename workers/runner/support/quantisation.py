@@ -30,7 +30,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.platforms import current_platform
 
-from ....schemas.base import MidstreamError, Translated
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.jobs.certificates import UNPROVEN
 
 #: (vLLM's method, weights, activations) whose rows tests compared with transformers', on a CPU.

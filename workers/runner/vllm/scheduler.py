@@ -14,7 +14,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from ....broker.processes.orphans import die_with_parent
-from ....schemas.base import __version__, learn_records
+from ....schemas.base.records import learn_records
+from ....schemas.base.version import __version__
 from ....schemas.requests.source_runs import is_row
 from ....schemas.requests.specs import RankSpec
 from ..base.backlog import Backlog

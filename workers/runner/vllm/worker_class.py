@@ -21,7 +21,8 @@ from vllm.platforms import current_platform
 from ....broker.processes.orphans import die_with_parent
 from ....broker.telemetry import logs
 from ....kernels import IDLE, STREAM, WHOLE
-from ....schemas.base import Tensor, learn_records
+from ....schemas.base.records import learn_records
+from ....schemas.base.tensors import Tensor
 from ....schemas.extensions import Extension
 from ....schemas.prompts.selectors import INSIDE
 from ....schemas.readings.features import StoredFeatures

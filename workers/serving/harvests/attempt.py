@@ -18,16 +18,10 @@ from ....broker.artifacts.global_capture import QUOTA_SPARE, count_skipped
 from ....broker.ledger.jobs.units import UnitFate, UnitRow
 from ....broker.ledger.recovery.harvests import LedgerHarvests, unit_row, units_key
 from ....broker.telemetry import metrics
-from ....schemas.base import (
-    MidstreamError,
-    RowDType,
-    __version__,
-    from_json,
-    from_msgpack,
-    now,
-    to_json,
-    to_msgpack,
-)
+from ....schemas.base.dtypes import RowDType
+from ....schemas.base.errors import MidstreamError
+from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
+from ....schemas.base.version import __version__
 from ....schemas.jobs.harvest_names import HARVEST
 from ....schemas.jobs.harvests import (  # fmt: skip
     FORMAT,

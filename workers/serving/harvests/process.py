@@ -22,7 +22,8 @@ import msgspec
 import numpy as np
 
 from ....broker.processes.orphans import die_with_parent
-from ....schemas.base import MidstreamError, Problem, Translated, error_of, from_msgpack, to_msgpack
+from ....schemas.base.errors import MidstreamError, Problem, Translated, error_of
+from ....schemas.base.records import from_msgpack, to_msgpack
 from ....schemas.jobs.harvests import (
     HarvestPlan,
     PlannedUnit,

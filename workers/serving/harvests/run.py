@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from ....broker.ledger.recovery.harvests import LedgerHarvests
-from ....schemas.base import MidstreamError
+from ....schemas.base.errors import MidstreamError
 from ....schemas.jobs.harvest_names import PARTS_PER_WORKER
 from ....schemas.jobs.harvests import HarvestWork
 from ....schemas.jobs.jobs import Job, Output

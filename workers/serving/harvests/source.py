@@ -14,8 +14,9 @@ import numpy as np
 from zlib_ng import zlib_ng
 
 from ....broker.artifacts.corpora import find, missing, roots_of
-from ....schemas.base import MidstreamError, Translated, to_msgpack
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.limits import MAX_DOCUMENT_BYTES
+from ....schemas.base.records import to_msgpack
 from ....schemas.jobs.harvests import HarvestPlan, PlannedUnit, SourceFile, StoredHarvest
 from ....schemas.jobs.models import TokenizerBundle
 from ....schemas.settings.settings import Settings

@@ -14,7 +14,7 @@ from tokenizers import Encoding, Tokenizer
 from ....broker.prompts.chat_templates import ChatTemplate
 from ....broker.prompts.text_spans import TextMap, untrimmed
 from ....broker.prompts.turns import NoTurn, Turns, renders
-from ....schemas.base import MidstreamError, Translated
+from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.limits import MAX_DOCUMENT_BYTES, MAX_INT64, MAX_RENDERED_MESSAGES
 from ....schemas.jobs.harvests import StoredHarvest
 from ....schemas.jobs.models import TokenizerBundle

@@ -20,7 +20,8 @@ from ....broker.ledger.results.sweep_result import (
     sweep_start,
     sweep_summary,
 )
-from ....schemas.base import MidstreamError, Tensor, Translated, content_hash
+from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base.tensors import Tensor, content_hash
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from ....schemas.jobs.sweep_units import SweepWork
 from ....schemas.jobs.sweeps import (

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from ....schemas.artifacts.saes import StoredSae
-from ....schemas.base import Tensor, from_numpy
+from ....schemas.base.tensors import Tensor, from_numpy
 from ....schemas.jobs.sweeps import StoredSweep, Unit
 from ....schemas.requests.source_runs import RunFiles
 from ....schemas.settings.settings import Settings

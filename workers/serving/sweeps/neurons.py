@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ....schemas.base import DTYPE_OF_FILE, DTYPES, widened
+from ....schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, widened
 from ....schemas.requests.source_runs import RunFile, RunFiles
 from ....storage.formats.capture_blobs import Header, read_header
 from ....storage.store import ArtifactStore

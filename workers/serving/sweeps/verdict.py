@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from ....broker.ledger.results.sweep_metrics import Grades, grades
-from ....schemas.base import Translated, by_key
+from ....schemas.base.errors import Translated
+from ....schemas.base.records import by_key
 from ....schemas.jobs.receipts import Receipt
 from ....schemas.jobs.sweep_units import Node
 from ....schemas.jobs.sweeps import StoredPair

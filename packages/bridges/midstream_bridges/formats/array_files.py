@@ -19,13 +19,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midstream.schemas.base import DTYPES, ITEM_BYTES, DType, Tensor, Translated, widened
+from midstream.schemas.base.dtypes import DTYPES, ITEM_BYTES, DType, widened
+from midstream.schemas.base.errors import Translated
 from midstream.schemas.base.limits import (
     MAX_FILE_HEADER,
     MAX_FILE_TENSORS,
     MAX_TENSOR_BYTES,
     MAX_VECTOR_FILE,
 )
+from midstream.schemas.base.tensors import Tensor
 from midstream.storage.formats.tensor_files import npy_header
 
 #: The most members of an archive that are not tensors.

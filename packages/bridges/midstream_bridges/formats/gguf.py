@@ -14,8 +14,10 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from midstream.schemas.base import ITEM_BYTES, DType, Tensor, Translated
+from midstream.schemas.base.dtypes import ITEM_BYTES, DType
+from midstream.schemas.base.errors import Translated
 from midstream.schemas.base.limits import MAX_FILE_TENSORS, MAX_TENSOR_BYTES
+from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.requests.specs import SteeringSpec
 
 MAGIC = b"GGUF"

@@ -14,9 +14,11 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from midstream.schemas.base import ITEM_BYTES, DType, Tensor, Translated
+from midstream.schemas.base.dtypes import ITEM_BYTES, DType
+from midstream.schemas.base.errors import Translated
 from midstream.schemas.base.json_bounds import TooManyValues, check_json
 from midstream.schemas.base.limits import MAX_ENTRIES, MAX_TENSOR_BYTES, Index
+from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.prompts.selectors import resolve_hook
 from midstream.schemas.requests.specs import SteeringSpec
 

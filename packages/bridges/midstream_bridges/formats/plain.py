@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from midstream.schemas.base import to_numpy
+from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.prompts.selectors import resolve_hook
 from midstream.schemas.requests.specs import SteeringSpec
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from midstream.client.vectors import of_names, without_notes
-from midstream.schemas.base import Tensor
+from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.requests.specs import SteeringSpec
 
 from . import lens_vectors

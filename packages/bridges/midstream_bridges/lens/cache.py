@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from midstream.client.captures.reader import CaptureReader
-from midstream.schemas.base import MidstreamError, invalid
+from midstream.schemas.base.errors import MidstreamError, invalid
 
 from .names import BLOCK, PATTERN, CacheKey, Card, NamedSite, site_of
 

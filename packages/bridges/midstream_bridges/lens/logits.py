@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from midstream.schemas.base import MidstreamError, by_key, invalid
+from midstream.schemas.base.errors import MidstreamError, invalid
 from midstream.schemas.base.limits import MAX_LENS_TOKENS, MAX_LENS_TOP
+from midstream.schemas.base.records import by_key
 from midstream.schemas.readings.lens import LensReading
 
 from .cache import refused

@@ -16,7 +16,7 @@ from midstream.client.sdk import wire
 from midstream.client.sdk.client import Client
 from midstream.client.sdk.fields import ReadingFields
 from midstream.client.values import is_torch
-from midstream.schemas.base import MidstreamError, Translated, invalid
+from midstream.schemas.base.errors import MidstreamError, Translated, invalid
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.readings.lens import LensReading
 

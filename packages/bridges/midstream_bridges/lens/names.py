@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from midstream.schemas.base import MidstreamError, by_key, invalid
+from midstream.schemas.base.errors import MidstreamError, invalid
+from midstream.schemas.base.records import by_key
 from midstream.schemas.jobs.models import ModelFacts
 from midstream.schemas.model.banks import BANK, OF_HEADS
 from midstream.schemas.prompts.selectors import FORWARD, INSIDE, LENS_NAMES, NOT_SET, Hook

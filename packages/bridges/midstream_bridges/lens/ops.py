@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 
 from midstream.client.values import is_torch
-from midstream.schemas.base import Translated, invalid
+from midstream.schemas.base.errors import Translated, invalid
 from midstream.schemas.requests.interventions import PLACE
 
 from .cache import ActivationCache

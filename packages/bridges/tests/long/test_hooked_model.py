@@ -16,7 +16,7 @@ from stack import Stack
 from tree import ROOT
 
 from midstream.lens import ActivationCache, HookedModel, Logits, ops
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 #: Of `tools/peers/lens_facade.py`.
 GOLDEN = ROOT / "tests" / "data" / "hooked.safetensors"

@@ -7,7 +7,7 @@ from typing import Any
 import httpx2
 import numpy as np
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 from .finding import CheckFinding
 from .promises import judge

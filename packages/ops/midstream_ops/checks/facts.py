@@ -9,8 +9,8 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from midstream.schemas.base import __version__
 from midstream.schemas.base.machine import host_bytes
+from midstream.schemas.base.version import __version__
 from midstream.schemas.settings.settings import SECRETS, Settings, values_of
 
 from .finding import CheckFinding

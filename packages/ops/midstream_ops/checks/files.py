@@ -9,7 +9,7 @@ from pathlib import Path
 
 from midstream.client.sdk.client import Client
 from midstream.client.sdk.wire import Answer
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 from ..processes import wait_for
 from .finding import CheckFinding

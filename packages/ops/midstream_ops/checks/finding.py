@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from midstream.schemas.base import __version__
+from midstream.schemas.base.version import __version__
 
 #: `info`: a fact that no check judges.
 Level = Literal["info", "ok", "warn", "fail"]

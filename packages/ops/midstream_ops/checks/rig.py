@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from midstream.client.sdk.client import Client
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.certificates import Certificate
 from midstream.schemas.jobs.jobs import JobView
 from midstream.schemas.settings.settings import Settings

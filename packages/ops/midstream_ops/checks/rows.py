@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from midstream.schemas.base import MidstreamError, content_hash, from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import content_hash, from_numpy
 
 from .finding import CheckFinding
 from .promises import judge

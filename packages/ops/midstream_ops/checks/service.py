@@ -6,7 +6,7 @@ from functools import cached_property
 import httpx2
 
 from midstream.client.sdk import wire
-from midstream.schemas.base import MidstreamError, Translated
+from midstream.schemas.base.errors import MidstreamError, Translated
 from midstream.schemas.settings.settings import Settings
 
 from .finding import TIMEOUT_S

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from midstream.client.sdk import wire
 from midstream.client.sdk.client import Client
-from midstream.schemas.base import STATUS_OF_KIND, MidstreamError
+from midstream.schemas.base.errors import STATUS_OF_KIND, MidstreamError
 from midstream.schemas.jobs.models import WorkerInfo
 from midstream.schemas.service.status import ServiceStatus
 from midstream.schemas.settings.settings import Settings, is_loopback

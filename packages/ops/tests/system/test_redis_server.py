@@ -13,7 +13,7 @@ from redis_kit import handed_over
 from refusal_kit import refuses
 from wait_kit import wait_until
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream_ops import redis_server
 
 

@@ -30,7 +30,7 @@ from midstream.broker.processes.install import basic
 from midstream.broker.receipts.outbox import Outbox
 from midstream.client.sdk import discovery
 from midstream.client.sdk.discovery import STATE_FILE
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import State
 from midstream_ops.processes import birth
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import Settings
 from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream_ops import beside_stock

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream_ops import demo_model
 
 

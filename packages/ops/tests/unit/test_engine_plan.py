@@ -11,7 +11,7 @@ import torch
 
 from midstream.client.cli import main as cli
 from midstream.kernels.plan import COLUMNS, COUNTS, ROWS_PER_TOKEN
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.ring import QUEUE_BYTES, Ring, plan_queue, plan_writers
 from midstream.schemas.settings.settings import Settings, load_settings
 from midstream.schemas.settings.tuning import Tuning

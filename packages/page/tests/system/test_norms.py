@@ -16,8 +16,9 @@ from edge import Api, Hand
 from tenant_kit import Caller
 
 from midstream.client import CaptureReader
-from midstream.schemas.base import from_numpy, to_json
 from midstream.schemas.base.limits import MAX_NORM_BYTES, MAX_NORM_ROWS, MAX_NORM_VALUES
+from midstream.schemas.base.records import to_json
+from midstream.schemas.base.tensors import from_numpy
 from midstream_page.state import MEASURED_OF_TENANT
 
 HOOKS: dict[str, list[int]] = {"pre_attn": [1], "post_block": [0, 1, 2, 3]}

@@ -26,7 +26,8 @@ from midstream.broker.ledger.people import sessions
 from midstream.broker.ledger.people.sessions import SESSION, SESSIONS, Sessions, name_of
 from midstream.schemas.access.keys import CreatedKey, StoredKey
 from midstream.schemas.access.sessions import SESSION_S, Session
-from midstream.schemas.base import MidstreamError, from_msgpack, now, to_msgpack
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack, now, to_msgpack
 from midstream.schemas.settings.settings import Settings, SettingsError
 from midstream_ops.redis_server import RedisServer
 from midstream_page.records import MAX_LOGIN_KEY

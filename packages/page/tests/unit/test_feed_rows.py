@@ -3,7 +3,8 @@
 import pytest
 
 from midstream.broker.ledger.core.record import SHOWN
-from midstream.schemas.base import shortened, to_msgpack
+from midstream.schemas.base.errors import shortened
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.jobs import Output
 from midstream_page.feed_rows import OUTPUT_BYTES, _output
 

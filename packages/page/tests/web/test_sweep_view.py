@@ -17,7 +17,7 @@ from web_kit import MODEL, NARROW, WIDE, Site, Visit, held, until, visiting
 from midstream import PatchStudy
 from midstream.client.sdk.answers.grid import records
 from midstream.client.study.patch_study import Region
-from midstream.schemas.base import from_json, to_json
+from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.sweep_views import SweepView
 from midstream.schemas.jobs.sweeps import SweepRequest
 from midstream.schemas.prompts.sites import renamed

@@ -10,7 +10,7 @@ from playwright.sync_api import Browser, Locator, expect
 from web_kit import MODEL, NARROW, WIDE, Site, Visit, held, until, visiting
 
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
-from midstream.schemas.base import now
+from midstream.schemas.base.records import now
 
 VECTOR = {
     "dtype": "float32",

@@ -22,7 +22,7 @@ from wait_kit import wait_until
 
 from midstream.client import CaptureReader, Client
 from midstream.client.cli import main
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import RunRow, row_name, run_key

@@ -9,7 +9,7 @@ from edge import MODEL, Api, Hand, refused
 from midstream.broker.ledger.people.keys import LedgerKeys
 from midstream.client import Client
 from midstream.schemas.access.keys import KeyRequest, Scope
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 HOOK = "https://receiver.example/hook"
 

@@ -35,7 +35,8 @@ from standardwebhooks.webhooks import WebhookVerificationError
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.webhooks import DeliveryAttempt, WebhookDelivery
-from midstream.schemas.base import MidstreamError, now
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import now
 from midstream.schemas.base.states import ENDS, CallbackEvent
 from midstream.schemas.jobs.jobs import Job, State
 from midstream_webhooks.http import CheckedBackend, NoAnswer, Poster, TargetRefused

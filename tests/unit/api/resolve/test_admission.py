@@ -20,7 +20,7 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import MAX_ENTRIES
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
 from midstream.api.resolve.prompts.tokenizer import FoundSpan, SearchedPrompt
-from midstream.schemas.base import from_numpy
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
 from midstream.schemas.prompts.chat import ToolUse
 from midstream.schemas.prompts.selectors import Span

@@ -28,7 +28,7 @@ from midstream.api.web.body import JsonRequest
 from midstream.api.web.request_context import CURRENT, ApiCall
 from midstream.broker.telemetry.traces import TraceSpan
 from midstream.schemas.access.keys import EVERYBODY
-from midstream.schemas.base import MidstreamError, to_json
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.limits import (
     MAX_ENTRIES,
     MAX_FORMAT_CHOICES,
@@ -37,6 +37,7 @@ from midstream.schemas.base.limits import (
     MAX_REGEX,
     MAX_SEQUENCES,
 )
+from midstream.schemas.base.records import to_json
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
 

@@ -33,8 +33,10 @@ from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.named.registry import Lookup
 from midstream.schemas.access.keys import EVERYBODY, Limits, Tenant
 from midstream.schemas.artifacts.probes import PROBES, ProbeRequest
-from midstream.schemas.base import MidstreamError, from_json, limits, to_json, to_msgpack
+from midstream.schemas.base import limits
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.json_bounds import check_json
+from midstream.schemas.base.records import from_json, to_json, to_msgpack
 from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.fits import FitRequest, LensFitRequest

@@ -22,8 +22,8 @@ from midstream.schemas.artifacts.probes import (
     ProbeUse,
     StoredProbe,
 )
-from midstream.schemas.base import from_numpy
 from midstream.schemas.base.limits import MAX_GATE_RUNS
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.prompts.selectors import PositionSelector, PositionWindow, Span
 from midstream.schemas.requests.specs import (
     RankSpec,

@@ -20,8 +20,8 @@ from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolv
 from midstream.api.resolve.prompts.images import check_number, placed
 from midstream.api.resolve.prompts.request_parsing import parse_chat, plain_messages
 from midstream.client.images import image_part, with_images
-from midstream.schemas.base import from_json, to_json
 from midstream.schemas.base.limits import MAX_IMAGE_PIXELS
+from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import Sampling
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.openai import ChatRequest

@@ -13,7 +13,8 @@ from midstream.api.resolve.prompts.request_parsing import (
     plain_messages,
 )
 from midstream.broker.prompts.chat_templates import ChatTemplate
-from midstream.schemas.base import MidstreamError, from_json, to_json
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import JobRequest
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest

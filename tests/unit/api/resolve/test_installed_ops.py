@@ -19,7 +19,7 @@ from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
 from midstream.kernels import installed, reference
 from midstream.kernels.installed import OPS
 from midstream.kernels.plan import Does, SitePlan
-from midstream.schemas.base import from_numpy
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.extensions import Extension
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.specs import SteeringSpec, StoredSteering, steering_digest

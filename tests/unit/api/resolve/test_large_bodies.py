@@ -16,7 +16,7 @@ from midstream.api.resolve.prompts.request_parsing import parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.core.auto_pipeline import packed
-from midstream.schemas.base import from_json, now, to_json
+from midstream.schemas.base.records import from_json, now, to_json
 from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering

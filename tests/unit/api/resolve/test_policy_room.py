@@ -24,8 +24,8 @@ from midstream.broker.ledger.named.registry import Lookup
 from midstream.schemas.access.keys import EVERYBODY
 from midstream.schemas.artifacts.conditions import Condition
 from midstream.schemas.artifacts.probes import Probe, ProbeContent
-from midstream.schemas.base import from_numpy
 from midstream.schemas.base.limits import MAX_POLICY_VECTORS, MAX_STEERING_ROWS
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Sampling
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.prompts.windows import Trigger

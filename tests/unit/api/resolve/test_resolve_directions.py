@@ -25,8 +25,9 @@ from midstream.schemas.artifacts.jacobian_lenses import (
     JacobianLensRequest,
     JacobianRecord,
 )
-from midstream.schemas.base import Tensor, from_msgpack, to_numpy
 from midstream.schemas.base.limits import MAX_ENTRIES
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.requests.specs import SteeringSpec
 from midstream.storage.formats.lens_files import Matrix, lens_of, write
 

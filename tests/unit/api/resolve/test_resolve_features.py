@@ -27,7 +27,9 @@ from midstream.api.resolve.readings.saes import resolve_sae
 from midstream.kernels import reference
 from midstream.kernels.plan import SitePlan, does_of
 from midstream.schemas.artifacts.saes import Sae, SaeRequest
-from midstream.schemas.base import EditLimit, Tensor, from_msgpack, to_numpy
+from midstream.schemas.base.edit_sizes import EditLimit
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.requests.specs import SteeringSpec, StoredSteering
 from midstream.storage.formats.sae_files import ThresholdFeature

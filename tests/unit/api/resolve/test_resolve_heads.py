@@ -9,7 +9,8 @@ from refusal_kit import refuses
 
 from midstream.api.resolve.edits.steering import resolve_edits
 from midstream.api.resolve.positions.captures import resolve_captures
-from midstream.schemas.base import Tensor, from_msgpack, from_numpy, to_numpy
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
 from midstream.schemas.model.banks import RowShape, asked_hooks
 from midstream.schemas.prompts.selectors import HOOKS, INSIDE
 from midstream.schemas.requests.specs import CaptureSpec, PatchSource, PatchSpec, SteeringSpec

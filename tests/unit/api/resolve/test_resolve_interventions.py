@@ -12,16 +12,9 @@ from refusal_kit import refuses
 
 from midstream.api.resolve.edits.interventions import GIVEN, OPTIONS
 from midstream.api.resolve.edits.steering import resolve_edits
-from midstream.schemas.base import (
-    DTYPES,
-    Tensor,
-    content_hash,
-    from_msgpack,
-    from_numpy,
-    to_json,
-    to_msgpack,
-    to_numpy,
-)
+from midstream.schemas.base.dtypes import DTYPES
+from midstream.schemas.base.records import from_msgpack, to_json, to_msgpack
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from midstream.schemas.prompts.selectors import HOOKS, STREAM_HOOKS
 from midstream.schemas.requests.interventions import (
     EVERY,

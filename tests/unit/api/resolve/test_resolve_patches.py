@@ -14,7 +14,8 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.patches import MAX_PATCH_ROWS, MAX_RUNS
 from midstream.api.resolve.edits.steering import MAX_ENTRIES, resolve_edits
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
-from midstream.schemas.base import Tensor, content_hash, from_msgpack, from_numpy, to_numpy
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, SelectorError, Span
 from midstream.schemas.requests.source_runs import ZEROS, RunPrompt, RunView
 from midstream.schemas.requests.specs import (

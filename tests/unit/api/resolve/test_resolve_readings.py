@@ -29,8 +29,9 @@ from midstream.broker.ledger.results.readings import readings
 from midstream.client.render.readings import tables
 from midstream.client.sdk.fields import ObservedFields
 from midstream.schemas.artifacts.saes import SaeRequest, StoredSae
-from midstream.schemas.base import from_json, from_msgpack, invalid, to_json, to_msgpack
+from midstream.schemas.base.errors import invalid
 from midstream.schemas.base.limits import MAX_READING_WORK
+from midstream.schemas.base.records import from_json, from_msgpack, to_json, to_msgpack
 from midstream.schemas.extensions import Extension, ReaderTerms
 from midstream.schemas.jobs import jobs, openai
 from midstream.schemas.jobs.jobs import Sampling

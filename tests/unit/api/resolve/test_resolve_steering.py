@@ -13,8 +13,8 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.module_export import entries_of
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_global, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
-from midstream.schemas.base import Tensor, content_hash, from_numpy
 from midstream.schemas.base.edit_sizes import EditLimit, strictest
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, SelectorError, Span

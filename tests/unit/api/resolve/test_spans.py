@@ -20,7 +20,7 @@ from midstream.api.resolve.positions.windows import with_trigger_tokens, with_wi
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
 from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.broker.prompts.text_spans import TextMap
-from midstream.schemas.base import from_msgpack, to_msgpack
+from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.jobs import Sampling, StoredPrompt
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.prompts.selectors import (

@@ -9,7 +9,7 @@ import pytest
 from refusal_kit import refuses
 from test_sweep_plan import ablated, model, pair, plan, refusal
 
-from midstream.schemas.base import MidstreamError, misfit
+from midstream.schemas.base.errors import MidstreamError, misfit
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.sweep_units import SweepWork

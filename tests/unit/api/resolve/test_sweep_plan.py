@@ -16,7 +16,9 @@ from midstream.api.resolve.prompts.tokenizer import Codec, CodecAnswer, CodecQue
 from midstream.api.resolve.sweeps import prompts as sweep_prompts
 from midstream.api.resolve.sweeps.limits import room_of_cell
 from midstream.api.resolve.sweeps.plan import PlannedSweep, plan_sweep
-from midstream.schemas.base import MidstreamError, Tensor, from_msgpack, to_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import from_msgpack
+from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle
 from midstream.schemas.jobs.sweep_units import Units
 from midstream.schemas.jobs.sweeps import SweepRequest

@@ -28,7 +28,8 @@ from midstream.api.resolve.prompts.tokenizer import (
     TooLong,
 )
 from midstream.api.resolve.prompts.tokenizer_pool import Helpers
-from midstream.schemas.base import MidstreamError, to_msgpack
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.prompts.selectors import SelectorError, Span
 from midstream.schemas.settings.settings import load_settings

@@ -27,7 +27,7 @@ from midstream.api.resolve.positions.captures import Bounds, resolve_captures
 from midstream.api.resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.broker.prompts.turns import _same
-from midstream.schemas.base import from_json, to_json
+from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import JobRequest
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.jobs.openai import ChatRequest

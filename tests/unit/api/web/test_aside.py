@@ -14,7 +14,8 @@ from test_tokenizer import BUNDLE, PLAIN
 
 from midstream.api.resolve.admission.served import Served
 from midstream.api.web.aside import aside, call_aside, on
-from midstream.schemas.base import invalid, to_msgpack
+from midstream.schemas.base.errors import invalid
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.settings.settings import Settings
 
 

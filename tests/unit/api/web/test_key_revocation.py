@@ -12,7 +12,7 @@ from wait_kit import holding
 from midstream.api.web import auth
 from midstream.api.web.key_watch import KeyWatch
 from midstream.schemas.access.keys import EVERYBODY, Caller
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 
 class Stored:

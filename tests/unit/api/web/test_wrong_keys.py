@@ -7,7 +7,7 @@ from refusal_kit import refuses
 
 from midstream.api.web import wrong_keys
 from midstream.api.web.wrong_keys import WRONG_PER_MINUTE, WrongKeys, network_of
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from vllm.model_executor.layers.fused_moe.router.cpu_router import CPURouter
 from vllm.model_executor.models.llama4 import Llama4MoE
 
 from midstream.client.captures.attention import routing_at
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.model.routing import VERSION, RoutingKind, routed
 from midstream.workers.runner.hooks.layer_kinds import routing_of
 

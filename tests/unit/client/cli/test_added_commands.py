@@ -7,7 +7,7 @@ import typer
 from cli_kit import Cli
 
 from midstream.client.cli.main import ADDED, COMMANDS
-from midstream.schemas.base import packages
+from midstream.schemas import packages
 
 
 def greet() -> None:

@@ -25,7 +25,7 @@ from midstream.schemas.access.webhooks import (
     SecretList,
     WebhookDelivery,
 )
-from midstream.schemas.base import from_json
+from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.jobs import JobPage
 from midstream.schemas.readings.lens import LensReading
 from midstream.schemas.requests.source_runs import RunPage, RunView

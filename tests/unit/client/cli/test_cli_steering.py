@@ -11,7 +11,7 @@ from rich.console import Console
 
 from midstream import MidstreamError, SteeringSpec
 from midstream.client.render import records, steering as show_steering
-from midstream.schemas.base import from_json
+from midstream.schemas.base.records import from_json
 from midstream.schemas.requests.steering import (
     Dynamic,
     EntryView,

@@ -14,7 +14,7 @@ from job_kit import job_result, job_view
 from sweep_kit import VIEW, over, result
 
 from midstream import PatchStudy
-from midstream.schemas.base import from_json
+from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.attributions import AttributionRequest, AttributionResult
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.jobs.sweeps import SweepRequest, SweepResult

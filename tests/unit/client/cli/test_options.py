@@ -12,7 +12,8 @@ from safetensors.numpy import save_file
 
 from midstream import SteeringSpec
 from midstream.client.cli import options
-from midstream.schemas.base import from_numpy, json_or_text
+from midstream.schemas.base.records import json_or_text
+from midstream.schemas.base.tensors import from_numpy
 
 JOY = np.arange(4, dtype=np.float32)
 

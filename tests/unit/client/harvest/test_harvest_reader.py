@@ -15,8 +15,8 @@ from safetensors import safe_open
 from zlib_ng import zlib_ng
 
 from midstream import harvest as reading
-from midstream.schemas.base import from_json, to_json
 from midstream.schemas.base.dtypes import float32_to_bfloat16
+from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.harvest_order import row_order
 from midstream.schemas.jobs.harvests import (  # fmt: skip
     FORMAT,

@@ -23,7 +23,7 @@ from midstream.client.render import notebook
 from midstream.client.sdk.answers.grid import grid_of
 from midstream.client.sdk.answers.progress import bar
 from midstream.client.study.patch_study import Region
-from midstream.schemas.base import from_json, to_json
+from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.sweeps import (
     PairSpan,
     Skipped,

@@ -31,7 +31,8 @@ from midstream.client.sdk.attention import (
 from midstream.client.sdk.captures import Captures
 from midstream.client.sdk.client import AsyncClient, Client
 from midstream.client.sdk.jobs import Jobs
-from midstream.schemas.base import MidstreamError, to_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.jobs.captures import FORMAT, Manifest
 from midstream.schemas.model.attention import AttentionKind
 from midstream.schemas.prompts.images import ImageSpan

@@ -8,7 +8,7 @@ import pytest
 
 from midstream.client.sdk import bridge
 from midstream.client.sdk.bridge import TransferFolder
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 
 #: Documents and units of all harvests are numbered from 0.
 SAMPLES = [(0, [("token_ids", "int64", np.array([7]))])]

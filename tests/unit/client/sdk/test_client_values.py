@@ -30,7 +30,8 @@ from midstream.client import values
 from midstream.client.sdk import registered, wire
 from midstream.client.sdk.service import key_request
 from midstream.schemas.access.keys import KeyId
-from midstream.schemas.base import from_numpy, to_json
+from midstream.schemas.base.records import to_json
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import JobRequest, SamplingRequest, State
 from midstream.schemas.jobs.openai import CompletionRequest
 from midstream.schemas.jobs.sweeps import SweepRequest

@@ -31,7 +31,7 @@ from midstream import (
 from midstream.client import values
 from midstream.client.sdk import wire
 from midstream.client.sdk.answers import download
-from midstream.schemas.base import invalid
+from midstream.schemas.base.errors import invalid
 from midstream.schemas.jobs.jobs import JobRequest, State
 from midstream.schemas.requests.source_runs import RunPage, RunView
 from midstream.schemas.requests.steering import GlobalView, ModuleView

@@ -24,7 +24,7 @@ from midstream.client.sdk.mapping.cache import MapCache
 from midstream.client.sdk.mapping.map import sliced
 from midstream.schemas.artifacts.loras import LoraUse
 from midstream.schemas.artifacts.probes import ProbeResult
-from midstream.schemas.base import Problem, invalid
+from midstream.schemas.base.errors import Problem, invalid
 from midstream.schemas.jobs.jobs import (
     CaptureResults,
     ConsumerReport,

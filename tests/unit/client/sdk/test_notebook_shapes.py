@@ -19,7 +19,10 @@ from midstream.client.notebook import Listing, install
 from midstream.client.render.notebook import html
 from midstream.client.sdk.answers.grid import Grid, grid_of
 from midstream.client.sdk.readings import Lens
-from midstream.schemas.base import EditSizes, Problem, from_json, records as base, to_json
+from midstream.schemas.base import records as base
+from midstream.schemas.base.edit_sizes import EditSizes
+from midstream.schemas.base.errors import Problem
+from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.doses import DoseCell, DoseEffect, DoseResult, StoredDose
 from midstream.schemas.jobs.jobs import CaptureResults, JobPage
 from midstream.schemas.jobs.results import JobResult

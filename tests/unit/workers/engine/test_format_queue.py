@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from wait_kit import settled
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.engine.prompts import format_check
 from midstream.workers.engine.prompts.format_check import FormatChecker, FormatsBusy
 

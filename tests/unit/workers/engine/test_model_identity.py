@@ -15,7 +15,7 @@ import pytest
 from refusal_kit import refuses
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import load_settings
 from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine import model_identity

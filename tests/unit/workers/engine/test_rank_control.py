@@ -12,7 +12,7 @@ import pytest
 from midstream_fake_engine.engine import FakeEngine
 from refusal_kit import refuses
 
-from midstream.schemas.base import Tensor, content_hash, from_numpy
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.steering import GlobalSteering, RankSteering, SteeringTemplate
 from midstream.schemas.settings.settings import load_settings
 from midstream.workers.engine.ranks.collective import Quarantined, Refused, Undo

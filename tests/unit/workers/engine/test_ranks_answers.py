@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from wait_kit import settled
 
-from midstream.schemas.base import MidstreamError, content_hash, from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.steering import RankSteering
 from midstream.schemas.settings.settings import Settings
 from midstream.workers.engine import vllm

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import Settings
 from midstream.workers.engine.identity import WorkerLock, with_worker_id
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gradient_kit import PointsOf
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.fits import FitRequest, FitTokens, StoredModuleFit
 from midstream.schemas.requests.steering import SteeringTemplate
 from midstream.workers.gradients import learn

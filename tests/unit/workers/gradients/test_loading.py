@@ -9,7 +9,7 @@ from gradient_kit import small_llama
 from refusal_kit import refuses
 from transformers import CTRLConfig
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.engine.proof.comparison import Checkpoint
 from midstream.workers.gradients import loading
 from midstream.workers.gradients.loading import device_for, load_points

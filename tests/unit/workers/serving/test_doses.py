@@ -10,7 +10,8 @@ from midstream.api.resolve.admission.doses import expanded
 from midstream.broker.ledger.results.dose_result import with_receipts
 from midstream.client.render.doses import drawn
 from midstream.schemas.artifacts.probes import ProbeScore
-from midstream.schemas.base import EditSizes, MidstreamError
+from midstream.schemas.base.edit_sizes import EditSizes
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseEffect, DoseRequest, StoredDose
 from midstream.schemas.jobs.jobs import (
     Job,

@@ -7,7 +7,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import Event
 from midstream.workers.serving.attempt import Attempt
 

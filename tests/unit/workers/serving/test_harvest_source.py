@@ -14,7 +14,7 @@ from midstream_fake_engine.model import make_bundle, make_tokenizer
 from refusal_kit import refuses
 
 from midstream.broker.artifacts.corpora import find, roots_of, store_of
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.harvests import HarvestPlan, HarvestSource, PlannedUnit, StoredHarvest
 from midstream.schemas.settings.settings import Settings
 from midstream.storage.formats import csv_rows

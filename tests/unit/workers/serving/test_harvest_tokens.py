@@ -22,7 +22,7 @@ from tokenizers import (
 )
 
 from midstream.api.resolve.prompts.tokenizer import Codec
-from midstream.schemas.base import from_json, to_json
+from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.harvests import (
     HarvestCut,
     HarvestPositions,

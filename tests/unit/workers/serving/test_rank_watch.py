@@ -17,7 +17,8 @@ from midstream_fake_engine.engine import FakeEngine
 from wait_kit import holding
 
 from midstream.broker.ledger.named.steering import Look
-from midstream.schemas.base import MidstreamError, Tensor, content_hash, from_numpy
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.steering import (
     GlobalSteering,
     SteeringTemplate,

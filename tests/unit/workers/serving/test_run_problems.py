@@ -2,7 +2,7 @@
 
 import pytest
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.serving.attempts import problem_of
 
 FULL = MidstreamError("capture_failed", "disk full")

@@ -14,7 +14,7 @@ from sae_rows import FORMS, ROOT
 from safetensors.numpy import load_file
 
 from midstream.schemas.artifacts.saes import StoredSae
-from midstream.schemas.base import to_numpy
+from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, Unit
 from midstream.schemas.requests.attributions import StoredAttribution, Verify
 from midstream.schemas.settings.settings import Settings, load_settings

@@ -11,7 +11,7 @@ import torch
 from refusal_kit import refuses
 from transformers import AutoModelForCausalLM
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.requests.harvest_work import Survey
 from midstream.storage.harvests import RowOrigins
 from midstream.workers.engine.model_identity import content_of, digests_in

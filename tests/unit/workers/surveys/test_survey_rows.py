@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from survey_kit import examples_of
 
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.harvests import FeatureFigures, SurveyEntry
 from midstream.schemas.requests.harvest_work import Survey
 from midstream.storage.harvests import RowOrigins

@@ -12,7 +12,7 @@ from safetensors.numpy import save
 
 from midstream.client import vectors
 from midstream.client.vectors import from_bytes
-from midstream.schemas.base import to_numpy
+from midstream.schemas.base.tensors import to_numpy
 from midstream_bridges.formats.array_files import OLD_MAGIC
 
 FILES = Path(__file__).parents[2] / "data" / "vectors"

@@ -23,8 +23,8 @@ from hypothesis import given, strategies as st
 from midstream import MidstreamError, SteeringSpec
 from midstream.client import vectors
 from midstream.client.cli import options
-from midstream.schemas.base import Tensor, from_numpy, to_numpy
 from midstream.schemas.base.limits import MAX_FILE_TENSORS
+from midstream.schemas.base.tensors import Tensor, from_numpy, to_numpy
 from midstream.storage.formats import module_files
 from midstream_bridges.formats import array_files, table
 from midstream_bridges.formats.gguf import write as write_gguf

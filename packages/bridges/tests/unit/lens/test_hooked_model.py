@@ -9,7 +9,7 @@ from refusal_kit import refuses
 
 from midstream import Client
 from midstream.lens import ops
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.limits import MAX_LENS_TOKENS
 from midstream.schemas.jobs.jobs import JobRequest
 from midstream.schemas.model.banks import RowShape

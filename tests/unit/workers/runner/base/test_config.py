@@ -7,7 +7,7 @@ import msgspec
 import pytest
 from rank_kit import plane_config
 
-from midstream.schemas.base import to_json
+from midstream.schemas.base.records import to_json
 from midstream.workers.runner.base import config
 from midstream.workers.runner.base.config import PlaneConfig, join
 

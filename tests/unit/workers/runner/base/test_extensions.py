@@ -17,7 +17,7 @@ from midstream import __version__
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolve_captures
 from midstream.api.resolve.prompts.request_parsing import parse_job
 from midstream.api.resolve.readings.readings import resolve_readings
-from midstream.schemas.base import MidstreamError
+from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.extensions import Extension, Option, Rows
 from midstream.schemas.jobs.jobs import JobRequest
 from midstream.schemas.jobs.models import ModelInfo

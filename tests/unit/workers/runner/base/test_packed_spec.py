@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from midstream import __version__
-from midstream.schemas.base import to_msgpack
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.requests.specs import RankSpec, StoredCapture, StoredSteering, steering_rows
 from midstream.workers.runner.base.packed_spec import pack, packed_spec, unpack
 

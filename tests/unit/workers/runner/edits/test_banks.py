@@ -9,7 +9,7 @@ import torch
 from rank_kit import make_buffers
 
 from midstream.kernels.plan import COLUMNS
-from midstream.schemas.base import content_hash, from_numpy
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.interventions import PLACE
 from midstream.schemas.requests.specs import (

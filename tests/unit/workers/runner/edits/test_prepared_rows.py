@@ -14,7 +14,8 @@ from capture_kit import source_run
 from plane_kit import VECTOR, Rig, spec_of, steered
 from rank_kit import HIDDEN, steering
 
-from midstream.schemas.base import content_hash, from_numpy, to_msgpack
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.source_runs import RunRow, row_name
 from midstream.schemas.requests.specs import SteeringRow, steering_rows
 from midstream.workers.runner.edits.prepared_rows import PreparedRows

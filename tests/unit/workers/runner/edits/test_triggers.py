@@ -15,7 +15,7 @@ from plane_kit import VECTOR, Adapters, Rig, probed, steered
 from rank_kit import HIDDEN, Request, steering, stream_of, view_of
 from trigger_kit import open_of
 
-from midstream.schemas.base import content_hash
+from midstream.schemas.base.tensors import content_hash
 from midstream.schemas.prompts.windows import Trigger
 from midstream.schemas.requests.specs import (
     StoredSteering,

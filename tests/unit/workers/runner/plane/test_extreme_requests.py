@@ -18,7 +18,9 @@ from plane_kit import VECTOR, WEIGHT, Adapters, Request, Rig, spec_of
 from rank_kit import capture, steering
 
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
-from midstream.schemas.base import content_hash, from_numpy, limits, to_msgpack
+from midstream.schemas.base import limits
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.prompts.selectors import HOOKS, Span
 from midstream.schemas.prompts.windows import Trigger
 from midstream.schemas.requests.specs import StoredCapture, StoredSteering, probe_captures

@@ -23,7 +23,8 @@ from midstream.api.resolve.admission.doses import expanded
 from midstream.schemas.artifacts.conditions import Condition, Schedule, StoredPolicy
 from midstream.schemas.artifacts.loras import LoraUse
 from midstream.schemas.artifacts.probes import StoredProbe
-from midstream.schemas.base import EditLimit, content_hash, from_numpy
+from midstream.schemas.base.edit_sizes import EditLimit
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.harvest_names import HARVEST
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt

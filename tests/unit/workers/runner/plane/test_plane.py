@@ -24,7 +24,8 @@ from rank_kit import HIDDEN, Request, steering, stream_of
 from midstream import __version__
 from midstream.schemas.artifacts.conditions import Condition, Schedule, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeAction
-from midstream.schemas.base import content_hash, from_numpy, to_msgpack
+from midstream.schemas.base.records import to_msgpack
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.prompts.selectors import PositionSelector, PositionWindow, select
 from midstream.schemas.readings.lens import StoredLens
 from midstream.schemas.readings.stored import READER

@@ -14,7 +14,7 @@ from midstream_fake_engine.rank_faults import CALLS, faulty
 from plane_kit import VECTOR, Rig, capturing, for_everyone, run, spec_of, steered, template
 from rank_kit import HIDDEN, Request, steering, stream_of
 
-from midstream.schemas.base import content_hash, from_numpy
+from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.requests.specs import ONES
 from midstream.schemas.requests.steering import GlobalSteering, RankSteering
 from midstream.workers.runner.base.engine_step import NewRequest

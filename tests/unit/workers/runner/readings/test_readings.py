@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.artifacts.tuned_lenses import StoredTuned
-from midstream.schemas.base import to_msgpack
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.readings.features import FeaturesPart, StoredFeatures
 from midstream.schemas.readings.lens import LensPart, StoredLens
 from midstream.schemas.readings.readings import part_decoder

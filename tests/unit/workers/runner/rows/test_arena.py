@@ -23,7 +23,8 @@ from line_kit import python_lines
 from rank_kit import HIDDEN, Rank, Request, assert_whole, capture, rows_of, stream_of, wanted_rows
 from wait_kit import wait_until, warn_if_late
 
-from midstream.schemas.base import machine, widened
+from midstream.schemas.base import machine
+from midstream.schemas.base.dtypes import widened
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.specs import RankSpec, StoredCapture

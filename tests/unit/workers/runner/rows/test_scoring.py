@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
-from midstream.schemas.base import Tensor, content_hash, from_numpy
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.requests.specs import RankSpec, probe_captures
 from midstream.workers.runner.base.landings import LANDED, Landing
 from midstream.workers.runner.edits.steering_tables import VectorStore

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from midstream.broker.processes import orphans
-from midstream.schemas.base import to_msgpack
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.requests.source_runs import RunRow, row_name
 from midstream.schemas.requests.specs import RankSpec, StoredSteering, steering_rows
 from midstream.workers.engine.ranks.request_ends import Ends
