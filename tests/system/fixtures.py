@@ -14,7 +14,7 @@ from edge import Api, Hand, running
 from ledger_kit import open_ledger
 
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.broker.redis_service import server as redis_server
+from midstream_ops import redis_server
 
 
 @pytest.fixture(scope="session")
