@@ -103,7 +103,8 @@ def test_the_page_has_its_row(http: httpx2.Client) -> None:
 
 def test_python_has_its_call(stack: Stack) -> None:
     program = (
-        "import sys; from midstream import Client; from midstream.schemas.base.records import to_json; "
+        "import sys; from midstream import Client; "
+        "from midstream.schemas.base.records import to_json; "
         "client = Client(sys.argv[1]); "
         "found = client.echo(prompts=['hello', 'you'], layer=1); "
         "assert client.result(found.id) == found; "
