@@ -47,7 +47,7 @@ SWEEPS_MISSED = 3
 #: the settings, which runs until it is cancelled and handles its own failures.
 ADDED_WORK = "midstream.callbacks"
 
-Work = Callable[[Settings], Coroutine[Any, Any, None]]
+AddedWork = Callable[[Settings], Coroutine[Any, Any, None]]
 
 
 class LoopThread:
@@ -139,7 +139,7 @@ def is_unavailable(error: Exception) -> bool:
     )
 
 
-def _step(thread: str, work: Work) -> type[bootsteps.StartStopStep]:
+def _step(thread: str, work: AddedWork) -> type[bootsteps.StartStopStep]:
     """Return a worker bootstep that owns a thread for `work`."""
 
     class ThreadStep(bootsteps.StartStopStep):

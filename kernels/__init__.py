@@ -1,4 +1,4 @@
-"""Ops that run at a hook site inside the forward pass, in PyTorch and in Triton.
+"""Ops at a hook site in the forward pass: `reference` in PyTorch, `triton_site` in Triton.
 
 They are `midstream::pair_site` and `midstream::single_site`. If the repository's root is on the
 path, this folder can also be imported as `kernels`, the name of a Hugging Face package that

@@ -124,7 +124,8 @@ class Commands(TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args and args[0] not in self.commands:
             self._complete()
-        if args and args[0] not in self.commands and (meant := self._meant(*args[:2])):
+        known = {*self.commands, *PACKAGED}
+        if args and args[0] not in known and (meant := self._meant(*args[:2])):
             ctx.fail(f"No such command {args[0]!r}. Did you mean 'midstream {meant}'?")
         return super().resolve_command(ctx, args)
 

@@ -46,7 +46,7 @@ def run(settings: Settings, leave: Callable[[], None]) -> None:
     identity = identity_of(settings, config.model_config)
     msgspec.structs.replace(plane_of(settings), identity=identity).export()
     first = config.parallel_config.master_addr, config.parallel_config.master_port
-    ranks = Ranks(leave)
+    ranks = HeadlessRanks(leave)
     # before the ranks start, which may take minutes, and fails in many ways when rank 0 ends
     threading.Thread(target=ranks.end_with, args=(first,), daemon=True).start()
     try:
@@ -62,7 +62,7 @@ class RanksEnded(Exception):
     """The ranks of this machine ended before they served."""
 
 
-class Ranks:
+class HeadlessRanks:
     """This machine's ranks, which end with rank 0: vLLM's would wait for it forever."""
 
     def __init__(self, leave: Callable[[], None]) -> None:

@@ -1,1 +1,1 @@
-"""Views of a stored record: results, readings, sweep grids."""
+"""What is made of record and ticket: results, captures (`views`), readings, grids."""

@@ -1,1 +1,1 @@
-"""The live page: its files and its own calls."""
+"""The live page: its own calls; assets/views has a file for each view."""

@@ -1,1 +1,1 @@
-"""Webhooks: outbox in Redis, sender, routes, SSRF protection, signing secrets."""
+"""Webhooks: outbox in Redis, `sender`, `http` (signs, posts), SSRF protection."""

@@ -39,8 +39,10 @@ def test_safetensors_files_are_read_and_written_without_other_packages(tmp_path:
 def test_rows_of_a_safetensors_file_are_at_the_layers_that_are_named() -> None:
     raw = save({"vector": np.stack([JOY, -JOY])})
     first, second = vectors.from_bytes(raw, "4,9", scale=2.0)
-    assert (first.layers, second.layers) == (4, 9)
-    assert (first.scale, second.scale) == (2.0, 2.0)
+    assert first.layers == 4
+    assert second.layers == 9
+    assert first.scale == 2.0
+    assert second.scale == 2.0
     assert first.vector is not None
     assert second.vector is not None
     np.testing.assert_array_equal(to_numpy(first.vector), JOY)

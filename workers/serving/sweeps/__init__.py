@@ -1,1 +1,1 @@
-"""Sweeps: requests, their verdicts, and the records that they keep."""
+"""Sweeps: `attempt` runs the cells; requests, verdicts, records."""

@@ -1,1 +1,1 @@
-"""The checks that `midstream doctor` and `demo` run."""
+"""The checks of `doctor` and `demo`: `redis_checks`, …."""

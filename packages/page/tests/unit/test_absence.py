@@ -12,7 +12,7 @@ from midstream.schemas.settings.settings import Settings
 
 SETTINGS = Settings(redis_url="redis://127.0.0.1:1/0")
 HERE = "http://127.0.0.1"
-REMEDY = "pip install 'midstream[page]'"
+REMEDY = packages.installing("page")
 
 
 @pytest.fixture

@@ -30,6 +30,7 @@ from midstream.api.resolve.sweeps.plan import plan_sweep
 from midstream.api.routes import fits, registered, steering, sweeps, tokens
 from midstream.api.routes.jobs import Submission
 from midstream.broker.ledger.core import scripts
+from midstream.broker.ledger.jobs.inputs import LedgerInputs
 from midstream.broker.ledger.named.registry import Lookup
 from midstream.schemas.access.keys import EVERYBODY, Limits, Tenant
 from midstream.schemas.artifacts.probes import PROBES, ProbeRequest
@@ -86,6 +87,7 @@ class Stores:
     """
 
     settings = SETTINGS
+    redis = scripts = None
 
     def __init__(self) -> None:
         self._state = ModelState({"joy": module_of(limits.MAX_ENTRIES)})
@@ -110,6 +112,9 @@ class Stores:
 
     async def codec(self, *_: Any) -> Any:
         return CODEC
+
+    async def workers(self, **_: Any) -> list[Any]:
+        return []  # so that what jobs bring is packed with them
 
     async def get(self, name: str) -> Tenant:
         return Tenant(name=name, limits=Limits())
@@ -152,6 +157,7 @@ class Api(AppContext):
         self.served = stores
         self.names = stores
         self.steering = self.disks = stores
+        self.inputs = LedgerInputs(stores)
 
 
 class Sent(Submission):

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from midstream.workers.engine.headless import Ranks
+from midstream.workers.engine.headless import HeadlessRanks
 
 LONG_S = 10.0
 
@@ -16,7 +16,7 @@ class Process:
     def __init__(self) -> None:
         self.left = threading.Event()
         self.ended = threading.Event()
-        self.ranks = Ranks(self.left.set)
+        self.ranks = HeadlessRanks(self.left.set)
 
     def start(self) -> None:
         self.ranks.started(self.ended.set)

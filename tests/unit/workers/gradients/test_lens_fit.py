@@ -66,7 +66,12 @@ async def test_a_lens_is_synced_before_it_is_registered(
     work = FitWork(fit=WANTED)
     job = SimpleNamespace(id="job_1", model="m", work_as=lambda _: work)
     attempt: Any = SimpleNamespace(
-        job=job, number=1, check_unsteered=lambda: None, check=lambda: None, report=AsyncMock()
+        job=job,
+        number=1,
+        check_unsteered=lambda: None,
+        check=lambda: None,
+        report=AsyncMock(),
+        check_answer=lambda answer, wanted: None,
     )
     bench: Any = SimpleNamespace(ledger=ledger, engine=Engine())
     await fit_attempt.FitAttempt(bench, attempt).run()
