@@ -33,11 +33,12 @@ from midstream.broker.ledger.core import aof_barrier, memory_pressure
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.receipts.outbox import Outbox
 from midstream.broker.receipts.relay import Relay, connect_redis
-from midstream.broker.redis_service import durability as redis_durability, server as redis_server
+from midstream.broker.redis_service import durability as redis_durability
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.settings.settings import Settings, SettingsError, to_environment
+from midstream_ops import redis_server
 
 #: Commands in a log that is loaded slowly.
 LOADED_COMMANDS = 60_000
