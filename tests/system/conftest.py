@@ -17,7 +17,6 @@ from ledger_kit import settler
 from receipt_rig import Jobs, RelayProcess
 from stack import client as client, http as http
 from sweep_rig import Rig
-from up_kit import Up
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
@@ -60,12 +59,3 @@ def relay(served: RelayProcess, redis_url: str) -> RelayProcess:
 @pytest.fixture
 def jobs(redis_url: str) -> Jobs:
     return Jobs(redis_url)
-
-
-@pytest.fixture(scope="module")
-def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """A whole stack with the fake engine, shared by the tests of a module."""
-    started = Up(tmp_path_factory.mktemp("up") / "data", steering_wait_s=90)
-    started.ready()
-    yield started
-    started.close()
