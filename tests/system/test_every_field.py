@@ -21,7 +21,7 @@ from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
 from midstream.schemas.jobs.harvests import HarvestRequest
-from midstream.schemas.jobs.jobs import JobRequest, SamplingRequest
+from midstream.schemas.jobs.jobs import Job, JobRequest, SamplingRequest
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest
 from midstream.schemas.jobs.queues import GRADIENTS
@@ -391,7 +391,10 @@ def stored(hand: Hand, path: str, name: str) -> msgspec.Struct:
 
 def plain(record: msgspec.Struct) -> Any:
     """A record without what is its own: id, place, times and traces."""
-    members = msgspec.to_builtins(record)
+    own = {name: getattr(record, name) for name in record.__struct_fields__}
+    if isinstance(record, Job):
+        own["work"] = record.opened
+    members = msgspec.to_builtins(own)
     for name in ("id", "created", "trace", "uri"):
         members.pop(name, None)
     if members.get("expires"):

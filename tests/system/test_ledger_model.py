@@ -181,7 +181,7 @@ class LedgerModel:
         self.recount: UsageReconciliation | None = None
         self.wrong: dict[str, int] = {}  # what is counted too much, until it is counted anew
         self.do(self.broker.ledger.redis.flushall())
-        self.do(self.ledger.redis.set(RELAY_KEY, '{"since": 0}'))
+        self.do(self.ledger.redis.set(RELAY_KEY, '{"since": 0}', ex=3600))
         for name, (weight, limit) in TENANTS.items():
             self.do(
                 self.broker.ledger.tenants.put(
