@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -22,6 +22,7 @@ from ...broker.processes.orphans import die_with_parent
 from ...schemas.base.errors import MidstreamError, Translated
 from ..web import problems
 from ..web.middleware import REFUSED, RELEASED
+from ..web.pace import PACE
 from ..web.request_context import CURRENT, ApiCall, HandedOver
 from .waiting import ended
 
@@ -112,10 +113,10 @@ class Twin:
     async def _asked(self, scope: Any, call: ApiCall) -> httpcore2.Response:
         """Send the call to the twin, which is started if it does not run."""
         body = call.received
-        call.received = b""
+        call.received = ()
         headers = [
             *_sent(scope, call),
-            (b"content-length", str(len(body)).encode()),
+            (b"content-length", str(sum(map(len, body))).encode()),
             (TOKEN, self._token.encode()),
         ]
         path = scope["raw_path"]
@@ -166,10 +167,13 @@ def _sent(scope: Any, call: ApiCall) -> Iterable[tuple[bytes, bytes]]:
         yield b"traceparent", call.span.traceparent.encode()
 
 
-async def _in_pieces(body: bytes) -> AsyncIterator[bytes]:
-    """Yield a body such that each piece is sent in a moment."""
-    for start in range(0, len(body), PIECE):
-        yield body[start : start + PIECE]
+async def _in_pieces(body: Sequence[bytes]) -> AsyncIterator[bytes]:
+    """Yield a body at its pace, such that each piece is sent in a moment."""
+    for received in body:
+        for start in range(0, len(received), PIECE):
+            piece = received[start : start + PIECE]
+            await PACE.wait(len(piece))
+            yield piece
 
 
 def _fork_when_asked(

@@ -8,7 +8,7 @@ is written to disk as it arrives.
 import errno
 import hashlib
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeVar, cast
 
@@ -28,7 +28,8 @@ from ...schemas.settings.settings import Settings
 from . import problems
 from .aside import aside, call_aside
 from .auth import caller_of
-from .request_context import CURRENT
+from .pace import PACE
+from .request_context import CURRENT, HandedOver
 
 #: A client that sends too much reads the error only after it stops sending, so up to this many
 #: times the limit is read and discarded.
@@ -104,7 +105,6 @@ class JsonRequest(Request[Any, Any, Any]):
             # Litestar checks for a body before it calls `json`, which reads the file
             return b"file"
         receive = self.receive
-        counter = JsonCounter()
         limit = self.route_handler.resolve_request_max_body_size() or 0
 
         async def noting() -> Any:
@@ -112,23 +112,13 @@ class JsonRequest(Request[Any, Any, Any]):
             self._more = message["type"] == "http.request" and message.get("more_body", False)
             return message
 
-        async def counting() -> Any:
-            message = await noting()
-            counter.feed(message.get("body", b""))
-            return message
-
-        self.receive = counting
+        self.receive = noting
         try:
-            body = await super().body()
-            # called twice, it counts once
-            self._large |= len(body) > INLINE_BYTES or counter.items > INLINE_ITEMS
-            return body
+            return await super().body()
         except RequestEntityTooLarge as error:
-            self.receive = noting
             narrowed = limit < self.app.state.context.settings.tuning.max_body_mib << 20
             raise await self._too_large(limit, "" if narrowed else "max_body_mib") from error
         except TooManyValues as error:
-            self.receive = noting
             await self._drain(limit)
             raise problems.malformed(error) from error
         except InternalServerException as error:
@@ -136,6 +126,30 @@ class JsonRequest(Request[Any, Any, Any]):
             raise problems.ClientGone from error
         finally:
             self.receive = receive
+
+    async def stream(self) -> AsyncGenerator[bytes, None]:
+        """Yield the pieces of the body as they arrive.
+
+        Raises TooManyValues, and HandedOver at the end of a large body if this process has a twin,
+        which counts its values.
+        """
+        call = CURRENT.get()
+        has_twin = call is not None and call.has_twin
+        counter = JsonCounter()
+        pieces = []
+        size = 0
+        async for piece in super().stream():
+            size += len(piece)
+            if size > INLINE_BYTES:
+                await PACE.wait(len(piece))
+            if size <= INLINE_BYTES or not has_twin:
+                counter.feed(piece)
+            pieces.append(piece)
+            yield piece
+        self._large = size > INLINE_BYTES or counter.items > INLINE_ITEMS
+        if self._large and call is not None and call.has_twin:
+            call.received = pieces
+            raise HandedOver
 
     async def json(self) -> Any:
         media, _ = self.content_type
@@ -159,7 +173,7 @@ class JsonRequest(Request[Any, Any, Any]):
         if call is not None:
             call.large = self._large
             call.body = body if len(body) <= MAX_KEPT_BODY else b""
-            call.received = body if call.has_twin else b""
+            call.received = [body] if call.has_twin else []
         # free it: it may be large, and its decoded form is larger
         self._body = self._connection_state.body = b""
         with Translated(problems.UNREADABLE, lambda error: problems.malformed(error, kind)):

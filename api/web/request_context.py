@@ -31,8 +31,8 @@ class ApiCall:
     body: bytes = b""
     large: bool = False  # whether its body is large: see `JsonRequest.computed`
     has_twin: bool = False  # whether another process may answer it
-    # body as received, as long as the twin may answer the call
-    received: bytes = b""
+    # pieces of the body as received, as long as the twin may answer the call
+    received: Sequence[bytes] = ()
     refused: str = ""  # the kind of its refusal, if a metric counts that
     released: bool = False  # whether it was held, and its job has reached what it waits for
     job: str = ""  # the id under which a job is being accepted
@@ -59,7 +59,7 @@ def hand_over() -> None:
 def keep_call() -> None:
     """Note that this process answers the call from here on."""
     if (call := CURRENT.get()) is not None:
-        call.received = b""
+        call.received = ()
 
 
 def traceparent() -> str:

@@ -1,5 +1,6 @@
 """How long a call keeps its body, which the process's twin would need."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -21,12 +22,12 @@ class Ledger:
 
 @pytest.mark.parametrize(
     ("idempotency", "known", "kept"),
-    [(REPEAT, "job_x", b""), (("key", "other"), None, b"{}"), (None, None, b"{}")],
+    [(REPEAT, "job_x", ()), (("key", "other"), None, [b"{}"]), (None, None, [b"{}"])],
 )
 async def test_a_repeat_lets_go_of_its_body_before_its_response_is_held(
-    idempotency: tuple[str, str] | None, known: str | None, kept: bytes
+    idempotency: tuple[str, str] | None, known: str | None, kept: Sequence[bytes]
 ) -> None:
-    call = ApiCall(TraceSpan(""), 0.0, "POST", received=b"{}")
+    call = ApiCall(TraceSpan(""), 0.0, "POST", received=[b"{}"])
     CURRENT.set(call)
     context = cast("Any", SimpleNamespace(ledger=Ledger()))
     assert await AppContext.repeated(context, idempotency) == known
