@@ -26,13 +26,18 @@ from midstream.schemas.base.errors import MidstreamError, shortened
 from midstream.schemas.base.records import to_json
 from midstream.schemas.jobs.kinds import KINDS
 
+#: What the page shows jobs of a kind by; the other fields of a row say where its parts are.
+OF_KINDS = ("queue", "grid", "slow")
+
 
 @cache
 def page_files() -> dict[str, ServedFile]:
     """Return all files of the page that are served, by path below `assets`; with the kinds of
-    jobs, as a module that exports the row of a kind.
+    jobs, as a module that exports what the page needs of a kind.
     """
-    rows = to_json({kind: row._asdict() for kind, row in KINDS.items()})
+    rows = to_json(
+        {kind: {name: getattr(row, name) for name in OF_KINDS} for kind, row in KINDS.items()}
+    )
     script = (
         b"export const KINDS = %b;\nexport const kindOf = (name) => KINDS[name] || {};\n" % rows
     )
