@@ -21,6 +21,7 @@ from reference import Edit
 
 from midstream.api.resolve.edits.steering import resolve_edits
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
+from midstream.broker.processes.leftovers import remove_left
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.artifacts.loras import StoredLora
 from midstream.schemas.artifacts.probes import StoredProbe
@@ -319,6 +320,7 @@ class Host:
         self._process.kill()
         self._process.wait()
         self._log.close()
+        remove_left(Path(self.settings.data_dir))  # as a worker does at its end
 
 
 def _spec(edit: Edit) -> SteeringSpec:

@@ -21,6 +21,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 import msgspec
 
+from midstream.broker.processes.leftovers import own_temporary_folder
 from midstream.broker.processes.orphans import die_with_parent
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.settings.settings import load_settings
@@ -126,11 +128,13 @@ class _Fork:
             os.kill(self._pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Until it is gone: its pipe ends then."""
+        """Until it and its ranks are gone, who have its pipe: a moment later than the pipe."""
         if not self.stdout.closed:
             self.stdout.read()
             self.stdin.close()
             self.stdout.close()
+            while Path("/proc", str(self._pid)).exists():
+                time.sleep(0.001)
 
 
 # -- in the nursery and its forks
@@ -324,6 +328,7 @@ def main() -> None:
         os.dup2(log, 2)
         os.environ.update(birth.environment)
         sys.path[:0] = filter(None, os.environ.get(PACKAGES, "").split(os.pathsep))
+        own_temporary_folder(Path(load_settings().data_dir))  # as a worker has one
         if birth.processes:
             fork_processes()
         else:

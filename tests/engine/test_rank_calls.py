@@ -3,6 +3,7 @@ and are equal again.
 """
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from reference import Reference
 from rows_kit import direction
 from tolerances import FP32_ROWS
 
+from midstream.broker.processes.leftovers import FOLDER
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.requests.steering import GlobalSteering
 
@@ -168,3 +170,16 @@ def test_all_ranks_learn_in_one_step_where_requests_end(
         (0, 0)
     }
     assert host.call("same_content")
+
+
+def test_an_engine_that_is_closed_leaves_no_memory_that_its_ranks_shared(
+    two_ranks: None, qwen3: Path, tmp_path: Path
+) -> None:
+    before = {*FOLDER.iterdir()}
+    host = Host(tmp_path, qwen3, **{"engine.tensor_parallel_size": 2})
+    try:
+        shared = {*FOLDER.glob("vllm_dist_*")} - before
+        assert shared
+    finally:
+        host.close()
+    assert not [path for path in shared if path.exists()]
