@@ -46,6 +46,8 @@ SWEEPS_MISSED = 3
 #: Entry points of what packages do in this process: name of its thread → a coroutine function of
 #: the settings, which runs until it is cancelled and handles its own failures.
 ADDED_WORK = "midstream.callbacks"
+#: Name of the thread that sends webhooks, and of the extra whose package has it.
+SENDER = "webhooks"
 
 AddedWork = Callable[[Settings], Coroutine[Any, Any, None]]
 
@@ -157,7 +159,14 @@ def make_callbacks_app(settings: Settings) -> Celery:
     app.conf.broker_transport = TRANSPORT
     app.midstream_settings = settings
     app.steps["worker"].add(_step("reaper", keep_sweeping))
-    for thread in packages.offered(ADDED_WORK):
+    added = packages.offered(ADDED_WORK)
+    if SENDER not in added:
+        log.warning(
+            "this process sends no webhooks: the package midstream-webhooks is not installed here; "
+            "to install it: %s",
+            packages.installing(SENDER),
+        )
+    for thread in added:
         app.steps["worker"].add(_step(thread, packages.load(ADDED_WORK, thread)))
     return app
 
