@@ -450,6 +450,9 @@ def probe_captures(probes: Sequence[StoredProbe]) -> list[StoredCapture]:
 
 #: Bytes of a captured position without its rows: its number and its token id, int64 each.
 POSITION_BYTES = 16
+#: Bytes of rows that all prompts of a job together may return, since Redis keeps them with the
+#: job's result (one prompt may return its `memory_limit_kib`, if that is more).
+MEMORY_JOB_BYTES = 16 << 20
 
 
 def memory_bytes(positions: int, sites: int, hidden_size: int, dtype: str, stages: int = 1) -> int:

@@ -17,6 +17,7 @@ import redis
 from hypothesis import HealthCheck, given, settings, strategies as st
 from ledger_kit import IDENTITY, MODEL, WORKER, make_job, outputs, receipt, sent, settings_for
 
+from midstream.broker.ledger.core.job_room import room_of
 from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
@@ -480,7 +481,7 @@ class LedgerModel:
                 Scripts(self.ledger.redis), self.ledger.settings, now(), slice_=1
             )
             if not self.wrong:
-                self.wrong = {"b/bytes": 700, "/cells": 3}
+                self.wrong = {"b/bytes": 700, "/cells": 3, "/room": 5}
                 for name, number in self.wrong.items():
                     self.do(self.ledger.redis.hincrby("ms:usage", name, number))
         self.counted(self.do(self.recount.step()))
@@ -552,7 +553,11 @@ class LedgerModel:
     def usage_is_what_there_is(self) -> None:
         raw = self.do(self.ledger.redis.hgetall("ms:usage"))
         counted = {name.decode(): int(number) for name, number in raw.items() if int(number)}
-        is_ = {"/queued": sum(job.state is State.QUEUED for job in self.jobs)}
+        unfinished = [job.job for job in self.jobs if job.state not in TERMINAL]
+        is_ = {
+            "/queued": sum(job.state is State.QUEUED for job in self.jobs),
+            "/room": sum(room_of(job, self.ledger.settings) for job in unfinished),
+        }
         for tenant in TENANTS:
             own = [job for job in self.jobs if job.job.tenant == tenant]
             is_[f"{tenant}/jobs"] = sum(job.state not in TERMINAL for job in own)

@@ -43,7 +43,7 @@ from midstream.schemas.access.keys import Limits, Tenant, scoped
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
-from midstream.schemas.jobs.jobs import Job, Sampling, State
+from midstream.schemas.jobs.jobs import Event, Job, Output, Sampling, State, TokenLogprob
 from midstream.schemas.jobs.receipts import CapturedFile
 from midstream.schemas.requests.steering import MODULES, Module, SteeringTemplate, content_digest
 from midstream_ops import redis_server
@@ -384,6 +384,72 @@ def test_a_full_queue_and_a_rate_limit_give_retry_after(redis_url: str, tmp_path
         assert hasty.json()["type"] == "urn:midstream:rate_limited"
         assert 1 <= int(hasty.headers["retry-after"]) <= 30, "one request every thirty seconds"
         assert "its limit of requests per minute (2)" in hasty.json()["error"]["message"]
+
+
+async def has_room(ledger: Ledger, job: Job) -> bool:
+    """Whether the job was accepted; otherwise Redis is too full."""
+    try:
+        await ledger.submit(job, {})
+    except MidstreamError as error:
+        if "% full" not in error.detail:
+            raise
+        return False
+    return True
+
+
+async def until_redis_is_full(ledger: Ledger, **changes: Any) -> list[Job]:
+    """Small jobs, as many as are accepted."""
+    await ledger.redis.config_set("maxmemory", 8 << 20)
+    jobs = [make_job(**changes)]
+    while await has_room(ledger, jobs[-1]):
+        jobs.append(make_job(**changes))
+    return jobs[:-1]
+
+
+@pytest.mark.parametrize(("tokens", "logprobs"), [(4000, None), (1000, 5)])
+async def test_small_jobs_are_accepted_only_while_their_large_outputs_have_room(
+    tmp_path: Path, tokens: int, logprobs: int | None
+) -> None:
+    token = TokenLogprob(token_id=1 << 17, token="four", logprob=-0.25)
+    alternatives = msgspec.structs.replace(token, top=[token] * (logprobs or 0))
+    output = Output(
+        index=0,
+        text="four" * tokens,
+        token_ids=[1 << 17] * tokens,
+        finish_reason="length",
+        prompt_tokens=3,
+        logprobs=[alternatives] * tokens if logprobs else None,
+    )
+    sampling = Sampling(max_tokens=tokens, logprobs=logprobs)
+    with mortal(tmp_path) as server:
+        async with open_ledger(server.url) as ledger:
+            accepted = await until_redis_is_full(ledger, sampling=sampling)
+            assert len(accepted) > 5
+            for job in accepted:
+                claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
+                assert claim is not None
+                stored = await ledger.store_outputs(job.id, claim.attempt, [output])
+                assert stored is State.SUCCEEDED
+            assert await ledger.redis.hget("ms:usage", "/room") == b"0"
+
+
+async def test_small_jobs_are_accepted_only_while_their_events_have_room(tmp_path: Path) -> None:
+    data = {"index": 0, "text": "four", "token_ids": [1 << 17], "finish_reason": None}
+    tokens = 200
+    with mortal(tmp_path) as server:
+        async with open_ledger(server.url) as ledger:
+            accepted = await until_redis_is_full(
+                ledger, sampling=Sampling(max_tokens=tokens), stream=True
+            )
+            assert len(accepted) > 5
+            for job in accepted:
+                claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
+                assert claim is not None
+                for number in range(1, tokens + 1):
+                    said = Event(event="token", data=data, attempt=claim.attempt)
+                    assert await ledger.emit(job.id, claim.attempt, number, said)
+                stored = await ledger.store_outputs(job.id, claim.attempt, outputs(), text=tokens)
+                assert stored is State.SUCCEEDED
 
 
 @pytest.mark.long

@@ -31,6 +31,7 @@ from ....schemas.prompts.selectors import (
 from ....schemas.prompts.sites import SitesSpec
 from ....schemas.requests.specs import (
     DEFAULT_CONSUMERS,
+    MEMORY_JOB_BYTES,
     CaptureSpec,
     StoredCapture,
     memory_bytes,
@@ -39,9 +40,6 @@ from ....schemas.service.global_capture import captures_of, step_rows
 from .heads import heads_of
 from .windows import check_window, window_of
 
-#: Bytes of rows that all prompts of a job together may return, since Redis keeps them with the
-#: job's result (one prompt may return its `memory_limit_kib`, if that is more).
-MEMORY_JOB_BYTES = 16 << 20
 #: Whether rows come back, or readings → what exceeds the limit, and two ways to stay below it.
 _MEMORY_WORDS = {
     True: (

@@ -1,11 +1,12 @@
-"""Samples Redis memory usage once a second per process, so that submissions are refused before
-workers' writes fail.
+"""Samples Redis memory usage once a second per process, with what accepted jobs may still take, so
+that submissions are refused before workers' writes fail.
 """
 
 import time
 from typing import Any
 
 from ...redis_service.durability import refuse_lossy
+from .tenants import ROOM, USAGE
 
 #: Seconds between two samples. Bytes that this process accepts in between are added to the last.
 SAMPLE_S = 1.0
@@ -24,20 +25,23 @@ class MemoryPressure:
         self._used = self._limit = 0  # bytes; 0: no limit
 
     async def percent(self, more: int) -> float:
-        """Return the percentage of `maxmemory` that Redis uses once `more` bytes are accepted; 0 if
-        it has no limit.
+        """Return the percentage of `maxmemory` that Redis uses once `more` bytes are accepted and
+        all jobs have ended; 0 if it has no limit.
 
         Raises LossyRedis for a Redis that evicts keys.
         """
         at = time.monotonic()
         if at >= self._sample_at:
-            memory = await self._redis.info("memory")
+            # at one moment: the memory of a job that ends moves from the one to the other
+            async with self._redis.pipeline() as pipe:
+                pipe.info("memory").hget(USAGE, ROOM)
+                memory, room = await pipe.execute()
             refuse_lossy(memory, self._lossy)
             self._sample_at = at + SAMPLE_S
-            self._used = int(memory["used_memory"])
+            self._used = int(memory["used_memory"]) + int(room or 0)
             self._limit = int(memory["maxmemory"])
         return 100 * (self._used + more) / self._limit if self._limit else 0.0
 
     def accepted(self, more: int) -> None:
-        """Count `more` bytes as stored."""
+        """Count `more` bytes as stored, or as kept for a job."""
         self._used += more

@@ -287,12 +287,13 @@ def submit(
     idempotency: tuple[str, str] | None,
     operator_tags: Collection[str] = (),
     request: bytes = b"",
+    room: int = 0,
 ) -> list[bytes]:
     """Return ARGV of `submit` except its last item: memory usage of Redis, in percent.
 
     `spec`: the job as `record` returns it. `pinned`: blobs copied from pinned tensors.
     `operator_tags`: tags of captures that the job's user did not request. `request`: its body as
-    JSON; empty: it is not kept.
+    JSON; empty: it is not kept. `room`: the memory that is kept for the job until it has ended.
     """
     tags = stored_tags(job)
     captured = bool(set(tags) - set(operator_tags))
@@ -313,7 +314,7 @@ def submit(
     return pack(
         settings,
         id=job.id,
-        record=accepted(job, request),
+        record={**accepted(job, request), "room": room},
         idem=key,
         body=body,
         blob_ttl=BLOB_TTL_FACTOR * settings.result_ttl_s,

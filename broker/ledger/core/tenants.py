@@ -15,8 +15,9 @@ from ....schemas.settings.settings import Settings
 #: name → packed `Tenant`, of tenants with limits of their own.
 TENANTS = "ms:tenants"
 #: `{tenant}/jobs`, `{tenant}/cells`, `{tenant}/bytes`; without a tenant, the totals: `/cells`,
-#: `/queued`.
+#: `/queued`, and `ROOM`, the memory that unfinished jobs may still take (see `job_room`).
 USAGE = "ms:usage"
+ROOM = "/room"
 
 #: Limits of a tenant that have a default in the settings.
 DEFAULTED = (
@@ -39,8 +40,8 @@ REFUSALS: dict[str, tuple[str, str]] = {
     "redis_fill": (
         "overloaded",
         (
-            "Redis memory would be {used} % full; the limit for new jobs is {allowed} % "
-            "(setting tuning.redis_fill_limit)"
+            "Redis memory would be {used} % full once all accepted jobs have ended; the limit for "
+            "new jobs is {allowed} % (setting tuning.redis_fill_limit)"
         ),
     ),
     "jobs_in_flight": (

@@ -35,6 +35,7 @@ from ....schemas.settings.settings import Settings
 from ..core import scripts
 from ..core.aof_barrier import Barrier, persistence_in
 from ..core.connection import of_each as of_each, reachable as reachable
+from ..core.job_room import room_of
 from ..core.record import FIELDS, JobRecord, decode
 from ..core.tenants import refusal
 from ..results import pages, views
@@ -193,6 +194,7 @@ class Ledger(Fleet):
             name: to_msgpack(blob) if isinstance(blob, Tensor) else blob
             for name, blob in blobs.items()
         }
+        room = room_of(job, self.settings)
         [packed] = scripts.submit(
             settings=self.settings,
             job=job,
@@ -202,8 +204,9 @@ class Ledger(Fleet):
             idempotency=idempotency,
             operator_tags=operator_tags,
             request=request,
+            room=room,
         )
-        size = len(packed)
+        size = len(packed) + room
         reply = await self.scripts.submit(args=[packed, await self._pressure.percent(size)])
         outcome, job_id = scripts.text(reply[:2])
         if outcome == "refused":

@@ -22,13 +22,14 @@ end
 -- Only the required fields are read.
 local look = {}
 function look.live(id)
-  local state, kind, tenant, expected, cells, model, step, queue =
-    unpack(redis.call('HMGET', key('job', id), 'state', 'kind', 'tenant', 'cells_expected', 'cells', 'model', 'step', 'queue'))
+  local state, kind, tenant, expected, cells, model, step, queue, room =
+    unpack(redis.call('HMGET', key('job', id), 'state', 'kind', 'tenant', 'cells_expected', 'cells', 'model', 'step', 'queue', 'room'))
   if not state or TERMINAL[state] or redis.call('SADD', SEEN, key('job', id)) == 0 then
     return
   end
   tenant = tenant or 'default'
   add(tenant, 'jobs', 1)
+  add('', 'room', tonumber(room) or 0)
   if GRIDS[kind] then
     add(tenant, 'cells', tonumber(expected) - tonumber(cells))
     add('', 'cells', tonumber(expected) - tonumber(cells))

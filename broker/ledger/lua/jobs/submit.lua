@@ -4,7 +4,7 @@
 --       source run that it makes, or nil), files (whether its user has files written), charged (whether their
 --       bytes count as they arrive), limits (defaults where the tenant has none of
 --       its own), blobs: {sha256, bytes, or false to take the pinned tensor} of each
--- ARGV[2]: memory usage of Redis, in percent, sampled with the size of the arguments.
+-- ARGV[2]: memory usage of Redis, in percent, sampled with the arguments and what this job and all others may still take.
 -- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
 --         | {'refused', name of the limit, used, allowed, seconds until it would be accepted ('' if unknown)}
 local id, spec, record, tags, idem = args.id, args.spec, args.record, args.tags, args.idem

@@ -77,6 +77,7 @@ local function enter(job)
   tally_from_here(key('job', job.id))
   tally(key('job', job.id), job.tenant, 'jobs', 1)
   tally(key('job', job.id), '', 'queued', 1)
+  tally_room(job, 1)
   line_up(job)
 end
 

@@ -10,7 +10,7 @@ end
 local FIELDS = {
   'state', 'attempt', 'version', 'worker', 'boot', 'lease', 'generated', 'receipts', 'expected',
   'captures', 'steers', 'everyone', 'partial', 'kind', 'model', 'asked', 'prompts', 'retried', 'cells_expected',
-  'tenant', 'priority', 'expires', 'callback', 'step', 'cost', 'cells', 'shelved', 'identity', 'created', 'queue',
+  'tenant', 'priority', 'expires', 'callback', 'step', 'cost', 'cells', 'shelved', 'identity', 'created', 'queue', 'room',
 }
 
 -- The job as a table, or nil if there is none.
@@ -24,7 +24,7 @@ local function read(id)
     job[name] = values[place]
   end
   for _, name in ipairs({'attempt', 'version', 'lease', 'generated', 'receipts', 'expected', 'asked', 'prompts', 'cells_expected',
-    'cells', 'expires', 'cost'}) do
+    'cells', 'expires', 'cost', 'room'}) do
     job[name] = job[name] and tonumber(job[name])
   end
   -- Jobs from before tenants existed have neither a tenant nor a step.

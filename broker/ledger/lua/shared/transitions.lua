@@ -60,6 +60,7 @@ local function ended(job, capture_status)
     end
   end
   tally(hash, job.tenant, 'jobs', -1)
+  tally_room(job, -1)
   if GRIDS[job.kind] then
     tally_cells(job, job.cells - job.cells_expected)
   end

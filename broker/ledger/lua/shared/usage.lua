@@ -64,6 +64,12 @@ local function tally_cells(job, by)
   tally(key('job', job.id), '', 'cells', by)
 end
 
+-- Keep the memory that the job may still take (`core/job_room.py`), or give it free. Attempts share it: another one stores anew what the
+-- last one stored.
+local function tally_room(job, sign)
+  tally(key('job', job.id), '', 'room', sign * (job.room or 0))
+end
+
 -- Change the bytes of a job's capture files, if its user requested files (operators' captures are not charged to users).
 local function charge(id, by)
   local tenant = redis.call('HGET', key('capture', id), 'charged')
