@@ -1,5 +1,5 @@
-"""What packages beside the core add to it: each offers it by an entry point, and the core loads it
-when it needs it.
+"""Loads what packages add to the core: each offers it by an entry point, and the core loads it when
+it needs it.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class MissingPackageError(ModuleNotFoundError):
-    """What an entry point names cannot be loaded; the message says what is missing."""
+    """An entry point names something that cannot be loaded; the message says what is missing."""
 
 
 def offered(group: str) -> list[str]:

@@ -18,7 +18,7 @@ SentPart = TypeVar("SentPart", str, list[Any])
 
 @dataclass
 class Sent:
-    """What the client has of one choice, and what the current attempt has generated of it."""
+    """Has what the client got of one choice, and what the current attempt has generated of it."""
 
     has: ChoicePart = field(default_factory=ChoicePart)
     generated: ChoicePart = field(default_factory=ChoicePart)

@@ -1,4 +1,4 @@
-"""What answers in place of packages that are not installed."""
+"""Answers in place of packages that are not installed."""
 
 from typing import Any
 

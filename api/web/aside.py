@@ -1,4 +1,4 @@
-"""Where large requests are decoded and resolved: by the twin, if the process has one and the call
+"""Decodes and resolves large requests elsewhere: in the twin, if the process has one and the call
 has changed nothing yet, or on an event loop in a thread of its own.
 
 One thread that computes keeps the loop that answers calls waiting for the interpreter only briefly

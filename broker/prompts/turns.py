@@ -61,7 +61,7 @@ class _Layout(NamedTuple):
 
 
 class _Manner(NamedTuple):
-    """What a template writes around contents."""
+    """Has what a template writes around contents."""
 
     before: str  # before a first message
     closing: str  # after a message
@@ -247,7 +247,7 @@ class Turns:
 
     @cached_property
     def _manner(self) -> _Manner:
-        """How the template begins and ends messages, as a short conversation shows."""
+        """Return how the template begins and ends messages, as a short conversation shows."""
         text = self._rendered(_SAMPLE, opened=False)
         roles = [each["role"] for each in _SAMPLE]
         nowhere = TextMap(text, np.empty((0, 2)))

@@ -1,4 +1,4 @@
-"""What `get`, `check` and `export` do with captures: of a job, a folder or a bucket."""
+"""Does what `get`, `check` and `export` ask of captures: of a job, a folder or a bucket."""
 
 from pathlib import Path
 from typing import Annotated

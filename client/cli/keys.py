@@ -1,4 +1,4 @@
-"""What `create` makes: API keys, the CURVE keys of workers and relay, and Redis users."""
+"""Makes what `create` does: API keys, the CURVE keys of workers and relay, and Redis users."""
 
 import asyncio
 from collections.abc import Sequence

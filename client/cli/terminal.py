@@ -1,4 +1,4 @@
-"""What commands share: consoles, common options, the connection, and how answers are printed."""
+"""Has what commands share: consoles, common options, the connection, and printed answers."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence

@@ -152,7 +152,7 @@ class ManifestFile(CaptureBlob, kw_only=True):
 
 
 class CaptureState(Record, kw_only=True):
-    """What is known of a job's captures."""
+    """Has what is known of a job's captures."""
 
     job: str
     status: CaptureStatus

@@ -22,7 +22,7 @@ class LawFigure(Published):
 
 
 class Started(Published, kw_only=True):
-    """What the start of an engine found out about its model."""
+    """Has what the start of an engine found out about its model."""
 
     architecture: str
     dtype: str

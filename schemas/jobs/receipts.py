@@ -92,7 +92,7 @@ class Receipt(Wire):
 
     @property
     def account(self) -> tuple[str, int, int, int]:
-        """What all ranks of a pipeline stage must report alike."""
+        """Return what all ranks of a pipeline stage must report alike."""
         return self.checksum, self.actions, self.epoch, self.applied
 
     @property

@@ -18,7 +18,7 @@ from .kinds import KINDS
 
 
 class CommonResult(Plotted, ReadingResults):
-    """What the results of all kinds have."""
+    """Has what the results of all kinds have."""
 
     id: str
     model: str

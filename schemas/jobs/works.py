@@ -1,5 +1,5 @@
-"""What a job does, as it is stored with the job: the base of each kind's record, with what the
-ledger and the workers ask of it.
+"""Describes what a job does, as it is stored with the job: the base of each kind's record, with
+what the ledger and the workers ask of it.
 """
 
 from functools import cached_property
@@ -16,7 +16,7 @@ NOTHING_MORE = msgspec.Raw(b"")
 
 
 class WorkFacts(NamedTuple):
-    """What is asked of every job. The defaults are those of a job that answers its prompts."""
+    """Answers what every job is asked. The defaults are those of a job that answers its prompts."""
 
     title: str = ""  # the text by which people recognise it; empty: its first prompt
     tokens: int = 0  # an estimate of what it costs, beside its prompts

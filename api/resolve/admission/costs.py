@@ -1,5 +1,5 @@
-"""What a request costs to resolve: estimated from its fields before anything is listed, so that a
-request that would take long is refused.
+"""Estimates what a request costs to resolve, from its fields and before anything is listed, so that
+a request that would take long is refused.
 """
 
 import sys

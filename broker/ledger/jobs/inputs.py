@@ -1,4 +1,4 @@
-"""What a job brings with it, tensors and images, where it is large: one object of the artifact
+"""Keeps what a job brings with it, tensors and images, if it is large: one object of the artifact
 store for each job, because Redis takes every byte, and writes it to its log, on the one thread that
 all jobs wait for.
 
@@ -40,7 +40,7 @@ SIGNS = "workers"
 
 
 class LedgerInputs(LedgerPart):
-    """What the ledger's jobs bring, in the artifact store of its settings."""
+    """Keeps what the ledger's jobs bring, in the artifact store of its settings."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__(ledger)

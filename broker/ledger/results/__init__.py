@@ -1,1 +1,1 @@
-"""What is made of record and ticket: results, captures (`views`), readings, grids."""
+"""Makes results, captures (`views`), readings and grids of record and ticket."""

@@ -1,4 +1,4 @@
-"""What became of a job's work, as the fields of its result that its kind has."""
+"""Reads the outcome of a job's work, as the fields of its result that its kind has."""
 
 from collections.abc import Sequence
 from typing import Any

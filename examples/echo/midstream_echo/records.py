@@ -1,4 +1,4 @@
-"""What a request, a stored job and a result say of an echo."""
+"""Has what a request, a stored job and a result say of an echo."""
 
 from midstream.schemas.access.handling import Handling
 from midstream.schemas.base.limits import Metadata, Name, Text
@@ -17,7 +17,7 @@ class EchoRequest(Handling, kw_only=True):
 
 
 class EchoWork(Work, tag="echo"):
-    """What the job has beside its prompts and its capture."""
+    """Has what the job needs in addition to its prompts and its capture."""
 
     layer: int
 

@@ -1,4 +1,4 @@
-"""What a worker does with an echo."""
+"""Runs an echo in a worker."""
 
 from midstream.workers.engine.protocol import GeneratingEngine
 from midstream.workers.serving.attempt import Attempt, Bench, Run

@@ -1,4 +1,4 @@
-"""What must be installed for an engine on this machine, and builds that break vLLM's import."""
+"""Names what an engine needs on this machine, and builds that break vLLM's import."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
-"""What the page's calls take and give: its session, its feed (jobs for its table, and the service's
-state for its top bar), and the norms of a capture.
+"""Has what the page's calls take and give: its session, its feed (jobs for its table, and the
+service's state for its top bar), and the norms of a capture.
 """
 
 from typing import Annotated, Literal

@@ -1,4 +1,4 @@
-"""What the page adds to the API."""
+"""Has the routes that the page adds to the API."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What the page keeps in a process of the API while that serves: one `PageState`."""
+"""Keeps what the page needs in a process of the API while that serves: one `PageState`."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -38,7 +38,7 @@ def check_name(name: str) -> None:
 
 
 class ToolParsers:
-    """One of vLLM's parsers, for one model."""
+    """Calls one of vLLM's parsers, for one model."""
 
     def __init__(self, name: str, config: ModelConfig):
         """Raises SettingsError when vLLM has no such parser, or it does not fit the tokenizer."""

@@ -61,7 +61,7 @@ class BankColumns:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where rows come from: the same for all captures of a rank."""
+    """Says where rows come from: the same for all captures of a rank."""
 
     worker: str
     rank: int

@@ -1,4 +1,4 @@
-"""What takes the receipts of a rank."""
+"""Takes the receipts of a rank."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from ....schemas.jobs.receipts import Receipt
 
 
 class ReceiptOutbox(Protocol):
-    """Where a rank leaves its receipts: the outbox on its disk, or a channel to it."""
+    """Takes the receipts of a rank: the outbox on its disk, or a channel to it."""
 
     worker: str
     rank: int

@@ -24,7 +24,7 @@ RecordedPort = tuple[str, int, int]
 
 
 class BlockPlace(Wire):
-    """Where the rows of a block are."""
+    """Says where the rows of a block are."""
 
     start: int  # of the rows in the memory, in bytes
     mark: int  # of the marks
@@ -190,7 +190,7 @@ def as_array(positions: Sequence[int]) -> np.ndarray:
 
 
 class CaptureShape(Wire):
-    """What a rank records of a capture."""
+    """Says what a rank records of a capture."""
 
     number: int  # of the capture in the request
     ports: list[RecordedPort]  # at least one

@@ -1,4 +1,4 @@
-"""What the measurements of `midstream doctor --deep` use: both servers, and requests."""
+"""Has what the measurements of `midstream doctor --deep` use: both servers, and requests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

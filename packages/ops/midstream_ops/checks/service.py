@@ -34,7 +34,7 @@ class Service:
 
     @cached_property
     def missing(self) -> list[str]:
-        """What the API lacks to run a job. Raises MidstreamError if there is no answer."""
+        """Return what the API lacks to run a job. Raises MidstreamError if there is no answer."""
         ready = self.get("/readyz")
         if ready.status_code == 200:
             return []
@@ -42,5 +42,7 @@ class Service:
 
     @property
     def without_redis(self) -> bool:
-        """Whether the API lacks Redis, which does not answer here either, or takes no writes."""
+        """Return whether the API lacks Redis, which does not answer here either, or takes no
+        writes.
+        """
         return not self.redis_answers and any(what.startswith("redis") for what in self.missing)
