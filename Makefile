@@ -6,7 +6,7 @@
 # Variables read by this file:
 #   COMPOSE_ARGS=--keep  keeps what `make test-compose` created
 #   PYTEST_ARGS=…  passed to pytest, such as PYTEST_ARGS="-k sweeper -x"
-#   PACKAGE=NAME   `make test` and its stages: the tests of packages/NAME alone
+#   PACKAGE=NAME   `make test` and its stages: the tests of packages/NAME alone; `core`: those of no package
 #   RESUME=1       `make test-all` and its stages: without the tests that have passed on this tree
 #   SHARE=N        `make test-long`: one in seven of its tests, those whose turn it is with N; CI counts commits
 #   REDIS="…"      for `make test-redis`: these servers, of those in tests/redis_servers.py
@@ -35,7 +35,7 @@ STACK := $(VENV)/.stack
 READY := $(VENV)/.ready
 CORE := api broker client kernels schemas storage workers
 PACKAGES := $(patsubst packages/%/pyproject.toml,%,$(wildcard packages/*/pyproject.toml))
-$(if $(filter-out $(PACKAGES),$(PACKAGE)),$(error PACKAGE=$(PACKAGE): valid: $(PACKAGES)))
+$(if $(filter-out core $(PACKAGES),$(PACKAGE)),$(error PACKAGE=$(PACKAGE): valid: core $(PACKAGES)))
 
 # The model is loaded from a folder: no requests to a hub, no telemetry.
 export PYTHON TORCH_INDEX TORCH_UNVERIFIED
@@ -51,8 +51,11 @@ export PATH := $(abspath $(BIN)):$(PATH)
 # A run that finds nothing to do has not failed: of a share, of a package, or of what a run before it left.
 PYTEST = run() { $(BIN)/pytest -ra $(if $(RESUME),--resume) $(PYTEST_ARGS) "$$@" $(if $(RESUME)$(SHARE)$(PACKAGE),|| [ $$? = 5 ]) || failed=1; }; failed=0; run
 DONE = exit $$failed
-# The tests of a stage, or all, of the core and of packages.
-TESTS = $(if $(PACKAGE),packages/$(PACKAGE)/tests$(1:%=/%),$(wildcard tests$(1:%=/%) packages/*/tests$(1:%=/%)))
+# The package that PACKAGE names, unless it is the core, and else the folders of tests.
+BESIDE = $(filter-out core,$(PACKAGE))
+FOLDERS = tests $(if $(PACKAGE),,packages/*/tests)
+# The tests of a stage, or all.
+TESTS = $(or $(BESIDE:%=packages/%/tests$(1:%=/%)),$(wildcard $(FOLDERS:%=%$(1:%=/%))))
 # Tests that share an engine, a stack or a file run in one process, the longest first (tests/sets.py), so that none is left with one at the end.
 SHARED = --dist loadgroup --no-loadscope-reorder --numprocesses
 
@@ -87,9 +90,9 @@ up: $(STACK) ## run the whole stack until Ctrl-C
 	@$(BIN)/midstream up
 
 # Two lanes beside each other keep two cores busy.
-test: $(READY) model browser ## the fast tests: lint, unit and system tests, and beside them browser and engine tests; a line for each; a failure does not stop the others (PACKAGE=NAME: those of packages/NAME)
-	@$(if $(PACKAGE),MAKE="$(MAKE)" tests/stages.sh lint $(STAGES),MAY=900 MAKE="$(MAKE)" tests/stages.sh test-system test-unit -- lint test-smoke test-engine)
-STAGES = $(subst test-web,test-smoke,$(patsubst packages/$(PACKAGE)/tests/%,test-%,$(wildcard $(addprefix packages/$(PACKAGE)/tests/,unit system web engine))))
+test: $(READY) model browser ## the fast tests: lint, unit and system tests, and beside them browser and engine tests; a line for each; a failure does not stop the others (PACKAGE=NAME: those of packages/NAME; PACKAGE=core: those of no package)
+	@$(if $(BESIDE),MAKE="$(MAKE)" tests/stages.sh lint $(STAGES),MAY=900 MAKE="$(MAKE)" tests/stages.sh test-system test-unit -- lint test-smoke test-engine)
+STAGES = $(subst test-web,test-smoke,$(patsubst packages/$(BESIDE)/tests/%,test-%,$(wildcard $(addprefix packages/$(BESIDE)/tests/,unit system web engine))))
 
 test-all: $(READY) model browser ## every test but those of packages and the fault gate, in stages, for the night before a release; hours (RESUME=1: what has not passed on this tree)
 	@MAKE="$(MAKE)" tests/stages.sh test-system test-unit test-long test-redis -- lint test-smoke test-engine test-matrix test-triton test-torch
@@ -98,8 +101,8 @@ lint: $(READY) ## run ruff and mypy, compile the Lua scripts, look for secrets a
 	@echo "== lint"
 	@failed=0; \
 	! git grep -nE '^(<{7}|>{7}|\|{7})( |$$)' || failed=1; \
-	$(BIN)/ruff check $(or $(PACKAGE:%=packages/%),.) || failed=1; \
-	$(BIN)/ruff format --check $(or $(PACKAGE:%=packages/%),.) || failed=1; \
+	$(BIN)/ruff check $(or $(BESIDE:%=packages/%),.) || failed=1; \
+	$(BIN)/ruff format --check $(or $(BESIDE:%=packages/%),.) || failed=1; \
 	$(BIN)/python tools/check_lua.py || failed=1; \
 	$(BIN)/python tools/check_secrets.py || failed=1; \
 	$(MAKE) types || failed=1; \
@@ -110,7 +113,7 @@ types: $(READY)
 	@mkdir -p .cache/types && ln -sfn "$(CURDIR)" .cache/types/midstream
 	@ln -sfn $(foreach name,$(PACKAGES),"$(CURDIR)/packages/$(name)/midstream_$(name)") .cache/types/
 	@cd .cache/types && MYPYPATH=".:$(CURDIR)/tests/fake_engine" "$(abspath $(BIN))/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
-	  $(or $(PACKAGE:%=-p midstream_%),-m midstream $(CORE:%=-p midstream.%) $(PACKAGES:%=-p midstream_%) -p midstream_fake_engine)
+	  $(or $(BESIDE:%=-p midstream_%),-m midstream $(CORE:%=-p midstream.%) $(PACKAGES:%=-p midstream_%) -p midstream_fake_engine)
 
 files: ## one line for each file of the product: what it is
 	@python3 tools/tree.py

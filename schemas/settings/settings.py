@@ -107,8 +107,8 @@ class Settings(Record):
     # nothing is lost (docs/reliability.md#what-is-not-guaranteed), even in a power failure
     redis_appendfsync: Literal["everysec", "always"] = "everysec"
     # Memory limit of the Redis that `midstream up` starts; `0`: no limit except the machine's.
-    # Submissions are rejected once memory usage, with what accepted jobs may still store, exceeds the
-    # share `tuning.redis_fill_limit` of this limit
+    # Submissions are rejected once memory usage, with what accepted jobs may still store, exceeds
+    # the share `tuning.redis_fill_limit` of this limit
     redis_maxmemory_mib: Natural = 0
     # With user, password and TLS files (docs/machines.md#redis-tls-and-users), so in a file if it
     # has a password (`MIDSTREAM_REDIS_URL_FILE`): one Redis ≥ 6.2 with AOF and `noeviction`, or the
