@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..schemas.packages import MissingPackageError, load
 from . import notebook as notebook  # so that results can be drawn, wherever they come from
 from .extras import explained
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .captures.row_matrix import matrix as matrix, samples as samples
     from .sdk.client import AsyncClient as AsyncClient, Client as Client
     from .sdk.mapping.map import Mapped as Mapped
+    from .sdk.typed import AsyncPatchStudy as AsyncPatchStudy, PatchStudy as PatchStudy
     from .sdk.wire import (
         Answer as Answer,
         ServerTimeout as ServerTimeout,
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
         VersionMismatch as VersionMismatch,
         returned_rows as returned_rows,
     )
-    from .study.patch_study import AsyncPatchStudy as AsyncPatchStudy, PatchStudy as PatchStudy
     from .texts import read_rows as read_rows, read_texts as read_texts
     from .values import UnknownArgument as UnknownArgument
 
@@ -38,13 +39,14 @@ _MODULES = {  # module → its public names, loaded on first use
     ".texts": "read_rows read_texts",
     ".values": "UnknownArgument",
     ".captures.row_matrix": "matrix samples",
-    ".study.patch_study": "PatchStudy AsyncPatchStudy",
     "..schemas.requests.specs": "CaptureSpec PatchSource PatchSpec SteeringSpec",
     "..schemas.base.errors": "MidstreamError",
     "..schemas.prompts.selectors": "Span",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted(_HOMES)
+#: Public name that a package of ours offers as a facade → the extra that installs the package.
+_FACADES = {"AsyncPatchStudy": "lab", "PatchStudy": "lab"}
+__all__ = sorted([*_HOMES, *_FACADES])
 
 
 def __dir__() -> list[str]:
@@ -52,6 +54,11 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _FACADES:
+        try:
+            return load("midstream.facades", name, extra=_FACADES[name])
+        except MissingPackageError as error:
+            raise ImportError(f"midstream.{name} {error}") from error
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from midstream import Client, PatchStudy
-from midstream.client.sdk.answers.grid import Grid
+from midstream_lab.client.grid import Grid
 
 HOOKS = ["resid_pre", "attn_out", "mlp_out"]
 #: Clean, corrupt, answer, foil, the subject in both.

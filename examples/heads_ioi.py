@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from midstream import Client, PatchStudy
-from midstream.client.sdk.answers.grid import Grid
+from midstream_lab.client.grid import Grid
 
 #: Names of one token each, with the space before them.
 NAMES = [

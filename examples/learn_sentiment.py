@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from midstream import Client
-from midstream.schemas.jobs.fits import FitResult
+from midstream_lab.records.fits import FitResult
 
 DATA = Path(__file__).with_name("data")
 #: Each text is read from its second token on: the first one's row is an outlier.

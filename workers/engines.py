@@ -1,42 +1,37 @@
 """Chooses the engine that a worker hosts: vLLM, gradients, or one of an installed package."""
 
-import os
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from ..schemas.base.errors import MidstreamError, Translated
 from ..schemas.jobs.queues import GRADIENTS
 from ..schemas.model.banks import asked_hooks
+from ..schemas.packages import installing
 from ..schemas.settings.settings import NO_TOOLS, Settings, SettingsError
-from .engine.protocol import GeneratingEngine, GradientEngine
+from .engine.protocol import Engine
 from .runner.base.extensions import check_installed
 
 VLLM = "vllm"
 #: Entry points of this group are functions or classes that make an `Engine` from the settings.
 GROUP = "midstream.engines"
+#: What an import of vLLM or torch raises where it is not installed.
+NEEDS_LIBRARIES = Translated(
+    ModuleNotFoundError,
+    lambda error: MidstreamError(
+        "engine_failed", f"vLLM is not installed ({error}): install the `cpu` or `gpu` extra"
+    ),
+)
 
 
-def make_engine(settings: Settings) -> GeneratingEngine | GradientEngine:
+def make_engine(settings: Settings) -> Engine:
     """Returns the engine that `settings.engine` names, not started yet.
 
-    Raises MidstreamError("engine_failed") where vLLM is not installed, and SettingsError for an
-    unknown engine.
+    Raises MidstreamError("engine_failed") where its libraries are not installed, and SettingsError
+    for an unknown engine.
     """
-    if settings.engine not in (VLLM, GRADIENTS):
-        return cast(GeneratingEngine, _offered(settings.engine).load()(settings))
-    with Translated(
-        ModuleNotFoundError,
-        lambda error: MidstreamError(
-            "engine_failed", f"vLLM is not installed ({error}): install the `cpu` or `gpu` extra"
-        ),
-    ):
-        if settings.engine == GRADIENTS:
-            # Before torch is loaded: threads that spin while they wait would take the cores from
-            # the vLLM worker beside this one, and from each other.
-            os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-            from .gradients.engine import TransformersEngine
-
-            return TransformersEngine(settings)
+    if settings.engine != VLLM:
+        return cast(Engine, _offered(settings.engine).load()(settings))
+    with NEEDS_LIBRARIES:
         from .engine.vllm import VllmEngine
     return VllmEngine(settings)
 
@@ -47,8 +42,9 @@ def check_options(settings: Settings) -> list[str]:
 
     Other engines check their own options. Raises SettingsError, also for an unknown engine.
     """
-    if settings.engine not in (VLLM, GRADIENTS):
+    if settings.engine != VLLM:
         _offered(settings.engine)
+    if settings.engine not in (VLLM, GRADIENTS):
         return []
     asked_hooks(settings.hooks)
     check_installed(settings.extensions)
@@ -72,9 +68,13 @@ def _offered(name: str) -> EntryPoint:
     """
     offers = entry_points(group=GROUP)
     named = [offer for offer in offers if offer.name == name]
-    if len(named) != 1:
-        own = [VLLM, GRADIENTS]
-        valid = ", ".join([*own, *sorted({offer.name for offer in offers} - {*own})])
-        wrong = "several packages offer this engine" if named else "unknown engine"
-        raise SettingsError(f"engine={name!r}: {wrong}; valid: {valid}")
-    return named[0]
+    if len(named) == 1:
+        return named[0]
+    if named:
+        wrong = "several packages offer this engine"
+    elif name == GRADIENTS:
+        wrong = f"its package is not installed: {installing('lab')}"
+    else:
+        wrong = "unknown engine"
+    valid = ", ".join([VLLM, *sorted({offer.name for offer in offers})])
+    raise SettingsError(f"engine={name!r}: {wrong}; valid: {valid}")

@@ -4,10 +4,12 @@ from typing import Any
 
 from litestar import MediaType, Response, get, route
 from litestar.enums import HttpMethod
+from litestar.handlers import HTTPRouteHandler
 
 from ...schemas import packages
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.version import __version__
+from ...schemas.jobs.kinds import not_installed
 from ..context import AppContext
 from ..web.auth import needs
 from ..web.body import JsonRequest
@@ -54,5 +56,31 @@ async def webhooks_call(request: JsonRequest) -> Response[bytes]:
     raise MidstreamError("not_found", absent, hint=packages.installing("webhooks"))
 
 
-#: Package → handlers of its paths.
-IN_PLACE: dict[str, list[Any]] = {"page": [front, page_call], "webhooks": [webhooks_call]}
+def _calls_of_kind(kind: str, *paths: str) -> HTTPRouteHandler:
+    """Return a handler that refuses the calls on a kind of jobs, at these paths: with a 501 that
+    says what installs it.
+    """
+
+    @route(
+        list(paths),
+        http_method=[HttpMethod.GET, HttpMethod.POST],
+        opt=needs(None) | {"any_query": True},
+        include_in_schema=False,
+    )
+    async def call(request: JsonRequest) -> Response[bytes]:
+        raise not_installed(kind)
+
+    return call
+
+
+#: Package, or kind of jobs of one → handlers of its paths.
+IN_PLACE: dict[str, list[Any]] = {
+    "page": [front, page_call],
+    "webhooks": [webhooks_call],
+    "sweep": [_calls_of_kind("sweep", "/v1/sweeps", "/v1/sweeps/{path:path}")],
+    "attribution": [
+        _calls_of_kind("attribution", "/v1/attributions", "/v1/attributions/{path:path}")
+    ],
+    "fit": [_calls_of_kind("fit", "/v1/modules/fit", "/v1/jacobians/fit")],
+    "dose": [_calls_of_kind("dose", "/v1/doses")],
+}

@@ -24,22 +24,14 @@ from ...schemas.base.limits import (
 )
 from ...schemas.base.records import now
 from ...schemas.jobs.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
-from ...schemas.jobs.jobs import (
-    Job,
-    JobPage,
-    JobRequest,
-    JobView,
-    Sampling,
-    State,
-)
-from ...schemas.jobs.kinds import KINDS, kind_of
+from ...schemas.jobs.jobs import Job, JobPage, JobRequest, JobView, Sampling, State
+from ...schemas.jobs.kinds import KINDS, installed, kind_of
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.jobs.results import JobResult
 from ...schemas.prompts.sites import asked_names
 from ..context import AppContext, unless_client_leaves
 from ..resolve.admission.admission import handled
-from ..resolve.admission.gradients import admit_gradients
-from ..resolve.prompts.request_parsing import ParsedRequest, of_gradients, parse_job
+from ..resolve.prompts.request_parsing import ParsedRequest, parse_job
 from ..responses import events
 from ..responses.outcome import (
     ACCEPTED,
@@ -56,7 +48,6 @@ from ..web.auth import needs, seen, tenant_asked
 from ..web.body import JsonRequest
 from ..web.middleware import released
 from ..web.open_calls import EVENTS
-from ..web.request_context import CURRENT
 
 WAIT = re.compile(r"\s*wait\s*=\s*\"?(\d{1,9})\"?\s*")
 
@@ -248,33 +239,14 @@ def submission_of(
     "`Idempotency-Key` returns the same job.",
 )
 async def submit_job(data: JSONBody[JobRequest], submission: Submission) -> Response[JobView]:
-    submit = submit_gradients if of_gradients(data) else submit_prompts
     parsed = await submission.request.computed(parse_job, data)
+    row = installed(parsed.kind)
+    submit = row.load("submit") if row.submit else submit_prompts
     return await submission.answer(await submit(parsed, submission))
 
 
 async def submit_prompts(parsed: ParsedRequest, submission: Submission) -> str:
     return await submission.context.submit(parsed, submission.idempotency, submission.caller)
-
-
-async def submit_gradients(parsed: ParsedRequest, submission: Submission) -> str:
-    """Submit a job of gradient rows like `AppContext.submit`."""
-    context = submission.context
-    caller = submission.caller
-    info = await context.served.model(parsed.model)
-    job_id = await submission.known()
-    if job_id is not None:
-        return job_id
-    codec = await context.served.codec(info)
-    job_id = new_job_id()
-    named = await context.names.for_gradients(parsed, info)
-    admitted = await submission.request.resolved(
-        admit_gradients(parsed, info, codec, job_id, named, caller)
-    )
-    body = call.body if (call := CURRENT.get()) is not None else b""
-    return await context.accept(
-        admitted.job, info, {}, submission.idempotency, admitted.pinned, body
-    )
 
 
 @get(

@@ -1,32 +1,22 @@
-"""What `fit` does: learns modules, Jacobian lenses and probes from a file of examples."""
+"""What `fit` does with probes: learns them from a file of labelled texts."""
 
 from typing import Any, Literal
 
 import msgspec
 import numpy as np
-from rich.console import RenderableType
 
-from ...schemas.access.handling import Handling
-from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.probes import Probe
 from ...schemas.base.errors import invalid
-from ...schemas.jobs.fits import FitRequest, FitResult, LensFitRequest
-from ...schemas.jobs.results import JobResult
 from ...schemas.prompts.chat import Conversation
 from ...schemas.prompts.selectors import HookName, RequestedPositions
 from ..captures.row_matrix import samples
 from ..extras import need
 from ..probes import LEAST, check_labels, classes_of, fit
-from ..render import readings, records
+from ..render import readings
 from ..sdk.client import Client
 from ..values import checked
 from . import options
 from .terminal import Connector, first_model, out
-
-#: Columns of a training file of a module: a line has one of the sides, both, or the last two.
-_OF_MODULES = ("positive", "negative", "prompt", "target")
-#: Fields of every fit that its command gives, or that are of all jobs.
-_ELSEWHERE = (*Handling.__struct_fields__, "name", "model")
 
 
 class TrainingLine(msgspec.Struct):
@@ -34,30 +24,6 @@ class TrainingLine(msgspec.Struct):
 
     text: str | Conversation
     label: str | int | bool
-
-
-def module(connect: Connector, name: str, file: str, /, **fields: Any) -> FitResult:
-    """Learn a module, and register it if it works on held-out examples. A line of the file has
-    `positive` and `negative`, or one of them, or `prompt` and `target`.
-    """
-    lines = options.rows(file, _OF_MODULES, required=False)
-    sides = {
-        side: [line[side] for line in lines if side in line] for side in ("positive", "negative")
-    }
-    sides["examples"] = [line for line in lines if "target" in line]
-    return connect().fit_module(None, **_named(connect(), name, fields | sides))
-
-
-def lens(connect: Connector, name: str, file: str, /, **fields: Any) -> JacobianLens:
-    """Compute a Jacobian lens from a corpus, and register it. A line of the file has `text`."""
-    fields["prompts"] = [
-        row["text"] for row in options.rows(file, options.TEXT, required=False) if "text" in row
-    ]
-    return connect().fit_lens(None, **_named(connect(), name, fields))
-
-
-def _named(client: Client, name: str, fields: dict[str, Any]) -> dict[str, Any]:
-    return {"name": name, "model": fields.pop("model", None) or first_model(client), **fields}
 
 
 def probe(
@@ -154,19 +120,3 @@ def _rows(
     matrix = client.captures.matrix([result], layer, hook, rows)
     client.captures.delete(result)
     return matrix, groups
-
-
-#: Kind → the fields of its fit, beside its model.
-FIELDS = {
-    kind: [name for name in names if name not in left_out]
-    for kind, names, left_out in (
-        ("module", FitRequest.__struct_fields__, (*_ELSEWHERE, *_OF_MODULES, "examples")),
-        ("jacobian", LensFitRequest.__struct_fields__, (*_ELSEWHERE, "prompts")),
-        ("probe", probe.__kwdefaults__ or (), _ELSEWHERE),
-    )
-}
-
-
-def shown(result: JobResult) -> list[RenderableType]:
-    """Return how a fit's result is printed."""
-    return [records.one(getattr(result.fit, "lens", result.fit))]

@@ -4,19 +4,23 @@ A verb's act is a call of the client, by its path, or a function that first gets
 the service. Both take names as the command line has them, and fields by keyword.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args
 
 import httpx2
 import msgspec
 import numpy as np
 
+from ...schemas.access.handling import Handling
 from ...schemas.access.keys import Limits
 from ...schemas.base.errors import MidstreamError, Translated, invalid, suggestion
 from ...schemas.base.records import to_json
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import JobView, State
+from ...schemas.jobs.kinds import KINDS as ROWS
+from ...schemas.packages import part
 from ...schemas.requests.steering import Dynamic, GlobalView, ModuleView
 from ...schemas.service.health import Health
 from ..render import figures, jobs, readings, records, steering
@@ -32,6 +36,8 @@ from .terminal import Connector, err, out, print_json, say
 _FORMULA = r"\A[=+\-@\t\r](?![\d.]*\Z)"
 #: A call of the client, such as `modules.get`, or a function of `Connector`, names and fields.
 Act = str | Callable[..., Any]
+#: Fields of every job, and its model.
+_OF_EVERY_JOB = (*Handling.__struct_fields__, "model")
 
 
 class Kind(NamedTuple):
@@ -217,8 +223,16 @@ def _show_server(connect: Connector, health: Health) -> None:
     say(f"midstream {__version__}\nserver {health.version} at {connect().url}")
 
 
+def _with_added(kind: Kind) -> Kind:
+    """Return a kind with what the rows of kinds of jobs add to its acts."""
+    added = {verb: part(path) for (verb, of), path in _ADDED.items() if of == kind.name}
+    return kind._replace(acts={**kind.acts, **added})
+
+
 _NAMED = ("list", "get", "put", "delete")
-KINDS = (
+#: Verb and kind → what the row of a kind of jobs names.
+_ADDED = {tuple(act.split()): path for row in ROWS.values() for act, path in row.acts.items()}
+_OWN = (
     Kind("job", "jobs", _calls("jobs", "list", "get") | {"export": _export_job}, _show_job, True),
     Kind(
         "harvest",
@@ -240,13 +254,12 @@ KINDS = (
     Kind(
         "module",
         "modules",
-        _calls("modules", *_NAMED)
-        | {"put": _put_module, "export": _export_module, "fit": fits.module},
+        _calls("modules", *_NAMED) | {"put": _put_module, "export": _export_module},
     ),
     Kind("lora", "loras", _calls("loras", *_NAMED)),
     Kind("sae", "saes", _calls("saes", *_NAMED)),
     Kind("lens", "lenses", _calls("lenses", *_NAMED)),
-    Kind("jacobian", "jacobians", _calls("jacobians", *_NAMED) | {"fit": fits.lens}),
+    Kind("jacobian", "jacobians", _calls("jacobians", *_NAMED)),
     Kind(
         "probe",
         "probes",
@@ -278,12 +291,32 @@ KINDS = (
     Kind("curve", "CURVE keys", {"create": keys.curve}, keys.show_lines),
     Kind("acl", "ACL files", {"create": keys.acl}, keys.show_lines),
 )
+KINDS = tuple(map(_with_added, _OWN))
 _BY_NAME = {word: kind for kind in KINDS for word in (kind.name, kind.plural)}
 
 
 def kinds_with(verb: str) -> list[str]:
     """Return the names of the kinds that a verb takes."""
     return [kind.name for kind in KINDS if verb in kind.acts]
+
+
+def keywords_of(verb: str) -> dict[str, list[str]]:
+    """Return the fields that a verb takes, by kind, without those of every job."""
+    return {
+        kind.name: [name for name in _keywords(kind.acts[verb]) if name not in _OF_EVERY_JOB]
+        for kind in KINDS
+        if verb in kind.acts
+    }
+
+
+def _keywords(act: Act) -> Iterator[str]:
+    """Yield the keywords of a function; of `**fields: Unpack[…]`, each."""
+    for parameter in signature(act).parameters.values() if callable(act) else ():
+        if parameter.kind is Parameter.KEYWORD_ONLY:
+            yield parameter.name
+        elif parameter.kind is Parameter.VAR_KEYWORD:
+            for of in get_args(parameter.annotation):
+                yield from of.__annotations__
 
 
 def find(name: str, verb: str) -> tuple[Kind, Act]:

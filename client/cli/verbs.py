@@ -16,8 +16,8 @@ from ..render import records
 from ..sdk.calls import keyword_check
 from ..sdk.client import Client
 from ..values import checked
-from . import fits, keys, options
-from .kinds import Kind, find, kinds_with
+from . import keys, options
+from .kinds import Kind, find, keywords_of, kinds_with
 from .terminal import (
     AsJson,
     Connector,
@@ -46,7 +46,7 @@ def _kind(verb: str) -> Any:
 
 NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Its name or id.")]
 #: What `fit` takes, by kind.
-_FITTED = "; ".join(f"of a {kind} {', '.join(names)}" for kind, names in fits.FIELDS.items())
+_FITTED = "; ".join(f"of a {kind} {', '.join(names)}" for kind, names in keywords_of("fit").items())
 #: Number of the entries that are listed of kinds of which there may be many.
 LISTED = 20
 

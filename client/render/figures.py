@@ -1,51 +1,30 @@
 """Draws results as heatmaps with matplotlib, and any result by the table of figures, `PLOTS`."""
 
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ...schemas.artifacts.probes import Probe, ProbeResult
 from ...schemas.base.errors import MidstreamError, invalid
-from ...schemas.jobs.doses import DoseResult
 from ...schemas.jobs.results import JobResult
-from ...schemas.jobs.sweeps import SweepResult
 from ...storage.harvests import Harvest
 from ..captures.patterns import Attention
 from ..captures.reader import CaptureReader
 from ..probes import Fit
-from ..sdk.answers.attribution import Attribution, estimated, marks
-from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled
 from ..sdk.readings import Features, Lens
 from . import curves
 from .attention import Panel, panels_of, written
 from .drawing import check as check, new_figure, png as png, saved
+from .forms import form_of
 from .lines import computed
 from .readings import shown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Colour map with white for no change, red above, blue below; readable with colour blindness.
-DIVERGING = "RdBu_r"
-#: Sizes in a heatmap, in inches: width and height of a cell, the margin around the panels, the
-#: smallest and largest width and height of a panel, and the colour bar's width.
-_COLUMN = 0.1
-_ROW = 0.18
-_AROUND = 1.5
-_WIDTH = (2.2, 7.0)
-_HEIGHT = (1.3, 11.0)
-_BAR = 0.09
-#: The most edges or features in a figure; width and least height of a scatter, in inches.
-_BARS = 20
-_SCATTER = (4.6, 3.8)
-#: The approximate number of layers with a tick label.
-_TICKS = 8
-#: Characters per inch of the title.
-_PER_INCH = 14
 #: The most panels in an attention figure, and in one row of it.
 MOST = 64
 _PANELS = 4
@@ -66,135 +45,6 @@ _LENS_AROUND = 1.4
 _TITLED = 3.4
 #: Cells with a probability above this are light, and get black text.
 _LIGHT = 0.6
-
-
-# --- Sweeps
-
-
-def heatmap(result: SweepResult, pair: int | None = None) -> "Figure":
-    """Draw one pair, or the mean of all: tokens by layers, one panel per hook, one colour scale."""
-    return _draw_grid(grid_of(result, pair), described(result, pair))
-
-
-def grid_figure(grid: Grid) -> "Figure":
-    """Draw a grid without its sweep result, and so without prompts in the title."""
-    return _draw_grid(grid, [MEANING[grid.metric]])
-
-
-class _Panel(NamedTuple):
-    title: str
-    values: np.ndarray  # [layers, columns]
-    marks: Sequence[tuple[int, int]] = ()  # (index of the layer, column)
-
-
-def _draw_grid(grid: Grid, title: list[str]) -> "Figure":
-    """Draw a grid, one panel per hook."""
-    rows = [[_Panel(titled(hook), grid.values[hook]) for hook in grid.hooks]]
-    width, height = _size(grid, rows)
-    lines = _wrapped(title, width)
-    drawn = new_figure(width, height + 0.75 + 0.16 * len(lines))
-    middle = "" if math.isnan(grid.base) else f"; white: unpatched ({grid.base:.3g})"
-    _draw_panels(drawn, grid, rows, grid.limits, f"{MEANING[grid.metric]}{middle}")
-    if grid.missing:
-        cells = sum(values.size for values in grid.values.values())
-        lines[-1] += f" · hatched: no value ({grid.missing} of {cells} cells)"
-    drawn.suptitle("\n".join(lines))
-    return drawn
-
-
-def _wrapped(title: list[str], width: float) -> list[str]:
-    """Return the lines of a title over `width` inches."""
-    return [line for part in title for line in textwrap.wrap(part, int(width * _PER_INCH)) or [""]]
-
-
-def _size(grid: Grid, rows: Sequence[Sequence[_Panel]]) -> tuple[float, float]:
-    """Return width and height of the panels, in inches, with the margin around."""
-    width = float(np.clip(_COLUMN * len(grid.layers), *_WIDTH))
-    height = float(np.clip(_ROW * len(grid.labels), *_HEIGHT))
-    return max(len(rows[0]) * width + _AROUND, 5.0), len(rows) * height
-
-
-def _draw_panels(
-    drawn: Any,
-    grid: Grid,
-    rows: Sequence[Sequence[_Panel]],
-    limits: tuple[float, float],
-    label: str,
-) -> None:
-    """Draw panels of a grid's shape on a figure, with one colour scale, which `label` names."""
-    names = len(grid.labels)
-    height = _size(grid, rows)[1]
-    axes = drawn.subplots(len(rows), len(rows[0]), sharex=True, sharey=True, squeeze=False)
-    low, high = limits
-    scale = {"vmin": low, "vmax": high, "cmap": DIVERGING}
-    for axis, panel in zip(axes.flat, (panel for row in rows for panel in row), strict=True):
-        # the background, visible in cells without a value
-        axis.patch.set(facecolor="0.97", edgecolor="0.85", hatch="///", linewidth=0)
-        mesh = axis.pcolormesh(panel.values.T, edgecolors="face", linewidth=0.1, **scale)
-        if panel.marks:
-            layers, columns = np.array(panel.marks).T + 0.5
-            axis.scatter(layers, columns, marker="x", s=14, linewidths=0.9, color="black")
-        step = max(1, -(-len(grid.layers) // _TICKS))
-        ticks = np.arange(0, len(grid.layers), step) + 0.5
-        axis.set(title=panel.title, xticks=ticks, xticklabels=grid.layers[::step])
-    for axis in axes[-1]:
-        axis.set(xlabel="layer")
-    size = float(np.clip(0.75 * 72 * height / len(rows) / max(names, 1), 3.0, 8.0))
-    for axis in axes[:, 0]:
-        axis.set_yticks(np.arange(names) + 0.5, grid.names, fontsize=size)
-    axes[0, 0].invert_yaxis()
-    values = np.concatenate([panel.values.ravel() for row in rows for panel in row])
-    look = {"extend": _beyond(values, low, high), "aspect": height / _BAR, "pad": 0.02}
-    drawn.colorbar(mesh, ax=list(axes.flat), label=label, **look)
-
-
-def attribution_figure(attribution: Attribution) -> "Figure":
-    """Draw estimated against exact effects, if any were computed, and beside them both as maps,
-    with a cross on each cell where they disagree; of edges and features, the strongest.
-    """
-    strongest = (attribution.edges or attribution.features)[:_BARS]
-    points = [cell for cell in attribution.cells if cell.difference is not None]
-    both = [(attribution.estimates, "estimate")]
-    if points:
-        both.append((attribution.exact, "exact"))
-    crosses = marks(attribution)
-    unit = MEANING[attribution.result.metric]
-    rows = [
-        [
-            _Panel(f"{titled(hook)}: {name}", grid.effects[hook], crosses.get(hook, ()))
-            for grid, name in both
-        ]
-        for hook in attribution.estimates.hooks
-    ]
-    title = described(estimated(attribution.result), attribution.pair)
-    if attribution.off:
-        title[-1] += " · crosses: estimate and exact value disagree"
-    width, height = (_SCATTER[0], 4.0) if strongest else _size(attribution.estimates, rows)
-    beside = _SCATTER[0] if points else 0.0
-    lines = _wrapped(title, width + beside)
-    drawn = new_figure(width + beside, max(height + 0.75, _SCATTER[1]) + 0.16 * len(lines))
-    drawn.suptitle("\n".join(lines))
-    right: Any = drawn
-    if points:
-        left, right = drawn.subfigures(1, 2, width_ratios=(beside, width), squeeze=False)[0]
-        curves.draw_scatter(left.subplots(), attribution, points)
-    if strongest:
-        curves.draw_bars(right.subplots(), strongest, unit)
-    else:
-        reach = max(np.nanmax(np.abs(panel.values), initial=0) for row in rows for panel in row)
-        limits = -(reach or 1.0), reach or 1.0
-        _draw_panels(right, attribution.estimates, rows, limits, f"effect on {unit}")
-    return drawn
-
-
-def _beyond(values: np.ndarray, low: float, high: float) -> str:
-    """Return the ends of the colour bar beyond which values lie, as matplotlib's `extend`."""
-    return {
-        (False, False): "neither",
-        (True, False): "min",
-        (False, True): "max",
-        (True, True): "both",
-    }[(bool((values < low).any()), bool((values > high).any()))]
 
 
 # --- Attention patterns
@@ -355,11 +205,11 @@ def _draw_heat(
 def job_figure(
     result: JobResult, request: int = 0, words: Mapping[int, str] | None = None, **options: Any
 ) -> "Figure":
-    """Draw what a job computed: its sweep, attribution or dose, or one prompt's lens, features or
-    probe scores. `words`: token id → text. Raises MidstreamError for a job without any.
+    """Draw what a job computed: what its kind has, or one prompt's lens, features or probe scores.
+    `words`: token id → text. Raises MidstreamError for a job without any.
     """
     for value in computed(result, request, words):
-        if draw := PLOTS.get(type(value)):
+        if draw := _drawing(type(value)):
             return draw(value, **options)
     raise MidstreamError(
         "not_found",
@@ -371,25 +221,28 @@ def job_figure(
 #: Class → the function that draws it, with its options.
 PLOTS: dict[type, Callable[..., "Figure"]] = {
     Attention: attention_figure,
-    Attribution: attribution_figure,
     CaptureReader: capture_figure,
     Features: features_figure,
-    DoseResult: curves.dose_figure,
     Fit: curves.training_figure,
-    Grid: grid_figure,
     Harvest: curves.harvest_figure,
     JobResult: job_figure,
     Lens: lens_figure,
     Probe: curves.training_figure,
     ProbeResult: curves.probe_figure,
-    SweepResult: heatmap,
 }
 
 
+def _drawing(kind: type) -> Callable[..., "Figure"] | None:
+    """Return the function that draws results of a class."""
+    return PLOTS.get(kind) or form_of(kind).plot
+
+
 def plot(value: Any, path: Path | str | None = None, **options: Any) -> "Figure":
-    """Draw a result of any class in `PLOTS`; if `path` is given, save it there, in the format of
-    the extension (`.png`, `.pdf`, `.svg`, …).
+    """Draw a result of any class in `PLOTS`, or with a form; if `path` is given, save it there, in
+    the format of the extension (`.png`, `.pdf`, `.svg`, …).
 
     Raises MidstreamError if matplotlib is missing or cannot write that format, OSError.
     """
-    return saved(path, lambda: PLOTS[type(value)](value, **options))
+    draw = _drawing(type(value))
+    assert draw is not None
+    return saved(path, lambda: draw(value, **options))

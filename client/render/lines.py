@@ -2,43 +2,44 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
 from msgspec.structs import asdict
 
 from ...schemas.artifacts.probes import Probe, ProbeResult
-from ...schemas.jobs.doses import DoseResult
-from ...schemas.jobs.fits import FitResult, LensFitResult
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.results import JobResult
-from ...schemas.jobs.sweeps import SweepResult
 from ...schemas.packages import part
 from ...storage.harvests import Harvest
 from ...storage.surveys import Surveyed
 from .. import frames
 from ..captures.patterns import Attention
 from ..probes import Fit
-from ..sdk.answers.grid import records
 from ..sdk.mapping.map import Mapped
 from ..sdk.readings import Features, Lens, lens_of
 from ..sdk.wire import Answer
+from .forms import form_of
 
 Lines = Iterable[dict[str, Any]]
+
+
+def of_kind(result: JobResult) -> list[Any]:
+    """Return what a job computed that only its kind has."""
+    found = [
+        part(row.answer)(result) if row.answer else getattr(result, row.name)
+        for row in KINDS.values()
+        if row.result and getattr(result, row.name)
+    ]
+    return [each for each in found if each]
 
 
 def computed(
     result: JobResult, request: int = 0, words: Mapping[int, str] | None = None
 ) -> list[Any]:
-    """Return what a job computed beside texts: its sweep, attribution, dose or fit, or the lenses,
-    features and probe scores of one prompt. `words`: token id → text.
+    """Return what a job computed beside texts: what its kind has, or the lenses, features and probe
+    scores of one prompt. `words`: token id → text.
     """
-    whole = [
-        part(row.answer)(result) if row.answer else getattr(result, row.name)
-        for row in KINDS.values()
-        if row.result and getattr(result, row.name)
-    ]
     lenses = [
         lens_of(each, result.id, words) for each in result.lens or () if each.request == request
     ]
@@ -48,7 +49,7 @@ def computed(
         if each.request == request
     ]
     return [
-        *filter(None, whole),
+        *of_kind(result),
         *lenses,
         *features,
         *[each for each in result.probes if each.request == request],
@@ -99,12 +100,6 @@ def _lens(lens: Lens) -> Lines:
                 {"layer": lens.layers[row], "position": lens.positions[column], "rank": int(rank)}
                 | {"token_id": int(token), "token": lens.word(token), "logprob": float(logprob)}
             )
-
-
-def _lens_fit(result: LensFitResult) -> Lines:
-    errors = result.lens.fit.errors if result.lens.fit else []
-    for layer, error in zip_longest(result.lens.layers, errors):
-        yield {"layer": layer, "error": error}
 
 
 def _held_out(trained: Fit | Probe, *, roc: bool = False) -> Lines:
@@ -183,22 +178,22 @@ def _survey(survey: Surveyed) -> dict[str, np.ndarray]:
 LINES: dict[type, Callable[..., Any]] = {
     Answer: _answer,
     Attention: _attention,
-    DoseResult: lambda result: map(asdict, [result.unsteered, *result.cells]),
     Features: _features,
     Fit: _held_out,
-    FitResult: lambda result: map(asdict, result.training.sites),
     Harvest: _harvest,
     JobResult: _job,
     Lens: _lens,
-    LensFitResult: _lens_fit,
     Mapped: lambda item, **options: _job(item.result, **options),
     Probe: _held_out,
     ProbeResult: _scores,
     Surveyed: _survey,
-    SweepResult: records,
 }
 
 
 def frame(value: Any, *arguments: Any, **options: Any) -> Any:
-    """Return a result of a class in `LINES` as a data frame. Raises an error without pandas."""
-    return frames.pandas().DataFrame(LINES[type(value)](value, *arguments, **options))
+    """Return a result of a class in `LINES`, or with a form, as a data frame. Raises an error
+    without pandas.
+    """
+    lines = LINES.get(type(value)) or form_of(type(value)).lines
+    assert lines is not None
+    return frames.pandas().DataFrame(lines(value, *arguments, **options))

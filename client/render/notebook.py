@@ -13,31 +13,18 @@ from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 from rich.text import Text
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.jobs.doses import DoseResult
 from ...schemas.jobs.jobs import Output
 from ...schemas.jobs.results import JobResult
-from ...schemas.jobs.sweeps import SweepResult
 from ...schemas.requests.steering import GlobalView
 from ...schemas.service.status import ServiceStatus
-from . import (
-    attention as maps,
-    doses,
-    figures,
-    jobs,
-    lines,
-    readings,
-    records,
-    status,
-    steering,
-    sweeps,
-)
+from . import attention as maps, figures, jobs, lines, readings, records, status, steering
+from .forms import added, form_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from ..captures.patterns import Attention
     from ..captures.reader import CaptureReader
-    from ..sdk.answers.grid import Grid
     from ..sdk.mapping.map import Mapped
     from ..sdk.readings import Features, Lens
     from ..sdk.wire import Answer
@@ -53,16 +40,19 @@ _PRE = (
 
 def register(shell: Any) -> None:
     """Register images of the schemas' types, which have no `_repr_png_`, with IPython's shell."""
-    shell.display_formatter.formatters["image/png"].for_type(SweepResult, sweep_png)
+    images = shell.display_formatter.formatters["image/png"]
+    for kind, form in added().items():
+        if form.png is not None:
+            images.for_type(kind, form.png)
 
 
 def record_html(record: Any) -> str | None:
     """Return a record as HTML, a page of records as their table; None for a type that notebooks
     show as text.
     """
-    if render := _HTML.get(type(record)):
+    if render := _HTML.get(type(record)) or form_of(type(record)).html:
         return render(record)
-    if (shown := records.SHOWN.get(type(record))) and shown.facts:
+    if (shown := records.shown_of(type(record))) and shown.facts:
         return html(*records.parts(record))
     entries = getattr(record, record.__struct_fields__[0], None)
     return listing_html(entries) if isinstance(entries, list) else None
@@ -99,7 +89,7 @@ def html(*parts: RenderableType) -> str:
     return _PRE.format(code="".join(pieces))
 
 
-def _png(draw: Callable[[], "Figure"]) -> bytes | None:
+def png_of(draw: Callable[[], "Figure"]) -> bytes | None:
     """Return a figure as PNG; None without matplotlib."""
     try:
         return figures.png(draw())
@@ -109,20 +99,7 @@ def _png(draw: Callable[[], "Figure"]) -> bytes | None:
         return None
 
 
-def sweep_png(result: SweepResult, pair: int | None = None) -> bytes | None:
-    """Return the heatmap as PNG; None without matplotlib."""
-    return _png(lambda: plot(result, None, pair=pair))
-
-
-def sweep_html(result: SweepResult, pair: int | None = None) -> str:
-    """Return the heatmap (without matplotlib, as the terminal draws it) and the strongest cells."""
-    drawn = sweep_png(result, pair)
-    if drawn is None:
-        return html(sweeps.report(result, pair))
-    return _image("heatmap", drawn) + html(sweeps.findings(result, pair))
-
-
-def _image(name: str, drawn: bytes) -> str:
+def image_of(name: str, drawn: bytes) -> str:
     return (
         f'<img alt="{name}" style="max-width:100%" '
         f'src="data:image/png;base64,{base64.b64encode(drawn).decode()}"/>'
@@ -130,10 +107,9 @@ def _image(name: str, drawn: bytes) -> str:
 
 
 def _job_html(result: JobResult) -> str:
-    if result.sweep is not None:
-        return sweep_html(result.sweep)
-    if result.dose:
-        return dose_html(result.dose)
+    for value in lines.of_kind(result):
+        if render := form_of(type(value)).html:
+            return render(value)
     captures = result.capture_results
     parts: list[RenderableType] = [records.listed(result.outputs, Output)]
     if captures.status != "not_requested":
@@ -184,10 +160,10 @@ def attention_html(attention: "Attention") -> str:
     """Return the patterns (without matplotlib, as the terminal draws them), and what the heads
     attend to.
     """
-    drawn = _png(lambda: plot(attention, None))
+    drawn = png_of(lambda: plot(attention, None))
     if drawn is None:
         return html(maps.report(attention))
-    return _image("attention", drawn) + html(maps.strongest(attention))
+    return image_of("attention", drawn) + html(maps.strongest(attention))
 
 
 def lens_html(lens: "Lens") -> str:
@@ -208,22 +184,8 @@ def mapped_html(item: "Mapped") -> str:
     ) + _job_html(item.result)
 
 
-def dose_html(result: DoseResult) -> str:
-    """Return the figure, if matplotlib is installed, and the text of each layer and scale."""
-    image = _png(lambda: plot(result, None))
-    return (_image("dose", image) if image else "") + html(*doses.drawn(result, whole=True))
-
-
-def grid_html(grid: "Grid") -> str:
-    """Return the heatmap, if matplotlib is installed, and the strongest cells."""
-    drawn = _png(lambda: plot(grid, None))
-    return (_image("heatmap", drawn) if drawn else "") + html(sweeps.strongest_of(grid))
-
-
 #: Record type → the function that renders it as HTML.
 _HTML: dict[type, Callable[[Any], str]] = {
-    SweepResult: sweep_html,
-    DoseResult: dose_html,
     JobResult: _job_html,
     GlobalView: lambda view: html(steering.global_line(view), steering.entries(view.entries)),
     ServiceStatus: lambda now: html(status.status(now, "")),

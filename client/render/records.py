@@ -19,7 +19,6 @@ from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
 from ...schemas.base.limits import POLICY_DAYS
 from ...schemas.jobs.captures import CaptureEntry
-from ...schemas.jobs.fits import FitResult
 from ...schemas.jobs.harvests import FeatureFigures, HarvestView, SurveyView
 from ...schemas.jobs.jobs import JobView, Output
 from ...schemas.jobs.kinds import kind_of
@@ -29,6 +28,7 @@ from ...schemas.requests.policies import Policy
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
 from ...schemas.requests.trainings import Training
+from .forms import form_of
 from .jobs import Cell, coloured, count, facts, lines, minute, run_prompts, seconds, size
 from .steering import DIGEST, entries, what
 
@@ -49,6 +49,13 @@ class Shown:
     details: Callable[[Any], Sequence[Table]] = lambda record: ()  # tables below the facts
 
 
+def shown_of(kind: type) -> Shown | None:
+    """Return how records of a type are shown; None: they are not."""
+    if facts := form_of(kind).facts:
+        return Shown(facts=facts)
+    return SHOWN.get(kind)
+
+
 def listed(records: Iterable[Any], kind: type) -> Table:
     """Return a table with one line per record."""
     shown = SHOWN[kind]
@@ -57,12 +64,15 @@ def listed(records: Iterable[Any], kind: type) -> Table:
 
 def one(record: Any) -> Table:
     """Return a table of one record's facts, without its details."""
-    return facts(*((name, cell(record)) for name, cell in SHOWN[type(record)].facts.items()))
+    shown = shown_of(type(record))
+    assert shown is not None
+    return facts(*((name, cell(record)) for name, cell in shown.facts.items()))
 
 
 def parts(record: Any) -> list[Table]:
     """Return the tables of one record: facts and details."""
-    return [one(record), *SHOWN[type(record)].details(record)]
+    shown = shown_of(type(record)) or Shown()
+    return [one(record), *shown.details(record)]
 
 
 def survey(view: SurveyView, words: Mapping[int, str]) -> list[Table | Text]:
@@ -187,24 +197,24 @@ def _thresholds(probe: Probe) -> str:
     )
 
 
-def _training(training: Training) -> str:
+def training(of: Training) -> str:
     """Return how a module was learned, and its dose."""
-    doses = [site.dose for site in training.sites]
+    doses = [site.dose for site in of.sites]
     dose = " to ".join(dict.fromkeys(f"{end:.2g}" for end in (min(doses), max(doses))))
-    layers = as_ranges(site.layer for site in training.sites)
-    steps = f", {count(training.steps, 'step')}" if training.losses else ""
+    layers = as_ranges(site.layer for site in of.sites)
+    steps = f", {count(of.steps, 'step')}" if of.losses else ""
     return (
-        f"{training.method} at {training.hook} {layers} from {training.examples} examples{steps}; "
+        f"{of.method} at {of.hook} {layers} from {of.examples} examples{steps}; "
         f"changes rows by {dose} of their norm"
     )
 
 
-def _effect(training: Training) -> str:
-    effect = training.effect
-    verdict = "better than none" if effect.better else "not better than none"
+def effect(of: Training) -> str:
+    found = of.effect
+    verdict = "better than none" if found.better else "not better than none"
     return (
-        f"{effect.measure} {effect.before:.3g} → {effect.after:.3g} (± {effect.error:.2g}) on "
-        f"{effect.examples} held-out examples: {verdict}"
+        f"{found.measure} {found.before:.3g} → {found.after:.3g} (± {found.error:.2g}) on "
+        f"{found.examples} held-out examples: {verdict}"
     )
 
 
@@ -326,22 +336,11 @@ SHOWN: dict[type, Shown] = {
                 f"{len({tensor for entry in view.entries for tensor in entry.tensors})}, "
                 f"{size(view.bytes)}"
             ),
-            "learned": lambda view: _training(view.training) if view.training else "",
-            "effect": lambda view: _effect(view.training) if view.training else "",
+            "learned": lambda view: training(view.training) if view.training else "",
+            "effect": lambda view: effect(view.training) if view.training else "",
             "description": _text("description"),
         },
         lambda view: [entries(view.entries)],
-    ),
-    FitResult: Shown(
-        facts={
-            "module": lambda result: (
-                escape(result.name)
-                + (f", {result.digest[:DIGEST]}" if result.digest else ", not registered")
-            ),
-            "learned": lambda result: _training(result.training),
-            "effect": lambda result: _effect(result.training),
-            "reason": _text("reason"),
-        }
     ),
     Lora: Shown(
         "Adapters",

@@ -30,9 +30,8 @@ from .service import Keys, Secrets, Tenants, Webhooks
 from .transport import AwaitingTransport, BlockingTransport, Transport
 
 if TYPE_CHECKING:
-    from .fits import Fits
     from .harvests import Harvests
-    from .sweeps import Attributions, Sweeps
+    from .typed import Attributions, Doses, Fits, Sweeps
 
 #: First guess at what is done to a named thing → its verb, which HTTP, this client and the command
 #: line share.
@@ -70,7 +69,6 @@ class Verbs(Calls[M]):
     lens = verb(Readings.lens)
     features = verb(Readings.features)
     attention = verb(Readings.attention)
-    dose = verb(Jobs.dose)
     models = verb(ServerCalls.models)
     model = verb(ServerCalls.model)
     ready = verb(ServerCalls.ready)
@@ -103,10 +101,12 @@ class Verbs(Calls[M]):
     if TYPE_CHECKING:  # what the rows of kinds name
         sweep = verb(Sweeps.run)
         attribute = verb(Attributions.run)
+        dose = verb(Doses.run)
         fit_module = verb(Fits.module)
         fit_lens = verb(Fits.lens)
         sweeps: Sweeps[M]
         attributions: Attributions[M]
+        doses: Doses[M]
         fits: Fits[M]
         harvests: Harvests[M]
 

@@ -15,7 +15,6 @@ from ...schemas.access.handling import Priority
 from ...schemas.artifacts.conditions import Aggregation
 from ...schemas.artifacts.probes import HeldOut, ProbeSide, ProbeUse
 from ...schemas.base.states import CallbackEvent
-from ...schemas.jobs.fits import FitExample, RegisterWhen
 from ...schemas.jobs.harvests import (
     HarvestCut,
     HarvestPositions,
@@ -25,25 +24,13 @@ from ...schemas.jobs.harvests import (
 )
 from ...schemas.jobs.jobs import Sampling, StructuredRequest
 from ...schemas.jobs.openai import ResponseFormat, StreamOptions
-from ...schemas.jobs.sweeps import (
-    Ablation,
-    Axis,
-    Direction,
-    Metric,
-    Neurons,
-    PatchWindow,
-    SweepPair,
-)
 from ...schemas.prompts.chat import NamedTool, Tool
 from ...schemas.prompts.selectors import HookName, Span
 from ...schemas.prompts.sites import At
 from ...schemas.readings.features import FeatureSpec
 from ...schemas.readings.installed import ReaderSpec
 from ...schemas.readings.lens import LensSpec
-from ...schemas.requests.attributions import EstimateMethod, Verify
 from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
-from ...schemas.requests.sweep_paths import SweepPath
-from ...schemas.requests.trainings import FitMethod
 
 T = TypeVar("T")
 #: One, or a list of them.
@@ -170,99 +157,6 @@ class FeatureFields(ReadingFields, total=False):
     max_tokens: int
     timeout: float | None
     sampling: Fields | None
-
-
-class SweepSites(OfModel, total=False):
-    """Says what a sweep patches, and how it measures the effect."""
-
-    hooks: Some[HookInput] | None
-    layers: Numbers | None
-    positions: Positions | None
-    axis: Axis | None
-    heads: Numbers | None
-    neurons: Neurons | Fields | None
-    path: SweepPath | Fields | None
-    window: PatchWindow | Fields | None
-    metric: Metric | None
-    direction: Direction | None
-    ablation: Ablation | None
-    alignment: str | Sequence[tuple[int, int]] | None
-    alpha: float | None
-    mask: Numbers | None
-    noise: int | None
-    lora: str | None
-
-
-class StudyFields(SweepSites, Handled, total=False):
-    """The fields of a sweep without its pairs."""
-
-
-class Paired(TypedDict, total=False):
-    """The prompts of a sweep."""
-
-    pairs: Some[SweepPair | Fields]
-
-
-class SweepFields(Paired, StudyFields, total=False):
-    """`POST /v1/sweeps`."""
-
-
-class AttributionFields(SweepFields, total=False):
-    """`POST /v1/attributions`."""
-
-    method: EstimateMethod | None
-    steps: int | None
-    verify: Verify | Fields | None
-    seed: int | None
-    sae: str | None
-    keep: int | None
-
-
-class AttributeFields(AttributionFields, total=False):
-    """An attribution, and the prompts of its only pair."""
-
-    clean: PromptInput | None
-    corrupt: PromptInput | None
-    answer: PromptInput | None
-    foil: PromptInput | None
-
-
-class AnyFitFields(Handled, total=False):
-    """Has the fields of all fits."""
-
-    model: str
-    name: str
-    rank: int | None
-    seed: int | None
-    description: str | None
-
-
-class FitFields(AnyFitFields, total=False):
-    """`POST /v1/modules/fit`."""
-
-    method: FitMethod
-    layers: Numbers
-    hook: HookInput | None
-    positive: Sequence[PromptInput] | None
-    negative: Sequence[PromptInput] | None
-    examples: Sequence[FitExample | Fields] | None
-    read: Positions | None
-    positions: Positions | None
-    held_out: float | None
-    steps: int | None
-    batch: int | None
-    learning_rate: float | None
-    register: RegisterWhen | None
-
-
-class LensFitFields(AnyFitFields, total=False):
-    """`POST /v1/jacobians/fit`."""
-
-    prompts: Sequence[PromptInput]
-    folder: str | None
-    layers: Numbers | None
-    skip_first: int | None
-    max_tokens: int | None
 
 
 class HarvestFields(TypedDict, total=False):

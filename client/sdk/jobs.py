@@ -10,26 +10,14 @@ from typing import Any, Unpack
 import httpx2
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.jobs.doses import DoseRequest
-from ...schemas.jobs.jobs import (
-    Event,
-    JobPage,
-    JobRequest,
-    JobView,
-)
+from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobView
 from ...schemas.jobs.openai import ChatRequest, CompletionRequest, OpenAIRequest
 from ...schemas.jobs.results import JobResult
 from ..images import with_images
 from . import wire
 from .answers.progress import prompts_bar
 from .calls import Awaits, Calls, M, call, stream
-from .fields import (
-    Chat,
-    ChatFields,
-    CompletionFields,
-    JobFields,
-    PromptInput,
-)
+from .fields import Chat, ChatFields, CompletionFields, JobFields, PromptInput
 from .wire import Answer, HttpCall, JobLike
 
 
@@ -44,9 +32,7 @@ def poll(job_id: JobLike, version: str, seconds: float) -> HttpCall:
 
 
 class Jobs(Calls[M]):
-    """Jobs, from submission to result. `events` resumes after a lost connection; `dose` measures
-    effect against damage (docs/learn.md#choose-layer-token-and-scale).
-    """
+    """Jobs, from submission to result. `events` resumes after a lost connection."""
 
     @call
     async def submit(
@@ -146,18 +132,6 @@ class Jobs(Calls[M]):
         second; `progress=False` hides it.
         """
         return await self._watched(await self.submit(request, **fields), progress, timeout)
-
-    @call
-    async def dose(
-        self, /, request: DoseRequest | None = None, *, progress: bool = True, **fields: Any
-    ) -> JobResult:
-        """Run a dose, by struct or by the fields of `DoseRequest`: effect against damage of
-        steering, by layer and scale. Wait, and return the result, whose `dose` has the cells.
-
-        `progress`: as for `run`. `model` may be omitted if the server serves only one.
-        """
-        body = await self._body(request, fields, DoseRequest)
-        return await self._watched(await self._submit("/v1/doses", body, None), progress)
 
     async def _watched(
         self, view: JobView, progress: bool, timeout: float | None = None

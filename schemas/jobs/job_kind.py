@@ -26,6 +26,9 @@ class JobKind(NamedTuple):
     # Its parts, each as `module:name`; empty: it has none.
     #: What is stored with its jobs: a subclass of `works.Work`.
     work: str = "midstream.schemas.jobs.works:Work"
+    #: Of a kind that is submitted to `/v1/jobs` by what its request has: accepts such a request.
+    #: Takes the `ParsedRequest` and the `Submission`; a coroutine that returns the job's id.
+    submit: str = ""
     #: Queue → what workers of that queue run it with: takes a `Bench`, returns a `Run`. Kinds that
     #: name the same share what it returns.
     run: Mapping[str, str] = {}
@@ -44,8 +47,12 @@ class JobKind(NamedTuple):
     answer: str = ""
     #: Adds its commands to the command line: takes the typer app.
     verbs: str = ""
+    #: Verb and kind of things, such as `fit module` → what that verb does with that kind.
+    acts: Mapping[str, str] = {}
     #: What the command line prints of a result: takes a `JobResult`, returns what rich can print.
     shown: str = ""
+    #: Class → its `client.render.forms.Form`: how results of the class are drawn and written.
+    forms: str = ""
 
     def load(self, name: str) -> Any:
         """Load a part by its field, which is not empty."""

@@ -22,11 +22,11 @@ from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json
 from midstream.schemas.base.tensors import to_numpy
-from midstream.schemas.jobs.attributions import AttributionResult
-from midstream.schemas.jobs.fits import FitResult
 from midstream.schemas.jobs.jobs import TERMINAL, JobView, State
 from midstream.schemas.jobs.results import JobResult
 from midstream.storage.formats.module_files import specs_of
+from midstream_lab.records.attributions import AttributionResult
+from midstream_lab.records.fits import FitResult
 
 pytestmark = pytest.mark.long
 

@@ -20,8 +20,8 @@ from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, JacobianLen
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.requests.specs import SteeringSpec
 from midstream.storage.formats.lens_files import Matrix, lens_of, write
-from midstream.workers.gradients.jacobian import fit_jacobian_lens
-from midstream.workers.gradients.points import Points
+from midstream_lab.gradients.jacobian import fit_jacobian_lens
+from midstream_lab.gradients.points import Points
 
 ALL = list(range(LAYERS))
 NAMED = (7, 123, 499)

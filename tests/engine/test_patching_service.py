@@ -20,8 +20,8 @@ from tolerances import FP32_BATCH_LOGITS, LENS_LOGITS
 from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.jobs import JobView, State
 from midstream.schemas.jobs.results import JobResult
-from midstream.schemas.jobs.sweeps import SweepResult
 from midstream.schemas.prompts.selectors import resolve_hook
+from midstream_lab.records.sweeps import SweepResult
 
 pytestmark = pytest.mark.long
 

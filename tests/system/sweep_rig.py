@@ -28,7 +28,6 @@ from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, identity_of, ma
 
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.settlement import Settler
-from midstream.broker.ledger.jobs.sweeps import unit_row, units_key
 from midstream.broker.ledger.jobs.units import LedgerUnits, UnitFate
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
@@ -38,16 +37,6 @@ from midstream.schemas.artifacts.probes import Probe, ProbeContent
 from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.jobs import Job, Sampling
-from midstream.schemas.jobs.sweep_units import SweepWork, Units
-from midstream.schemas.jobs.sweeps import (
-    Column,
-    StoredPair,
-    StoredSweep,
-    SweepCell,
-    SweepResult,
-    Unit,
-    UnitRecord,
-)
 from midstream.schemas.prompts.selectors import as_ranges
 from midstream.schemas.requests.policies import (
     POLICIES,
@@ -62,6 +51,17 @@ from midstream.schemas.settings.settings import Settings, load_settings, values_
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
 from midstream.workers.serving.attempts import Attempts
 from midstream.workers.serving.rank_watch import RankWatch
+from midstream_lab.records.sweep_units import SweepWork, Units
+from midstream_lab.records.sweeps import (
+    Column,
+    StoredPair,
+    StoredSweep,
+    SweepCell,
+    SweepResult,
+    Unit,
+    UnitRecord,
+)
+from midstream_lab.results.ledger_sweeps import unit_row, units_key
 
 CLEAN = "The Eiffel Tower is in"
 CORRUPT = "The Colosseum  is now in"

@@ -13,15 +13,15 @@ from server_sent import parse
 from sweep_rig import keep
 
 from midstream import Client, PatchStudy
-from midstream.broker.ledger.results.sweep_result import sweep_cell, sweep_start
 from midstream.client import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.jobs.jobs import Event, State
-from midstream.schemas.jobs.sweep_units import SweepWork, Units
-from midstream.schemas.jobs.sweep_views import SweepPlan, SweepView
-from midstream.schemas.jobs.sweeps import SweepCell, SweepStart, UnitRecord
 from midstream.schemas.requests.specs import CaptureSpec
+from midstream_lab.records.sweep_units import SweepWork, Units
+from midstream_lab.records.sweep_views import SweepPlan, SweepView
+from midstream_lab.records.sweeps import SweepCell, SweepStart, UnitRecord
+from midstream_lab.results.sweep_result import sweep_cell, sweep_start
 
 pytest_plugins = ["shared_stack"]
 pytestmark = pytest.mark.xdist_group("shared_stack")

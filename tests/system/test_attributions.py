@@ -33,13 +33,13 @@ from sweep_rig import (
 from midstream.client import Client
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
-from midstream.schemas.jobs.attributions import AttributionResult
 from midstream.schemas.jobs.jobs import Event, JobView, State
 from midstream.schemas.jobs.queues import GRADIENTS
-from midstream.schemas.jobs.sweep_units import SweepWork, Units
-from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
-from midstream.schemas.requests.attributions import EstimateMethod, StoredAttribution, Verify
 from midstream.schemas.settings.faults import FOLDER
+from midstream_lab.records.attributions import AttributionResult
+from midstream_lab.records.estimates import EstimateMethod, StoredAttribution, Verify
+from midstream_lab.records.sweep_units import SweepWork, Units
+from midstream_lab.records.sweeps import StoredPair, StoredSweep
 
 TOP = 4
 RANDOM = 6

@@ -25,7 +25,7 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.results import JobResult
-from midstream.schemas.jobs.sweeps import SweepCell, SweepSummary
+from midstream_lab.records.sweeps import SweepCell, SweepSummary
 
 pytest_plugins = ["shared_stack"]
 pytestmark = pytest.mark.xdist_group("shared_stack")

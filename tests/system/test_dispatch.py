@@ -40,9 +40,9 @@ from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, Sampling, State
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.queues import GRADIENTS, Queue
-from midstream.schemas.jobs.sweep_units import Units
-from midstream.schemas.jobs.sweeps import StoredSweep
-from midstream.schemas.requests.attributions import StoredAttribution, Verify
+from midstream_lab.records.estimates import StoredAttribution, Verify
+from midstream_lab.records.sweep_units import Units
+from midstream_lab.records.sweeps import StoredSweep
 
 
 class Line:

@@ -21,19 +21,19 @@ from midstream import Client
 from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.base.edit_sizes import EditSizes
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.jobs.doses import DoseCell, DoseResult, DoseWork
-from midstream.schemas.jobs.fits import (
+from midstream.schemas.jobs.jobs import State
+from midstream.schemas.jobs.models import GradientInfo
+from midstream.schemas.jobs.queues import GRADIENTS
+from midstream.schemas.requests.trainings import FitEffect, FitPoint, FitSite, Training
+from midstream.workers.engine.requests import prompt_request
+from midstream_lab.records.doses import DoseCell, DoseResult, DoseWork
+from midstream_lab.records.fits import (
     FitRequest,
     FitResult,
     FitWork,
     LensFitRequest,
     StoredModuleFit,
 )
-from midstream.schemas.jobs.jobs import State
-from midstream.schemas.jobs.models import GradientInfo
-from midstream.schemas.jobs.queues import GRADIENTS
-from midstream.schemas.requests.trainings import FitEffect, FitPoint, FitSite, Training
-from midstream.workers.engine.requests import prompt_request
 
 EXAMPLES = [{"prompt": f"number {n} is", "target": " even"} for n in range(12)]
 FIT: dict[str, Any] = {

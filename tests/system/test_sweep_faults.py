@@ -19,11 +19,11 @@ from midstream.broker.ledger.named.source_runs import LedgerRuns
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.schemas.base.records import now, to_msgpack
 from midstream.schemas.jobs.jobs import State
-from midstream.schemas.jobs.sweep_units import Units
-from midstream.schemas.jobs.sweeps import StoredSweep, UnitRecord
 from midstream.schemas.requests.policies import Steer, Webhook
 from midstream.storage.file_store import FileStore
 from midstream.workers.serving.attempt import AttemptOutcome
+from midstream_lab.records.sweep_units import Units
+from midstream_lab.records.sweeps import StoredSweep, UnitRecord
 from midstream_webhooks.outbox import WebhookOutbox
 
 HOOK = Webhook(url="http://127.0.0.1:9/policy")

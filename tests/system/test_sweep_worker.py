@@ -31,17 +31,17 @@ from sweep_rig import (
 from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.units import LedgerUnits
-from midstream.broker.ledger.results.sweep_result import sweep_cell
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.receipts import CapturedFile
-from midstream.schemas.jobs.sweep_units import SweepWork, Units
-from midstream.schemas.jobs.sweeps import Column, PatchWindow, SweepCell, SweepResult, UnitRecord
-from midstream.schemas.requests.sweep_paths import StoredEnd, StoredPath
 from midstream.workers.engine.protocol import EngineRequest, NewOutput
 from midstream.workers.serving.attempt import AttemptOutcome, JobFailed
-from midstream.workers.serving.sweeps import attempt as sweeps
+from midstream_lab.records.sweep_paths import StoredEnd, StoredPath
+from midstream_lab.records.sweep_units import SweepWork, Units
+from midstream_lab.records.sweeps import Column, PatchWindow, SweepCell, SweepResult, UnitRecord
+from midstream_lab.results.sweep_result import sweep_cell
+from midstream_lab.run import attempt as sweeps
 
 
 @pytest.fixture

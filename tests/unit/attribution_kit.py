@@ -5,14 +5,14 @@ from typing import Any
 from msgspec.structs import replace
 from sweep_kit import FAILED, LAYERS, PEAK, grid, pair, result
 
-from midstream.schemas.jobs.attributions import (
+from midstream_lab.records.attributions import (
     AttributionResult,
     CheckedCell,
     EstimateAgreement,
     PairAttribution,
     Recall,
 )
-from midstream.schemas.requests.attributions import Edge, EdgeEnd, FeatureScore, Verify
+from midstream_lab.records.estimates import Edge, EdgeEnd, FeatureScore, Verify
 
 #: The exact values are those of `sweep_kit`'s peak and of a weaker cell; the estimate of the latter
 #: is wrong.

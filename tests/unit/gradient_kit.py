@@ -13,10 +13,10 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
 from midstream.schemas.prompts.selectors import Hook
-from midstream.workers.gradients.pairs import PairRuns
-from midstream.workers.gradients.points import ATTENTION, Points, SiteKey
+from midstream_lab.gradients.pairs import PairRuns
+from midstream_lab.gradients.points import ATTENTION, Points, SiteKey
+from midstream_lab.records.sweeps import Column, StoredPair, StoredSweep
 
 PointsOf = Callable[[str], Points]
 #: What TransformerLens computed, and how far an own number may be from it, of the largest.

@@ -5,7 +5,7 @@ from typing import Any
 from http_kit import Reply, reply
 from job_kit import job_result, job_view
 
-from midstream.schemas.jobs.sweeps import (
+from midstream_lab.records.sweeps import (
     Baseline,
     PairResult,
     PatchWindow,

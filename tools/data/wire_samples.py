@@ -29,9 +29,6 @@ from midstream.schemas.artifacts.tuned_lenses import TunedLens
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import to_json, to_msgpack
 from midstream.schemas.base.tensors import Tensor
-from midstream.schemas.jobs.attributions import AttributionRequest
-from midstream.schemas.jobs.doses import DoseEffect, DoseResult, DoseWork
-from midstream.schemas.jobs.fits import FitResult, FitWork, LensFitResult
 from midstream.schemas.jobs.harvests import (
     CheckedFile,
     HarvestPlan,
@@ -45,8 +42,6 @@ from midstream.schemas.jobs.harvests import (
 from midstream.schemas.jobs.jobs import Event, Job, Output
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.jobs.receipts import LostRange, Receipt
-from midstream.schemas.jobs.sweep_units import SweepWork
-from midstream.schemas.jobs.sweeps import Neurons, SweepRequest, UnitRecord
 from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.readings.features import FeaturesPart
 from midstream.schemas.readings.installed import ReaderPart
@@ -54,12 +49,13 @@ from midstream.schemas.readings.lens import LensPart
 from midstream.schemas.requests.harvest_work import HarvestPart
 from midstream.schemas.requests.source_runs import RunFiles, RunRecord
 from midstream.schemas.requests.specs import RankSpec
-from midstream.schemas.requests.steering import (
-    Module,
-    SteeringTemplate,
-    WorkerSteering,
-)
-from midstream.schemas.requests.sweep_paths import SweepPath
+from midstream.schemas.requests.steering import Module, SteeringTemplate, WorkerSteering
+from midstream_lab.records.attributions import AttributionRequest
+from midstream_lab.records.doses import DoseEffect, DoseResult, DoseWork
+from midstream_lab.records.fits import FitResult, FitWork, LensFitResult
+from midstream_lab.records.sweep_paths import SweepPath
+from midstream_lab.records.sweep_units import SweepWork
+from midstream_lab.records.sweeps import Neurons, SweepRequest, UnitRecord
 
 FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "wire.json"
 

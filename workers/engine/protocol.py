@@ -12,10 +12,8 @@ from ...schemas.base.errors import MidstreamError
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.jobs import Job, MessageDelta, Output, Prompted, Sampling, TokenLogprob
 from ...schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle
-from ...schemas.jobs.sweeps import StoredSweep
 from ...schemas.prompts.chat import ToolUse
 from ...schemas.prompts.images import ImageRef, ImageSpan
-from ...schemas.requests.attributions import Estimate
 from ...schemas.requests.source_runs import RunFiles
 from ...schemas.requests.specs import EntryPoint, Grade, StoredCapture, StoredSteering
 from ...schemas.requests.steering import GlobalSteering, RankSteering
@@ -118,20 +116,6 @@ class NewOutput:
     logprobs: Sequence[TokenLogprob] = ()  # of `token_ids`, if requested
     prompt: Prompted | None = None  # only in the first `NewOutput`, if requested
     stopped_by: str = ""  # with `finished`: the probe that ended the request
-
-
-@dataclass(frozen=True)
-class EstimateRequest:
-    """The estimates of one pair of an attribution."""
-
-    job: str
-    request: int  # that its receipt names
-    attempt: int
-    sweep: StoredSweep  # with `attribution`
-    pair: int
-    mask: Tensor | None = None  # `StoredSweep.mask`: [row size], 1 for dimensions that are written
-    trace: str = ""
-    tenant: str = DEFAULT_TENANT
 
 
 class Runs(Protocol):
@@ -274,26 +258,7 @@ class GeneratingEngine(Engine, Holds, Protocol):
         """
 
 
-class GradientEngine(Engine, Protocol):
-    """An engine that computes gradients, for the queue `gradients` of its model: one rank, which
-    generates nothing.
-    """
+class PublishingEngine(Engine, Protocol):
+    """An engine for the queue `gradients` of its model: one rank, which generates nothing."""
 
     gradients: GradientInfo  # of its model; what is published
-
-    async def run(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
-        """Call `work` with the model's hook points and a check, in the engine's thread. The check
-        raises when the caller is cancelled.
-        """
-
-    async def estimate(self, ask: EstimateRequest) -> Estimate:
-        """Estimate all cells, edges or features of a pair.
-
-        The rank sends one receipt for `ask.request` with a checksum of everything that the estimate
-        was computed from and of its values; it is sent also when this raises. Cancelling the call
-        stops the computation after its current pass.
-
-        Raises MidstreamError("intervention_failed") for a pair that cannot be estimated (values
-        that are not finite, more memory than there is, with figures), which fails the pair alone,
-        and MidstreamError("engine_failed") when the engine has died.
-        """

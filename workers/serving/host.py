@@ -32,7 +32,7 @@ from ...schemas.settings.settings import Settings
 from ...storage.disk import probe
 from ...storage.store import open_store
 from ..engine.identity import BOOT
-from ..engine.protocol import Engine, GradientEngine
+from ..engine.protocol import Engine, PublishingEngine
 from ..engines import make_engine
 from .attempt import AttemptOutcome
 from .attempts import Attempts
@@ -231,7 +231,7 @@ class EngineHost:
         if starting:
             worker = msgspec.structs.replace(worker, healthy=False, detail="starting")
         if self.settings.queue == GRADIENTS:
-            await self._ledger.publish_model(cast(GradientEngine, self._engine).gradients, worker)
+            await self._ledger.publish_model(cast(PublishingEngine, self._engine).gradients, worker)
             return
         name, raw = encode_bundle(self._engine.tokenizer)
         await self._ledger.put_blob(name, raw)
@@ -245,7 +245,7 @@ class EngineHost:
         info = self._engine.info
         if self.settings.queue == GRADIENTS:
             published = await self._ledger.gradients(info.name)
-            return published == cast(GradientEngine, self._engine).gradients
+            return published == cast(PublishingEngine, self._engine).gradients
         return await self._ledger.serves(info.name, info.identity)
 
     def _info(self) -> WorkerInfo:

@@ -103,11 +103,6 @@ class Names:
         features = await self.features(info, steering, found)
         return Referents(replace(state, features=features), lora, probes, policies, found)
 
-    async def for_gradients(self, parsed: ParsedRequest, info: ModelInfo) -> Referents:
-        """Return what a request of gradient rows names: it runs the model as it is."""
-        found = await self.look_up(info, *artifacts_of(parsed))
-        return Referents(found=found._replace(gradients=await self._ledger.gradients(info.name)))
-
     async def look_up(
         self, info: ModelInfo, *named: tuple[ArtifactKind[Any], str | None]
     ) -> Lookup:

@@ -1,4 +1,4 @@
-"""Progress bars (tqdm) of jobs, sweeps and harvests, on a terminal or in a notebook."""
+"""Progress bars (tqdm) of jobs and harvests, on a terminal or in a notebook."""
 
 import sys
 import warnings
@@ -6,54 +6,39 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ....schemas.jobs.attributions import EstimatedPair
 from ....schemas.jobs.harvests import HarvestView
 from ....schemas.jobs.jobs import Event
-from ....schemas.jobs.sweeps import SweepCell, SweepStart, SweepSummary
 from ...notebook import in_notebook
-
-#: The events that only sweeps and attributions have.
-SweepEvent = SweepStart | EstimatedPair | SweepCell | SweepSummary
-OnSweepEvent = Callable[[SweepEvent], None]
 
 #: Seconds before a bar appears: jobs that end sooner show none.
 DELAY_S = 1.0
 
 
 @contextmanager
-def bar(title: str = "sweep") -> Iterator[OnSweepEvent | None]:
-    """Yield a bar to call with a sweep's events; None if standard error is not a terminal and this
-    is not a notebook.
-    """
-    with _drawn(desc=title, unit="cell") as drawn:
-        yield None if drawn is None else _Cells(drawn)
-
-
-@contextmanager
 def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
-    """Yield a bar to call with a job's events, or None as `bar` does. It counts finished prompts,
-    and appears after `DELAY_S`.
+    """Yield a bar to call with a job's events, or None as `drawn_bar` does. It counts finished
+    prompts, and appears after `DELAY_S`.
     """
-    with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
+    with drawn_bar(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
         yield None if drawn is None else _Prompts(drawn)
 
 
 @contextmanager
 def mapped_bar(total: int | None) -> Iterator[Callable[[], None] | None]:
-    """Yield a bar to call once for each finished prompt of a dataset, or None as `bar` does.
+    """Yield a bar to call once for each finished prompt of a dataset, or None as `drawn_bar` does.
 
     `total`: the number of prompts; None if unknown.
     """
-    with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
+    with drawn_bar(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
         yield None if drawn is None else lambda: drawn.update(1)
 
 
 @contextmanager
 def harvest_bar() -> Iterator[Callable[[HarvestView], None] | None]:
-    """Yield a bar to call with each poll of a harvest, or None as `bar` does. It shows the share of
-    the source, tokens/s and time left.
+    """Yield a bar to call with each poll of a harvest, or None as `drawn_bar` does. It shows the
+    share of the source, tokens/s and time left.
     """
-    with _drawn(total=1.0, bar_format="{desc} {percentage:5.1f}%|{bar}| {postfix}") as drawn:
+    with drawn_bar(total=1.0, bar_format="{desc} {percentage:5.1f}%|{bar}| {postfix}") as drawn:
 
         def show(view: HarvestView) -> None:
             drawn.n = view.share
@@ -69,7 +54,10 @@ def harvest_bar() -> Iterator[Callable[[HarvestView], None] | None]:
 
 
 @contextmanager
-def _drawn(**options: Any) -> Iterator[Any]:
+def drawn_bar(**options: Any) -> Iterator[Any]:
+    """Yield a bar of tqdm with these options; None if standard error is not a terminal and this is
+    not a notebook.
+    """
     if not (sys.stderr.isatty() or in_notebook()):
         yield None
         return
@@ -91,32 +79,3 @@ class _Prompts:
         if event.event == "output" and event.data["index"] not in self._seen:
             self._seen.add(event.data["index"])
             self._drawn.update(1)
-
-
-class _Cells:
-    """Counts each cell once, also when a sweep continues after its worker died."""
-
-    def __init__(self, drawn: Any):
-        self._drawn = drawn
-        self._seen: set[tuple[int, str, int, int, int | None]] = set()
-        # of an attribution: pair → the number of its cells that are computed
-        self._chosen: dict[int, int] = {}
-
-    def __call__(self, event: SweepEvent) -> None:
-        before = len(self._seen)
-        if isinstance(event, EstimatedPair):
-            if not self._chosen:
-                self._seen.clear()  # skipped cells are none of the chosen ones
-            self._chosen[event.pair] = len(event.attribution.checked)
-            self._drawn.total = sum(self._chosen.values()) or None
-        elif isinstance(event, SweepStart) and not self._chosen:
-            self._seen |= {
-                (item.pair, item.hook, layer, item.column, None)
-                for item in event.skipped
-                for layer in item.layers
-            }
-            self._drawn.total = event.total
-            self._drawn.refresh()
-        elif isinstance(event, SweepCell):
-            self._seen.add((event.pair, event.hook, event.layer, event.column, event.feature))
-        self._drawn.update(len(self._seen) - before)

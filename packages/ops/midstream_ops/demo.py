@@ -24,13 +24,13 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from midstream.broker.processes.private_files import OWNER_ALONE
+from midstream.client import PatchStudy
 from midstream.client.captures.reader import CaptureReader
-from midstream.client.render import jobs, steering as show_steering, sweeps
+from midstream.client.render import jobs, steering as show_steering
 from midstream.client.render.steering import DIGEST
 from midstream.client.sdk.client import Client
 from midstream.client.sdk.discovery import read_state
 from midstream.client.sdk.wire import Answer
-from midstream.client.study.patch_study import PatchStudy
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_json
 from midstream.schemas.base.version import __version__
@@ -385,7 +385,7 @@ def _patch(stage: DemoStage) -> Iterator[CheckFinding]:
     study = study.sweep(hooks=[HOOK])
     result = study.result
     (pair,) = study.result.pairs
-    console.print(Padding(sweeps.report(result, count=3), (0, 0, 0, 2)))
+    console.print(Padding(study.report(count=3), (0, 0, 0, 2)))
     summary = result.summary
     grid = study.grid()
     path = stage.folder / "sweep.png"

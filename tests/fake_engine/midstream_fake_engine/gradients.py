@@ -21,19 +21,20 @@ from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.base.version import __version__
 from midstream.schemas.jobs.jobs import Sampling
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo
-from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep
-from midstream.schemas.requests.attributions import Estimate, FeatureScore
 from midstream.schemas.requests.specs import RankSpec
 from midstream.schemas.settings.settings import Settings
 from midstream.storage.formats.sae_files import folder_of
-from midstream.workers.engine.protocol import EngineRequest, EstimateRequest
+from midstream.workers.engine.protocol import EngineRequest
+from midstream_lab.gradients.protocol import EstimateRequest
+from midstream_lab.records.estimates import Estimate, FeatureScore
+from midstream_lab.records.sweeps import Column, StoredPair, StoredSweep
 
 from .engine import FakeEngine
 from .grades import Edit, expected_logprob, own_row, replaced
 
 if TYPE_CHECKING:
-    from midstream.workers.gradients.points import Points
     from midstream.workers.runner.readings.sae import Autoencoder
+    from midstream_lab.gradients.points import Points
 
 T = TypeVar("T")
 #: Every this many cells, the estimate is wrong, by this many nats.
@@ -106,7 +107,7 @@ def small_model(info: ModelInfo) -> Points:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from midstream.workers.gradients.points import ATTENTION, Points
+    from midstream_lab.gradients.points import ATTENTION, Points
 
     config = LlamaConfig(
         vocab_size=info.vocab_size,

@@ -17,13 +17,13 @@ from midstream.schemas.base.dtypes import RowDType
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.base.states import ENDS
-from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.jobs import CallDelta, Event, JobRequest
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest
-from midstream.schemas.jobs.sweeps import SweepRequest
 from midstream.schemas.prompts.selectors import ALIASES, EVERY
 from midstream.schemas.requests.interventions import STEERING_FIELDS
 from midstream.schemas.requests.policies import PolicyRequest
+from midstream_lab.records.doses import DoseRequest
+from midstream_lab.records.sweeps import SweepRequest
 
 
 def problem_of(body: str | bytes, kind: Any = JobRequest) -> MidstreamError:

@@ -6,21 +6,12 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from midstream.broker.ledger.results.attribution_result import pair_attribution, spearman
-from midstream.broker.ledger.results.sweep_result import (
-    adaptive_round,
-    cells_to_compute,
-    chosen_cells,
-)
 from midstream.schemas.artifacts.saes import StoredSae
-from midstream.schemas.jobs.sweep_units import Units
-from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, UnitRecord
-from midstream.schemas.requests.attributions import (
-    Estimate,
-    FeatureScore,
-    StoredAttribution,
-    Verify,
-)
+from midstream_lab.records.estimates import Estimate, FeatureScore, StoredAttribution, Verify
+from midstream_lab.records.sweep_units import Units
+from midstream_lab.records.sweeps import Column, StoredPair, StoredSweep, UnitRecord
+from midstream_lab.results.attribution_result import pair_attribution, spearman
+from midstream_lab.results.sweep_result import adaptive_round, cells_to_compute, chosen_cells
 
 LAYERS = 6
 COLUMNS = 8

@@ -11,9 +11,9 @@ from midstream.schemas.access.handling import Callback
 from midstream.schemas.artifacts.loras import LoraUse, StoredLora
 from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.jobs import Job, JobView, Sampling, State, StoredPrompt
-from midstream.schemas.jobs.sweep_units import SweepWork
-from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
 from midstream.schemas.settings.settings import Settings
+from midstream_lab.records.sweep_units import SweepWork
+from midstream_lab.records.sweeps import StoredPair, StoredSweep
 
 #: Read by scripts, the API and the feed, not by views.
 SCRIPTED = {"asked", "cost", "prompt", "request", "written_by"}

@@ -7,10 +7,10 @@ import time
 import pytest
 from wait_kit import warn_if_late
 
-from midstream.broker.ledger.results.sweep_result import sweep_result, sweep_start, sweep_summary
 from midstream.schemas.base.records import to_json
-from midstream.schemas.jobs.sweep_units import Units
-from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, UnitRecord
+from midstream_lab.records.sweep_units import Units
+from midstream_lab.records.sweeps import Column, StoredPair, StoredSweep, UnitRecord
+from midstream_lab.results.sweep_result import sweep_result, sweep_start, sweep_summary
 
 SKIPPED = Column(label="x", places=[], reason="it stands alone")
 

@@ -12,16 +12,16 @@ from wire_samples import full
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack, to_msgpack
-from midstream.schemas.jobs.doses import DoseWork
-from midstream.schemas.jobs.fits import FitWork
 from midstream.schemas.jobs.harvests import HarvestWork
 from midstream.schemas.jobs.job_kind import JobKind
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.kinds import GROUP, KINDS, OWN, _by_name, kind_of
 from midstream.schemas.jobs.results import CommonResult, JobResult
-from midstream.schemas.jobs.sweep_units import SweepWork
 from midstream.schemas.jobs.works import Work
 from midstream.schemas.packages import part
+from midstream_lab.records.doses import DoseWork
+from midstream_lab.records.fits import FitWork
+from midstream_lab.records.sweep_units import SweepWork
 
 #: Kind of a job → one as the build stored it whose jobs had their work unpacked, as hex digits.
 FORMER: dict[str, str] = json.loads((ROOT / "tests" / "data" / "former_jobs.json").read_text())

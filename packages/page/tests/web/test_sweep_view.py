@@ -15,12 +15,12 @@ from playwright.sync_api import Browser, Locator, Page, expect
 from web_kit import MODEL, NARROW, WIDE, Site, Visit, held, until, visiting
 
 from midstream import PatchStudy
-from midstream.client.sdk.answers.grid import records
-from midstream.client.study.patch_study import Region
 from midstream.schemas.base.records import from_json, to_json
-from midstream.schemas.jobs.sweep_views import SweepView
-from midstream.schemas.jobs.sweeps import SweepRequest
 from midstream.schemas.prompts.sites import renamed
+from midstream_lab.client.grid import records
+from midstream_lab.client.patch_study import Region
+from midstream_lab.records.sweep_views import SweepView
+from midstream_lab.records.sweeps import SweepRequest
 
 PAIR = {
     "clean": "The Eiffel Tower is in",

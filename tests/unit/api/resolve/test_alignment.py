@@ -8,16 +8,10 @@ from typing import Any, get_args
 import pytest
 from hypothesis import assume, example, given, strategies as st
 
-from midstream.api.resolve.sweeps import alignment
-from midstream.api.resolve.sweeps.alignment import (
-    Aligned,
-    PromptTokens,
-    align,
-    match_span,
-    match_spans,
-)
-from midstream.schemas.jobs.sweeps import Alignment
 from midstream.schemas.prompts.selectors import SelectorError
+from midstream_lab.admit import alignment
+from midstream_lab.admit.alignment import Aligned, PromptTokens, align, match_span, match_spans
+from midstream_lab.records.sweeps import Alignment
 
 #: Few different tokens, so that they repeat.
 IDS = st.lists(st.integers(0, 5), min_size=1, max_size=14)

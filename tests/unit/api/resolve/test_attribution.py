@@ -7,17 +7,12 @@ import pytest
 from refusal_kit import refuses
 from test_sweep_plan import model, pair, plan
 
-from midstream.api.resolve.readings.gradients import check_gradients
-from midstream.api.resolve.sweeps.attribution import (
-    attributed,
-    check_exact,
-    check_method,
-    on_its_site,
-)
 from midstream.schemas.artifacts.saes import StoredSae
-from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.models import GradientInfo
-from midstream.schemas.jobs.sweep_units import Units
+from midstream_lab.admit.attribution import attributed, check_exact, check_method, on_its_site
+from midstream_lab.admit.gradient_rows import check_gradients
+from midstream_lab.records.attributions import AttributionRequest
+from midstream_lab.records.sweep_units import Units
 
 INFO = GradientInfo(model="m", identity="", dtype="float32", device="cpu")
 SAE = StoredSae(name="s", digest="", path="s", hook="post_block", layer=1, bytes=1)

@@ -26,8 +26,7 @@ from midstream.api.resolve.edits.steering import resolve_module
 from midstream.api.resolve.positions.windows import with_trigger_tokens
 from midstream.api.resolve.prompts.request_parsing import parse_chat, parse_completion, parse_job
 from midstream.api.resolve.readings.probes import resolve_probe
-from midstream.api.resolve.sweeps.plan import plan_sweep
-from midstream.api.routes import fits, registered, steering, sweeps, tokens
+from midstream.api.routes import registered, steering, tokens
 from midstream.api.routes.jobs import Submission
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.jobs.inputs import LedgerInputs
@@ -38,13 +37,9 @@ from midstream.schemas.base import limits
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.json_bounds import check_json
 from midstream.schemas.base.records import from_json, to_json, to_msgpack
-from midstream.schemas.jobs.attributions import AttributionRequest
-from midstream.schemas.jobs.doses import DoseRequest
-from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
 from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import Job, JobRequest
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest
-from midstream.schemas.jobs.sweeps import PairSpan, SweepPair, SweepRequest
 from midstream.schemas.prompts.tokens import DetokenizeRequest, TokenizeRequest
 from midstream.schemas.requests.policies import PolicyRequest
 from midstream.schemas.requests.specs import SteeringSpec
@@ -55,6 +50,12 @@ from midstream.schemas.requests.steering import (
     ModuleRequest,
     content_digest,
 )
+from midstream_lab.admit.plan import plan_sweep
+from midstream_lab.records.attributions import AttributionRequest
+from midstream_lab.records.doses import DoseRequest
+from midstream_lab.records.fits import FitRequest, LensFitRequest
+from midstream_lab.records.sweeps import PairSpan, SweepPair, SweepRequest
+from midstream_lab.routes import fits, sweeps
 
 #: Calls in one turn of the event loop, of what the route computes once its body is decoded: about
 #: 25 ms. `test_extreme_requests.py` counts a whole call, whose larger bodies are resolved aside.

@@ -7,9 +7,9 @@ import msgspec
 import pytest
 from refusal_kit import refuses
 
-from midstream.api.resolve.admission import fits
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
-from midstream.schemas.jobs.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit
+from midstream_lab.admit import fits
+from midstream_lab.records.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit
 from tests.unit.api.resolve.test_sweep_plan import CODEC, model
 
 HERE = ["The Eiffel Tower is in"] * 8

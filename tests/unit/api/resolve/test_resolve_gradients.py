@@ -10,7 +10,6 @@ from refusal_kit import refuses
 from test_resolve_captures import bounds
 
 from midstream.api.resolve.admission.admission import admit
-from midstream.api.resolve.admission.gradients import admit_gradients
 from midstream.api.resolve.admission.names import Referents
 from midstream.api.resolve.prompts.request_parsing import parse_completion, parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
@@ -23,6 +22,7 @@ from midstream.schemas.jobs.openai import CompletionRequest
 from midstream.schemas.jobs.queues import GRADIENTS
 from midstream.schemas.requests.scalars import StoredScalar
 from midstream.schemas.requests.specs import CaptureSpec
+from midstream_lab.admit.gradients import admit_gradients
 
 MODEL: ModelInfo = bounds(vocab_size=300).model
 CODEC = Codec(make_bundle(make_tokenizer()))

@@ -12,13 +12,13 @@ from test_sweep_plan import ablated, model, pair, plan, refusal
 from midstream.schemas.base.errors import MidstreamError, misfit
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.jobs.sweep_units import SweepWork
-from midstream.schemas.jobs.sweeps import StoredSweep
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.source_runs import parse_row
-from midstream.schemas.requests.sweep_paths import StoredPath, reaches
 from midstream.workers.engine.protocol import EngineRequest
-from midstream.workers.serving.sweeps.requests import SweepRequests
+from midstream_lab.records.sweep_paths import StoredPath, reaches
+from midstream_lab.records.sweep_units import SweepWork
+from midstream_lab.records.sweeps import StoredSweep
+from midstream_lab.run.requests import SweepRequests
 
 INFO = model(hooks=["pre_attn", "attn_out", "post_attn", "mlp_in", "mlp_out", "post_block"])
 TO_LOGITS = {"receivers": "logits"}

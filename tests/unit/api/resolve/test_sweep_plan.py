@@ -13,18 +13,18 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
 from midstream.api.resolve.admission.continuations import ReadPrompt, continue_prompts
 from midstream.api.resolve.prompts.tokenizer import Codec, CodecAnswer, CodecQuestion
-from midstream.api.resolve.sweeps import prompts as sweep_prompts
-from midstream.api.resolve.sweeps.limits import room_of_cell
-from midstream.api.resolve.sweeps.plan import PlannedSweep, plan_sweep
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, to_numpy
 from midstream.schemas.jobs.models import ModelInfo, TokenizerBundle
-from midstream.schemas.jobs.sweep_units import Units
-from midstream.schemas.jobs.sweeps import SweepRequest
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.specs import dims_name, dims_named
 from midstream.schemas.settings.settings import load_settings
+from midstream_lab.admit import prompts as sweep_prompts
+from midstream_lab.admit.limits import room_of_cell
+from midstream_lab.admit.plan import PlannedSweep, plan_sweep
+from midstream_lab.records.sweep_units import Units
+from midstream_lab.records.sweeps import SweepRequest
 
 #: A token for each word with the space before it; " of" and "Paris" written as one word are one
 #: token, as in a BPE.

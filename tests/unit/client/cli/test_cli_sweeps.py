@@ -15,9 +15,9 @@ from sweep_kit import VIEW, over, result
 
 from midstream import PatchStudy
 from midstream.schemas.base.records import from_json
-from midstream.schemas.jobs.attributions import AttributionRequest, AttributionResult
 from midstream.schemas.jobs.results import JobResult
-from midstream.schemas.jobs.sweeps import SweepRequest, SweepResult
+from midstream_lab.records.attributions import AttributionRequest, AttributionResult
+from midstream_lab.records.sweeps import SweepRequest, SweepResult
 
 PAIR = {
     "clean": "The Eiffel Tower is in",

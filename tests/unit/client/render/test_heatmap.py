@@ -12,9 +12,10 @@ from refusal_kit import refuses
 from rich.console import Console
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, grid, pair, result
 
-from midstream.client.render import figures, sweeps
-from midstream.client.sdk.answers.grid import described, grid_of
-from midstream.schemas.jobs.sweeps import Baseline, Metric, SweepResult
+from midstream.client.render import figures
+from midstream_lab.client.grid import described, grid_of
+from midstream_lab.records.sweeps import Baseline, Metric, SweepResult
+from midstream_lab.show import sweeps
 
 
 def printed(sweep: SweepResult, width: int = 80, color_system: str | None = None) -> str:

@@ -27,22 +27,22 @@ from midstream import (
     samples,
 )
 from midstream.client.captures.patterns import Attention
-from midstream.client.render import doses
 from midstream.client.render.figures import PLOTS
 from midstream.client.render.lines import LINES
-from midstream.client.sdk.answers.attribution import Attribution
-from midstream.client.sdk.answers.grid import grid_of
 from midstream.client.sdk.mapping.map import Mapped
 from midstream.client.sdk.readings import Features, lens_of
 from midstream.schemas.artifacts.conditions import Condition, Decision, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.base.records import Result
-from midstream.schemas.jobs.doses import DoseCell, DoseEffect, DoseResult, StoredDose
 from midstream.schemas.jobs.harvests import SurveyEntry
 from midstream.schemas.readings.features import FeaturesReading
 from midstream.schemas.readings.lens import LensReading
 from midstream.schemas.requests.harvest_work import Survey
 from midstream.storage.surveys import Surveyed
+from midstream_lab.client.attribution import Attribution
+from midstream_lab.client.grid import grid_of
+from midstream_lab.records.doses import DoseCell, DoseEffect, DoseResult, StoredDose
+from midstream_lab.show import doses
 
 POSITIONS = {"job_a": ([0, 1, 2], [0, 1]), "job_b": ([4, 6],)}
 

@@ -28,13 +28,13 @@ from rich.console import Console
 from sweep_kit import VIEW
 
 from midstream import Client, MidstreamError
-from midstream.client.render import attributions
-from midstream.client.render.attributions import report
-from midstream.client.sdk.answers.attribution import Attribution
 from midstream.client.sdk.answers.progress import _Cells
 from midstream.client.values import UnknownArgument
-from midstream.schemas.jobs.attributions import AttributionResult, EstimatedPair, NotLookedAt
-from midstream.schemas.jobs.sweeps import SweepCell
+from midstream_lab.client.attribution import Attribution
+from midstream_lab.records.attributions import AttributionResult, EstimatedPair, NotLookedAt
+from midstream_lab.records.sweeps import SweepCell
+from midstream_lab.show import attributions
+from midstream_lab.show.attributions import report
 
 
 def found(*pairs: Any, **given: Any) -> Attribution:

@@ -20,12 +20,12 @@ from midstream.client.sdk import fields
 from midstream.client.sdk.calls import Awaits, Blocks, Calls, M, call, finish, iterate, stream
 from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport
 from midstream.schemas.artifacts.probes import ProbeRequest
-from midstream.schemas.jobs.attributions import AttributionRequest
-from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
 from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import JobRequest, Sampling
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest, Unserved
-from midstream.schemas.jobs.sweeps import SweepRequest
+from midstream_lab.records.attributions import AttributionRequest
+from midstream_lab.records.fits import FitRequest, LensFitRequest
+from midstream_lab.records.sweeps import SweepRequest
 
 #: Each group of calls, and the calls that a client has itself.
 GROUPS = {name: type(group) for name, group in vars(Client("http://127.0.0.1:1")).items()

@@ -34,7 +34,7 @@ from midstream.schemas.base.records import to_json
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import JobRequest, SamplingRequest, State
 from midstream.schemas.jobs.openai import CompletionRequest
-from midstream.schemas.jobs.sweeps import SweepRequest
+from midstream_lab.records.sweeps import SweepRequest
 
 VECTOR = np.arange(4, dtype=np.float64)
 

@@ -17,19 +17,19 @@ from sweep_kit import FAILED, LAYERS, PEAK, pair, result
 from midstream import CaptureReader, Client, Mapped
 from midstream.client.notebook import Listing, install
 from midstream.client.render.notebook import html
-from midstream.client.sdk.answers.grid import Grid, grid_of
 from midstream.client.sdk.readings import Lens
 from midstream.schemas.base import records as base
 from midstream.schemas.base.edit_sizes import EditSizes
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import from_json, to_json
-from midstream.schemas.jobs.doses import DoseCell, DoseEffect, DoseResult, StoredDose
 from midstream.schemas.jobs.jobs import CaptureResults, JobPage
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.prompts.selectors import ALIASES
 from midstream.schemas.prompts.sites import asked_names, renamed
 from midstream.schemas.requests.specs import CaptureSpec, SteeringSpec
 from midstream.schemas.requests.steering import EntryView, GlobalView, ModuleView
+from midstream_lab.client.grid import Grid, grid_of
+from midstream_lab.records.doses import DoseCell, DoseEffect, DoseResult, StoredDose
 
 #: Markup of HTML, of attributes and of rich; a link of rich would become one of HTML.
 HOSTILE = "<script>alert(1)</script>\"' onload=x &amp; [link=javascript:alert(1)]x[/link] [bold]"

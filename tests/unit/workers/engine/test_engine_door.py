@@ -12,7 +12,6 @@ from midstream.schemas.artifacts.loras import StoredLora
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.jobs.sweep_units import SweepWork
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.schemas.requests.steering import GlobalSteering, SteeringTemplate
 from midstream.workers.engine import requests
@@ -25,7 +24,8 @@ from midstream.workers.engine.requests import (
     tensors_of,
     trial_request,
 )
-from midstream.workers.serving.sweeps.requests import SweepRequests
+from midstream_lab.records.sweep_units import SweepWork
+from midstream_lab.run.requests import SweepRequests
 
 INFO = model_of()
 CONTENT = ProbeContent(

@@ -7,15 +7,15 @@ from refusal_kit import refuses
 
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import CapturedFile, Receipt
-from midstream.schemas.jobs.sweep_units import SweepWork, Units
-from midstream.schemas.jobs.sweeps import Column, PatchWindow, StoredPair, StoredSweep
 from midstream.schemas.jobs.works import NOTHING_MORE
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.requests.source_runs import ZEROS, parse_row
 from midstream.schemas.requests.specs import columns_of, steering_rows
 from midstream.schemas.settings.settings import Settings
 from midstream.workers.engine.protocol import check_lengths
-from midstream.workers.serving.sweeps.requests import SweepRequests
+from midstream_lab.records.sweep_units import SweepWork, Units
+from midstream_lab.records.sweeps import Column, PatchWindow, StoredPair, StoredSweep
+from midstream_lab.run.requests import SweepRequests
 
 BASE = [10, 11, 12, 13]
 SOURCE = [20, 21, 22, 23, 24]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gradient_kit import tiny_points
 
-from midstream.workers.gradients.points import Points
+from midstream_lab.gradients.points import Points
 
 
 @pytest.fixture(scope="session", autouse=True)

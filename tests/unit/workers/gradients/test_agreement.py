@@ -9,8 +9,8 @@ from refusal_kit import refuses
 from transformers import LlamaForCausalLM
 
 from midstream.workers.engine.proof.comparison import ComparedPrompt
-from midstream.workers.gradients.agreement import Traces, compared, prompt_of
-from midstream.workers.gradients.points import Points
+from midstream_lab.gradients.agreement import Traces, compared, prompt_of
+from midstream_lab.gradients.points import Points
 
 HOOKS = ["pre_attn", "attn_out", "mlp_out", "post_block", "z"]
 TOKENS = list(range(3, 15))

@@ -1,7 +1,7 @@
 """Does a gradient worker take the settings of a worker whose engine spans machines?"""
 
 from midstream.schemas.settings.settings import load_settings
-from midstream.workers.gradients.engine import _alone
+from midstream_lab.gradients.engine import _alone
 
 
 def test_what_spreads_an_engine_over_machines_is_left_out() -> None:

@@ -24,15 +24,15 @@ from gradient_kit import (
 )
 from torch.nn import functional
 
-from midstream.schemas.jobs.sweeps import Column, PatchWindow
 from midstream.schemas.prompts.selectors import Hook
-from midstream.schemas.requests.attributions import EdgeEnd
-from midstream.workers.gradients import attribution as edges_module
-from midstream.workers.gradients.attribution import EstimateOptions, PairEstimate, estimate_pair
-from midstream.workers.gradients.edges import edge_scores
-from midstream.workers.gradients.pairs import NonFiniteGradient, PairError, PairRuns
-from midstream.workers.gradients.points import Points, SiteKey
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError
+from midstream_lab.gradients import attribution as edges_module
+from midstream_lab.gradients.attribution import EstimateOptions, PairEstimate, estimate_pair
+from midstream_lab.gradients.edges import edge_scores
+from midstream_lab.gradients.pairs import NonFiniteGradient, PairError, PairRuns
+from midstream_lab.gradients.points import Points, SiteKey
+from midstream_lab.records.estimates import EdgeEnd
+from midstream_lab.records.sweeps import Column, PatchWindow
 
 DEMO = Path.home() / ".cache" / "midstream" / "models" / "SmolLM2-135M-Instruct"
 

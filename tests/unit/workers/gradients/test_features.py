@@ -10,11 +10,11 @@ from gradient_kit import BASE, SOURCE, PointsOf, positions, sweep
 
 from midstream.schemas.artifacts.saes import SaeForm, StoredSae
 from midstream.schemas.requests.scalars import StoredScalar
-from midstream.workers.gradients.attribution import estimate_pair
-from midstream.workers.gradients.captured import gradient_rows, scalar_of
-from midstream.workers.gradients.estimates import FeatureEffects, feature_effects
-from midstream.workers.gradients.points import Points, SiteKey
 from midstream.workers.runner.readings.sae import NORMALISATIONS, Autoencoder
+from midstream_lab.gradients.attribution import estimate_pair
+from midstream_lab.gradients.captured import gradient_rows, scalar_of
+from midstream_lab.gradients.estimates import FeatureEffects, feature_effects
+from midstream_lab.gradients.points import Points, SiteKey
 
 SITE: SiteKey = ("post_block", 1)
 FEATURES = 96

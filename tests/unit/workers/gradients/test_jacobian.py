@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
 from midstream.storage.formats.lens_files import check_jacobian, directions, reading
-from midstream.workers.gradients.jacobian import fit_jacobian_lens, fit_to_folder
-from midstream.workers.gradients.points import ATTENTION, Points
+from midstream_lab.gradients.jacobian import fit_jacobian_lens, fit_to_folder
+from midstream_lab.gradients.points import ATTENTION, Points
 
 WIDTH = 16
 LAYERS = 4

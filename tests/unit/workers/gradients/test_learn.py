@@ -12,10 +12,10 @@ import torch
 from gradient_kit import PointsOf
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.jobs.fits import FitRequest, FitTokens, StoredModuleFit
 from midstream.schemas.requests.steering import SteeringTemplate
-from midstream.workers.gradients import learn
-from midstream.workers.gradients.points import Points
+from midstream_lab.gradients import learn
+from midstream_lab.gradients.points import Points
+from midstream_lab.records.fits import FitRequest, FitTokens, StoredModuleFit
 
 PYREFT = json.loads((Path(__file__).parents[3] / "data" / "pyreft.json").read_text())
 

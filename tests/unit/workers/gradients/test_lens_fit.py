@@ -13,9 +13,9 @@ from gradient_kit import model_info
 from midstream_fake_engine.gradients import small_model
 
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
-from midstream.schemas.jobs.fits import FitWork
 from midstream.schemas.jobs.jobs import State
-from midstream.workers.gradient_jobs import fit_attempt
+from midstream_lab.gradient_jobs import fit_attempt
+from midstream_lab.records.fits import FitWork
 
 INFO = model_info(num_layers=3, hooks=["post_block"])
 WANTED = StoredLensFit(

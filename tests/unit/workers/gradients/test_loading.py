@@ -11,8 +11,8 @@ from transformers import CTRLConfig
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.engine.proof.comparison import Checkpoint
-from midstream.workers.gradients import loading
-from midstream.workers.gradients.loading import device_for, load_points
+from midstream_lab.gradients import loading
+from midstream_lab.gradients.loading import device_for, load_points
 
 LLAMA = "LlamaForCausalLM"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from gradient_kit import BASE, PointsOf
 
-from midstream.workers.gradients.loading import SLACK_BYTES, Footprint
+from midstream_lab.gradients.loading import SLACK_BYTES, Footprint
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -11,20 +11,15 @@ from gradient_kit import BASE, SOURCE, PointsOf, model_info, no_sae, small_llama
 
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.jobs.jobs import Sampling
-from midstream.schemas.jobs.sweeps import StoredPair
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.scalars import StoredScalar
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.engine.protocol import EngineRequest
-from midstream.workers.gradients.captured import finished, gradient_rows, scalar_of
-from midstream.workers.gradients.pairs import (
-    NonFiniteGradient,
-    PairMetric,
-    PairRuns,
-    require_finite,
-)
-from midstream.workers.gradients.points import Points
 from midstream.workers.runner.files.finished_rows import FinishedCapture
+from midstream_lab.gradients.captured import finished, gradient_rows, scalar_of
+from midstream_lab.gradients.pairs import NonFiniteGradient, PairMetric, PairRuns, require_finite
+from midstream_lab.gradients.points import Points
+from midstream_lab.records.sweeps import StoredPair
 
 
 def logprob(points: Points, prompt: list[int], continuation: list[int]) -> float:

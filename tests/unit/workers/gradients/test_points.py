@@ -10,8 +10,8 @@ from gradient_kit import BASE, PointsOf, load
 from inside_reference import InsideReference
 from reference import Edit, Reference
 
-from midstream.workers.gradients.points import Points, SiteKey
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError
+from midstream_lab.gradients.points import Points, SiteKey
 
 #: Layouts that differ: fused norms, Conv1D and fused projections, parallel branches, two norms for
 #: each branch, norms after branches, two-dimensional MLP, experts.

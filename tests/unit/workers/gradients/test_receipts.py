@@ -12,13 +12,13 @@ from midstream_fake_engine.gradients import small_model
 from msgspec.structs import replace
 
 from midstream.schemas.jobs.models import GradientInfo
-from midstream.schemas.jobs.sweeps import StoredPair, StoredSweep
-from midstream.schemas.requests.attributions import Edge, EdgeEnd, Estimate, FeatureScore
 from midstream.schemas.settings.settings import Settings
 from midstream.schemas.settings.tuning import Tuning
-from midstream.workers.engine.protocol import EstimateRequest
-from midstream.workers.gradients.engine import TransformersEngine
-from midstream.workers.gradients.loading import Footprint
+from midstream_lab.gradients.engine import TransformersEngine
+from midstream_lab.gradients.loading import Footprint
+from midstream_lab.gradients.protocol import EstimateRequest
+from midstream_lab.records.estimates import Edge, EdgeEnd, Estimate, FeatureScore
+from midstream_lab.records.sweeps import StoredPair, StoredSweep
 
 INFO = model_info()
 PAIR = StoredPair(base=BASE, source=SOURCE, answer=[1], foil=[2], columns=[])

@@ -6,23 +6,16 @@ import msgspec
 import pytest
 from refusal_kit import refuses
 
-from midstream.api.resolve.admission.doses import expanded
-from midstream.broker.ledger.results.dose_result import with_receipts
-from midstream.client.render.doses import drawn
 from midstream.schemas.artifacts.probes import ProbeScore
 from midstream.schemas.base.edit_sizes import EditSizes
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.jobs.doses import DoseEffect, DoseRequest, StoredDose
-from midstream.schemas.jobs.jobs import (
-    Job,
-    Output,
-    Prompted,
-    Sampling,
-    StoredPrompt,
-    TokenLogprob,
-)
+from midstream.schemas.jobs.jobs import Job, Output, Prompted, Sampling, StoredPrompt, TokenLogprob
 from midstream.schemas.jobs.receipts import Receipt
-from midstream.workers.engine.doses import measure, repetition
+from midstream_lab.admit.doses import expanded
+from midstream_lab.records.doses import DoseEffect, DoseRequest, StoredDose
+from midstream_lab.results.dose_result import with_receipts
+from midstream_lab.run.dose_measures import measure, repetition
+from midstream_lab.show.doses import drawn
 
 
 def output(

@@ -15,14 +15,14 @@ from safetensors.numpy import load_file
 
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.base.tensors import to_numpy
-from midstream.schemas.jobs.sweeps import Column, StoredPair, StoredSweep, Unit
-from midstream.schemas.requests.attributions import StoredAttribution, Verify
 from midstream.schemas.settings.settings import Settings, load_settings
 from midstream.schemas.settings.tuning import Tuning
 from midstream.storage.formats.sae_files import reading
-from midstream.workers.gradients.engine import TransformersEngine
-from midstream.workers.serving.sweeps import features as sweep_features
-from midstream.workers.serving.sweeps.features import FeatureRows
+from midstream_lab.gradients.engine import TransformersEngine
+from midstream_lab.records.estimates import StoredAttribution, Verify
+from midstream_lab.records.sweeps import Column, StoredPair, StoredSweep, Unit
+from midstream_lab.run import features as sweep_features
+from midstream_lab.run.features import FeatureRows
 
 #: Sums of 8 or 32 numbers of size 1, in another order.
 TOLERANCE = {"atol": 2e-6, "rtol": 2e-6}

@@ -7,7 +7,10 @@ import math
 
 import pytest
 
-from midstream.broker.ledger.results.sweep_metrics import (
+from midstream.schemas.jobs.receipts import Receipt
+from midstream_lab.records.sweep_units import nodes_of
+from midstream_lab.records.sweeps import StoredPair
+from midstream_lab.results.sweep_metrics import (
     Grades,
     grades,
     in_nats,
@@ -15,10 +18,7 @@ from midstream.broker.ledger.results.sweep_metrics import (
     recovered,
     useless_baseline,
 )
-from midstream.schemas.jobs.receipts import Receipt
-from midstream.schemas.jobs.sweep_units import nodes_of
-from midstream.schemas.jobs.sweeps import StoredPair
-from midstream.workers.serving.sweeps.verdict import UnverifiedUnit, verdict
+from midstream_lab.run.verdict import UnverifiedUnit, verdict
 
 PAIR = StoredPair(base=[1], source=[2], columns=[], answer=[10, 11], foil=[12])
 #: The prompt's next token: 10 or 12; behind 10: 11.

@@ -9,7 +9,7 @@ import pytest
 from run_kit import run
 
 from midstream.storage.store import open_store
-from midstream.workers.serving.sweeps.neurons import order_by_difference
+from midstream_lab.run.neurons import order_by_difference
 
 SITE = ("mlp_act", 2)
 

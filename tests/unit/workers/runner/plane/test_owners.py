@@ -19,13 +19,11 @@ from plane_kit import WEIGHT, Adapters, Rig, for_everyone, probed
 from rank_kit import HIDDEN, Request, capture, steering, stream_of
 
 from midstream.api.resolve.admission.admission import under_limit
-from midstream.api.resolve.admission.doses import expanded
 from midstream.schemas.artifacts.conditions import Condition, Schedule, StoredPolicy
 from midstream.schemas.artifacts.loras import LoraUse
 from midstream.schemas.artifacts.probes import StoredProbe
 from midstream.schemas.base.edit_sizes import EditLimit
 from midstream.schemas.base.tensors import content_hash, from_numpy
-from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.harvest_names import HARVEST
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import Receipt
@@ -35,6 +33,8 @@ from midstream.schemas.requests.harvest_work import HarvestPlace
 from midstream.schemas.requests.interventions import FAMILIES, FAMILY, TENSORS
 from midstream.schemas.requests.specs import StoredSteering, probe_captures
 from midstream.schemas.requests.steering import SteeringTemplate
+from midstream_lab.admit.doses import expanded
+from midstream_lab.records.doses import DoseRequest
 
 PROMPT = 4
 TOTAL = 7

@@ -1,0 +1,72 @@
+"""The command `dose`, and how its results are printed."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from midstream.client.cli import options
+from midstream.client.cli.requests import CellLayers, Figure, SteerOption, finish, of_a_model
+from midstream.client.cli.terminal import (
+    AsJson,
+    FieldsOption,
+    File,
+    Model,
+    out,
+    print_json,
+    with_client,
+)
+from midstream.client.render import figures
+from midstream.client.sdk.client import Client
+from midstream.schemas.jobs.results import JobResult
+
+from ..show import doses
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to `midstream`."""
+    app.command()(dose)
+
+
+def shown(result: JobResult) -> Iterable[RenderableType]:
+    return doses.drawn(result.dose)
+
+
+@with_client
+def dose(
+    client: Client,
+    prompt: Annotated[
+        list[str] | None, typer.Argument(metavar="[PROMPT]...", help="Prompts to continue.")
+    ] = None,
+    file: File = None,
+    set_: FieldsOption = None,
+    model: Model = None,
+    steer: SteerOption = None,
+    layers: CellLayers = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help=f"Prompts to continue: {options.ROWS_FORM}.")
+    ] = None,
+    held_out: Annotated[
+        Path | None, typer.Option(help="Texts that have nothing to do with the effect: likewise.")
+    ] = None,
+    figure: Figure = None,
+    texts: Annotated[bool, typer.Option(help="Print the whole text of each scale.")] = False,
+    json_: AsJson = False,
+) -> None:
+    """Weigh the effect of steering against its damage, by layer and scale; `--set scales=…`,
+    `--set effect.target=…` and the like give the other fields.
+    """
+    figures.check(figure, "--figure")
+    typed = {
+        "prompts": [*(prompt or []), *options.texts(prompts, "--prompts")],
+        "held_out": options.texts(held_out, "--held-out"),
+        "steering": options.steering(steer),
+        "layers": options.layers(layers),
+        "model": model,
+    }
+    result = client.dose(None, **of_a_model(client, options.fields(file, set_, typed)))
+    if not print_json(result, json_) and result.dose:
+        out.print(*doses.drawn(result.dose, texts), sep="\n")
+    finish(result.id, figure, result.plot, json_)

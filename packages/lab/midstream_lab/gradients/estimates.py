@@ -1,0 +1,250 @@
+"""Estimates of a pair as an attribution's record has them, by the method of its sweep; and effects
+of a sparse autoencoder's features.
+
+A row is scale · decoder(activations) + shift + error; the effect of a feature is the difference of
+its activations, times its decoder row at the patched prompt's scale, times the gradient (Marks et
+al. 2024, arXiv:2403.19647). All effects of a place, with that of the error, sum to the effect of
+its row (`Autoencoder.exchange`, which exact values use too).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from midstream.schemas.artifacts.saes import StoredSae
+from midstream.schemas.base.tensors import to_numpy
+from midstream.schemas.prompts.selectors import Hook
+from midstream.workers.runner.readings.sae import Autoencoder
+
+from ..records.estimates import Estimate, FeatureScore, StoredAttribution
+from ..records.sweep_units import nodes_of
+from ..records.sweeps import Baseline, StoredSweep
+from .attribution import EstimateOptions, estimate_pair
+from .edges import edge_scores
+from .loading import GIB, Footprint, refused
+from .pairs import PairRuns, require_finite, rows_at
+from .points import Points, SiteKey
+from .protocol import EstimateRequest
+
+#: Rows that are encoded at a time for their mean.
+_ROWS = 64
+#: The most prompts in one pass of integrated gradients.
+MOST_AT_ONCE = 8
+
+
+class FeatureEffects(NamedTuple):
+    """Effects in the metric's units. Skipped columns have index −1 and NaN."""
+
+    indices: np.ndarray  # int64 [columns, k]: the largest |effect| first
+    effects: np.ndarray  # float64 [columns, k]
+    rest: np.ndarray  # float64 [columns]: sum over all other features
+    error: np.ndarray  # float64 [columns]
+    drawn: list[tuple[int, int, float]]  # column, feature (−1: the error) and effect; at random
+    base: float  # the metric of the patched prompt, in nats
+    source: float | None  # of the other prompt; None in an ablation
+
+
+def feature_effects(
+    points: Points,
+    sweep: StoredSweep,
+    number: int,
+    site: SiteKey,
+    sae: Autoencoder,
+    top: int,
+    draw: int = 0,
+    seed: int = 0,
+) -> FeatureEffects:
+    """Return the effects at one site of pair `number`: the `top` features of each column, and
+    `draw` at random from all columns' features that differ between the prompts, and errors.
+
+    In an ablation with zeros, activations and error are zero, and the biases stay; with `mean`,
+    activations are the mean over the prompt. Raises PairError and NonFiniteGradient.
+    """
+    pair = PairRuns(points, sweep, number, sites=[site])
+    run = pair.run()
+    pair.require_slope()
+    scale = pair.scale()
+    slopes = rows_at(run.gradients(pair.value)[site].float().sum(0), pair.columns.base)
+    base, differences = pair.replaced(site, run)
+    require_finite({site: differences * slopes})
+    sae = sae.to(base.device)
+    columns = pair.columns
+    prompt = run.rows(site)[0, : len(pair.stored.base)].float()
+    mean = (
+        torch.stack([sae.encode(rows).sum(0) for rows in prompt.split(_ROWS)]).sum(0) / len(prompt)
+        if sweep.ablation == "mean"
+        else None
+    )
+    count = min(top, sae.form.d_sae)
+    result = FeatureEffects(
+        np.full((len(columns.member), count), -1),
+        np.full((len(columns.member), count), np.nan),
+        np.full(len(columns.member), np.nan),
+        np.full(len(columns.member), np.nan),
+        drawn=[],
+        base=pair.base.value,
+        source=None if pair.source is None else pair.source.value,
+    )
+    rng = np.random.default_rng([seed, number])
+    lots = np.empty(0)
+    for column, member in enumerate(columns.member):
+        if column in columns.skipped:
+            continue
+        places = member.bool().to(base.device)
+        rows = base[places]
+        slope = slopes[places]
+        source = rows + differences[places] / sweep.alpha if sweep.ablation != "zeros" else None
+        parts = sae.exchange(rows, source, mean)
+        gain = sae.gains(slope * parts.scale)
+        effects = (sweep.alpha * parts.change.double() * gain.double()).sum(0) * scale
+        order = np.argsort(-effects.abs().cpu().numpy(), kind="stable")
+        chosen = torch.from_numpy(order[:count]).to(effects.device)
+        error = sweep.alpha * (parts.error.double() * slope).sum() * scale
+        result.indices[column] = chosen.cpu().numpy()
+        result.effects[column] = effects[chosen].cpu().numpy()
+        result.rest[column] = (effects.sum() - effects[chosen].sum()).item()
+        result.error[column] = error.item()
+        if draw:
+            found = parts.change.any(0).nonzero()[:, 0].tolist()
+            # Drawn here, from the features that differ and the errors: most of a dictionary is
+            # inactive in both prompts, and its effect is known to be 0.
+            result.drawn.extend(
+                (column, *item) for item in zip(found, effects[found].tolist(), strict=True)
+            )
+            if parts.error.any():
+                found.append(-1)
+                result.drawn.append((column, -1, error.item()))
+            lots = np.append(lots, rng.random(len(found)))
+            kept = np.argsort(lots)[:draw]
+            result.drawn[:] = [result.drawn[place] for place in kept]
+            lots = lots[kept]
+    return result
+
+
+def at_once(
+    footprint: Footprint,
+    tokens: int,
+    sites: list[SiteKey],
+    free: int,
+    *,
+    least: int = 1,
+    most: int = MOST_AT_ONCE,
+    kept: int = 1,
+) -> int:
+    """Return how many prompts one pass may hold in `free` bytes, from `least` to `most`.
+
+    `kept`: positions of each whose logits are computed. Raises
+    MidstreamError("gradients_refused") with the figures if `least` do not fit.
+    """
+
+    def needed(batch: int) -> int:
+        memory = footprint.memory(tokens, batch, sites, kept)
+        return memory.total - memory.parameters  # which are there already
+
+    for batch in range(max(least, most), least - 1, -1):
+        if needed(batch) <= free:
+            return batch
+    raise refused(
+        f"gradients of {len(sites)} sites at {tokens} tokens need about "
+        f"{needed(least) / GIB:.2f} GiB, and {free / GIB:.2f} GiB are free: use a shorter prompt, "
+        "or fewer hooks or layers"
+    )
+
+
+def estimate(
+    points: Points,
+    footprint: Footprint,
+    ask: EstimateRequest,
+    free: int,
+    load_sae: Callable[[StoredSae], Autoencoder],
+    check: Callable[[], None],
+) -> Estimate:
+    """Return the estimates of a pair. `free`: bytes for activations.
+
+    Raises MidstreamError and UnsupportedArchitectureError for a pair without estimates.
+    """
+    sweep = ask.sweep
+    stored = ask.sweep.attributed
+    assert stored is not None, "the sweep of an attribution"
+    if stored.sae is not None:
+        sites: list[SiteKey] = [(stored.sae.hook, stored.sae.layer)]
+    elif stored.method == "edges":
+        edges_of: tuple[Hook, ...] = ("z", "mlp_out", "q_proj", "k_proj", "v", "mlp_in", "pre_attn")
+        sites = [(hook, layer) for hook in edges_of for layer in range(points.num_layers)]
+    else:
+        sites = [(hook, layer) for hook in sweep.hooks for layer in sweep.layers]
+    pair = sweep.pairs[ask.pair]
+    nodes = len(nodes_of(sweep.pairs[ask.pair]))
+    # a node is a continuation of the prompt, or a shorter piece of one; all run in one pass
+    batch = at_once(footprint, pair.longest, sites, free, least=min(nodes, 2), kept=nodes + 1)
+    if stored.sae is not None:
+        return _features(points, sweep, ask.pair, sites[0], load_sae(stored.sae), stored)
+    if stored.method == "edges":
+        found = edge_scores(points, sweep, ask.pair, stored.steps, check)
+        return Estimate(
+            base=found.base.value, source=_value(found.source), edges=found.top(stored.keep)
+        )
+    options = EstimateOptions(
+        steps=stored.steps if stored.method == "integrated" else 0,
+        batch=batch,
+        correct=stored.method != "integrated",  # at `q` and `k` only
+        doubts=stored.verify is not None and stored.verify.doubtful > 0,
+        mask=None if ask.mask is None else torch.tensor(to_numpy(ask.mask)).bool(),
+        check=check,
+    )
+    outcome = estimate_pair(points, sweep, ask.pair, options)
+    values = np.concatenate([outcome.values()[hook].ravel() for hook in sweep.hooks])
+    doubtful: list[int] = []
+    if outcome.doubts:
+        doubts = np.concatenate([outcome.doubts[hook].ravel() for hook in sweep.hooks])
+        order = np.argsort(-np.nan_to_num(doubts), kind="stable")[: stored.most]
+        doubtful = [int(place) for place in order if doubts[place] > 0]
+    return Estimate(
+        base=outcome.base.value,
+        source=_value(outcome.source),
+        values=[float(value) if np.isfinite(value) else None for value in values],
+        doubtful=doubtful,
+    )
+
+
+def _value(source: Baseline | None) -> float | None:
+    return None if source is None else source.value
+
+
+def _features(
+    points: Points,
+    sweep: StoredSweep,
+    pair: int,
+    site: SiteKey,
+    sae: Autoencoder,
+    how: StoredAttribution,
+) -> Estimate:
+    draw = 0 if how.verify is None else how.verify.random
+    outcome = feature_effects(
+        points=points,
+        sweep=sweep,
+        number=pair,
+        site=site,
+        sae=sae,
+        top=how.keep,
+        draw=draw,
+        seed=how.seed,
+    )
+    scores = []
+    for column, stored in enumerate(sweep.pairs[pair].columns):
+        if stored.places:
+            parts = [*zip(outcome.indices[column], outcome.effects[column], strict=True)]
+            scores += [
+                FeatureScore(column=column, feature=int(feature), score=float(effect))
+                for feature, effect in (*parts, (-1, outcome.error[column]))
+            ]
+    scores.sort(key=lambda score: -abs(score.score))
+    drawn = [
+        FeatureScore(column=column, feature=feature, score=score)
+        for column, feature, score in sorted(outcome.drawn)
+    ]
+    return Estimate(
+        base=outcome.base, source=outcome.source, features=scores[: how.keep], drawn=drawn
+    )

@@ -1,0 +1,1 @@
+"""What the requests, the stored jobs and the results of experiments are."""

@@ -1,0 +1,224 @@
+"""Assembles the estimates of an attribution and compares them with the exact values."""
+
+import statistics
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Sequence
+
+from midstream.schemas.base.records import by_key
+from midstream.schemas.jobs.receipts import Receipt
+
+from ..records.attributions import (
+    AttributionResult,
+    CheckedCell,
+    EstimateAgreement,
+    EstimatedPair,
+    PairAttribution,
+    Recall,
+)
+from ..records.estimates import Estimate
+from ..records.sweep_units import SweepWork, Units
+from ..records.sweeps import StoredSweep, Unit, UnitRecord
+from .sweep_result import (
+    KnownUnits,
+    adaptive_round,
+    effects,
+    estimated_values,
+    exact_units,
+    grid_of,
+    known_units,
+    noise_floor_of,
+    sweep_result,
+    unchanged,
+)
+
+#: A rank correlation of fewer cells says nothing.
+LEAST_CELLS = 3
+
+
+def attribution_so_far(
+    work: SweepWork, units: Iterable[bytes], seconds: float | None
+) -> tuple[AttributionResult, list[Receipt]]:
+    """Return the result so far, and the receipts of its units."""
+    records = known_units(units)
+    receipts = [receipt for record in records.values() for receipt in record.receipts]
+    return attribution_result(work.sweep, records, seconds), receipts
+
+
+def attribution_result(
+    sweep: StoredSweep, records: KnownUnits, seconds: float | None
+) -> AttributionResult:
+    """Return the result so far; arguments as for `sweep_result`."""
+    attribution = sweep.attributed
+    exact = sweep_result(sweep, records, seconds)
+    assert attribution is not None
+    return AttributionResult(
+        **{name: getattr(exact, name) for name in exact.__struct_fields__},
+        method=attribution.method,
+        steps=attribution.steps,
+        seed=attribution.seed,
+        verify=attribution.verify,
+        estimated=[pair_attribution(sweep, pair, records) for pair in range(len(sweep.pairs))],
+    )
+
+
+def estimated_pair(sweep: StoredSweep, pair: int, record: UnitRecord) -> EstimatedPair:
+    """Return a pair's estimates as readers get them before any cell is computed."""
+    return EstimatedPair(
+        pair=pair, attribution=pair_attribution(sweep, pair, {record.unit: record})
+    )
+
+
+def pair_attribution(sweep: StoredSweep, pair: int, records: KnownUnits) -> PairAttribution:
+    """Return the estimates of a pair, and how they agree with the cells in `records`."""
+    units = Units(sweep)
+    record = records.get(units.estimate(pair).number)
+    estimate = None if record is None else record.estimated
+    reason = (record.reason if record else "") or _withheld(sweep, pair, records)
+    values = [] if estimate is None or reason else estimate.values
+    estimates = grid_of(sweep, pair, dict(zip(units.cells_of(pair), values, strict=False)))
+    if estimate is None or reason:
+        return PairAttribution(estimates=estimates, base=None, source=None, reason=reason)
+    comparison = _Comparison(sweep, pair, estimate, records)
+    adaptive = sweep.attributed is not None and sweep.attributed.method == "adaptive"
+    return PairAttribution(
+        estimates=estimates,
+        base=estimate.base,
+        source=estimate.source,
+        checked=comparison.checked(),
+        all=comparison.agreement(comparison.whys),
+        random=comparison.agreement(estimate.chosen.get("random", ())),
+        recall=comparison.recall(),
+        not_looked_at=adaptive_round(sweep, pair, estimate, records).left if adaptive else None,
+        edges=estimate.edges,
+        features=estimate.features,
+        forwards=estimate.forwards,
+    )
+
+
+def _withheld(sweep: StoredSweep, pair: int, records: KnownUnits) -> str:
+    """Return why a pair's estimates are not shown, because a sweep gives no values either: a prompt
+    failed, or policies have not read it yet. Empty: they are shown.
+    """
+    if sweep.attributed is None or not sweep.attributed.watched:
+        return ""
+    units = Units(sweep)
+    controls = [units.base(pair), *([units.source(pair)] if sweep.ablation is None else [])]
+    for unit in controls:
+        record = records.get(unit.number)
+        if record is None or record.value is None:
+            why = "policies have not read it yet" if record is None else f"failed: {record.reason}"
+            return f"the {'source' if unit.kind == 'source' else 'patched'} prompt: {why}"
+    return ""
+
+
+class _Comparison:
+    """The chosen cells of a pair: estimates and exact values."""
+
+    def __init__(
+        self, sweep: StoredSweep, pair: int, estimate: Estimate, records: KnownUnits
+    ) -> None:
+        self._sweep = sweep
+        self._pair = pair
+        self._records = records
+        self._units = Units(sweep)
+        numbers = self._units.cells_of(pair)
+        self._estimates = estimated_values(sweep, pair, estimate)
+        self._sizes = effects(sweep, pair, estimate)
+        #: number of the cell → why it was chosen
+        self.whys = by_key(
+            (number, why) for why, chosen in estimate.chosen.items() for number in chosen
+        )
+        self._verify = None if sweep.attributed is None else sweep.attributed.verify
+        if sweep.attributed is not None and sweep.attributed.method == "adaptive":
+            self.whys = {number: ["adaptive"] for number in numbers if number in records}
+        self._noise = noise_floor_of(sweep, records, pair) or 0.0
+        base = records.get(self._units.base(pair).number)
+        # an effect is a difference to the base of the same worker
+        self._estimated_nothing = unchanged(sweep.metric, estimate.base)
+        self._nothing = (
+            self._estimated_nothing
+            if base is None or base.value is None
+            else unchanged(sweep.metric, base.value)
+        )
+
+    def checked(self) -> list[CheckedCell]:
+        if self._verify is None:
+            return []
+        limit = self._noise + self._verify.tolerance
+        units = exact_units(self._sweep, self._pair, self._records)
+        return [self._cell(unit, limit) for unit in units if unit.number in self.whys]
+
+    def _cell(self, unit: Unit, limit: float) -> CheckedCell:
+        number = unit.number
+        record = self._records.get(unit.number)
+        estimate = self._estimates.get(number)
+        exact = None if record is None else record.value
+        estimated = None if estimate is None else estimate - self._estimated_nothing
+        effect = None if exact is None else exact - self._nothing
+        difference = None if estimated is None or effect is None else estimated - effect
+        return CheckedCell(
+            hook=self._sweep.hooks[unit.hook],
+            layer=self._sweep.layers[unit.layer],
+            column=unit.column,
+            label=self._sweep.pairs[self._pair].columns[unit.column].label,
+            why=self.whys[number],
+            estimate=estimate,
+            exact=exact,
+            estimate_effect=estimated,
+            exact_effect=effect,
+            difference=difference,
+            off=difference is not None and abs(difference) > limit,
+            reason="" if record is None else record.reason,
+            feature=unit.feature,
+        )
+
+    def _known(self, numbers: Iterable[int]) -> dict[int, float]:
+        """Return the cells that have both values → the size of their exact effect."""
+        return {
+            number: abs(value - self._nothing)
+            for number in numbers
+            if number in self._sizes
+            and (record := self._records.get(number)) is not None
+            and (value := record.value) is not None
+        }
+
+    def agreement(self, numbers: Iterable[int]) -> EstimateAgreement | None:
+        if not (known := self._known(numbers)):
+            return None
+        values = [self._estimates[number] or 0.0 for number in known]
+        exact = [self._records[number].value or 0.0 for number in known]
+        return EstimateAgreement(
+            cells=len(known),
+            spearman=spearman(values, exact),
+            unchanged=sum(
+                max(effect, self._sizes[number]) <= self._noise for number, effect in known.items()
+            ),
+        )
+
+    def recall(self) -> Recall | None:
+        verify = self._verify
+        known = self._known(self.whys)
+        if verify is None or not 0 < verify.top < len(known):
+            return None
+        exact = sorted(known, key=lambda number: (-known[number], number))[: verify.top]
+        estimated = [number for number in self._sizes if number in known][: verify.top]
+        found = len({*exact} & {*estimated})
+        return Recall(top=verify.top, known=len(known), found=found, recall=found / verify.top)
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Return Spearman's rank correlation; equal values get the mean of their ranks, because ranks
+    in the order of the cells would agree where nothing does. None for fewer than `LEAST_CELLS`
+    values, or if one side is constant.
+    """
+    if len(first) < LEAST_CELLS:
+        return None
+    try:
+        return statistics.correlation(_ranks(first), _ranks(second))
+    except statistics.StatisticsError:
+        return None
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    ordered = sorted(values)
+    return [(bisect_left(ordered, each) + bisect_right(ordered, each) - 1) / 2 for each in values]

@@ -1,0 +1,72 @@
+"""Ledger records of sweep units, and a sweep as its readers see it before it ends."""
+
+from typing import NamedTuple
+
+from msgspec import UnsetType
+
+from midstream.broker.ledger.jobs.ledger import LedgerPart, reachable
+from midstream.broker.ledger.jobs.units import UnitRow, kept_once
+from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_json, to_msgpack
+from midstream.schemas.jobs.jobs import Event, EventKind, Job
+
+from ..records.attributions import EstimatedPair
+from ..records.sweep_units import SweepWork
+from ..records.sweeps import SweepCell, SweepResult, UnitRecord
+
+
+class SweepSnapshot(NamedTuple):
+    """A sweep's request and what is known of its result so far."""
+
+    request: bytes  # as it was sent, JSON; empty: an older server accepted it
+    result: SweepResult
+    last_event: str  # id of the last event that `result` surely includes; empty: no events
+
+
+class LedgerSweeps(LedgerPart):
+    """Sweeps in a ledger. Belongs to the ledger's event loop."""
+
+    @reachable
+    async def standing(self, job_id: str) -> SweepSnapshot:
+        """Return the sweep's request, its result so far and its last event.
+
+        Raises MidstreamError: `not_found`, also for a job that is not a sweep, and `gone` after the
+        retention time.
+        """
+        # before the cells are read: an event may be repeated, none is missed
+        async with self._redis.pipeline(transaction=True) as pipe:
+            pipe.hget(f"ms:job:{job_id}", "request").xrevrange(f"ms:events:{job_id}", count=1)
+            raw, newest = await pipe.execute()
+        whole = await self._ledger.result(job_id)
+        result = whole.sweep if isinstance(whole.attribution, UnsetType) else whole.attribution
+        if result is None:
+            raise MidstreamError("not_found", f"job {job_id} is not a sweep")
+        return SweepSnapshot(
+            raw or b"",
+            result,
+            newest[0][0].decode() if newest else "",
+        )
+
+
+def units_key(job_id: str) -> str:
+    return f"ms:units:{job_id}"
+
+
+def unit_row(
+    job: Job, attempt: int, record: UnitRecord, shown: SweepCell | EstimatedPair | None
+) -> UnitRow:
+    """Return a unit's record with its event (none if it is neither a cell nor an estimate)."""
+    width = job.work_as(SweepWork).units.width
+    return kept_once(
+        field=record.unit,
+        record=to_msgpack(record),
+        counts=None if shown is None else {"cells": int(isinstance(shown, SweepCell))},
+        event=b"" if shown is None else to_json(_event(shown, attempt)),
+        requests=range(record.unit * width, (record.unit + 1) * width),
+    )
+
+
+def _event(shown: SweepCell | EstimatedPair, attempt: int) -> Event:
+    data = {name: getattr(shown, name) for name in shown.__struct_fields__}
+    kind: EventKind = "cell" if isinstance(shown, SweepCell) else "estimate"
+    return Event(event=kind, data=data, attempt=attempt)

@@ -1,0 +1,510 @@
+"""Assembles a sweep's unit records into grids, for results and for the first and last event of a
+stream; and chooses the cells or features of an attribution that are computed exactly: by their
+estimates, at random, and for the method `adaptive` round by round.
+"""
+
+import math
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from itertools import groupby
+from typing import NamedTuple
+
+import msgspec
+
+from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.prompts.selectors import Hook
+
+from ..records.attributions import NotLookedAt
+from ..records.estimates import Estimate, StoredAttribution, Why
+from ..records.sweep_units import SweepWork, Units
+from ..records.sweeps import (
+    HEAD_AXES,
+    Baseline,
+    Metric,
+    PairResult,
+    Skipped,
+    StoredSweep,
+    SweepCell,
+    SweepResult,
+    SweepStart,
+    SweepSummary,
+    Unit,
+    UnitRecord,
+)
+from .sweep_metrics import noise_floor
+
+CellValues = list[list[float | None]]  # [layers][columns]
+
+KnownUnits = Mapping[int, UnitRecord]
+_decoder = msgspec.msgpack.Decoder(UnitRecord)
+
+#: Note on a pair whose clean prompt does not favour its answer.
+_DOWN = (
+    "the clean prompt favours the answer less than the corrupt one: a share of 1 is as unlikely an "
+    "answer as after the clean prompt"
+)
+
+
+def known_units(packed: Iterable[bytes]) -> dict[int, UnitRecord]:
+    """Return number of the unit → its record, from stored ones."""
+    return {record.unit: record for record in map(_decoder.decode, packed)}
+
+
+def sweep_so_far(
+    work: SweepWork, units: Iterable[bytes], seconds: float | None
+) -> tuple[SweepResult, list[Receipt]]:
+    """Return the result so far, and the receipts of its units."""
+    records = known_units(units)
+    receipts = [receipt for record in records.values() for receipt in record.receipts]
+    return sweep_result(work.sweep, records, seconds), receipts
+
+
+def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepResult:
+    """Return the result so far. `records`: number of the unit → its record, for all finished units.
+
+    `seconds`: duration of the sweep; None: not ended.
+    """
+    grids = [_grids(sweep, records, pair) for pair in range(len(sweep.pairs))]
+    mean: dict[Hook, CellValues] = {}
+    spread: dict[Hook, CellValues] = {}
+    for hook in sweep.hooks:
+        cells = [
+            [_over_pairs(values) for values in zip(*rows, strict=True)]
+            for rows in zip(*(grid[hook] for grid in grids), strict=True)
+        ]
+        mean[hook] = [[average for average, _ in row] for row in cells]
+        spread[hook] = [[deviation for _, deviation in row] for row in cells]
+    return SweepResult(
+        metric=sweep.metric,
+        direction=sweep.direction,
+        ablation=sweep.ablation,
+        hooks=sweep.hooks,
+        layers=sweep.layers,
+        window=sweep.window,
+        alpha=sweep.alpha,
+        pairs=[_pair_result(sweep, records, pair, grids[pair]) for pair in range(len(sweep.pairs))],
+        mean=mean,
+        spread=spread,
+        skipped=_skipped(sweep, records),
+        summary=sweep_summary(sweep, records, seconds),
+        axis=sweep.axis,
+        path=None if sweep.path is None else sweep.path.shown(),
+    )
+
+
+def sweep_summary(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepSummary:
+    """Return the progress of the sweep; arguments as for `sweep_result`."""
+    units = Units(sweep)
+    pairs = range(len(sweep.pairs))
+    cells = units.cell_numbers
+    known = [record for number, record in records.items() if number in cells]
+    with_value = sum(record.value is not None for record in known)
+    return SweepSummary(
+        cells=with_value,
+        skipped=len(known) - with_value,
+        total=sweep.num_cells,
+        seconds=seconds,
+        metric=sweep.metric,
+        base=[_value(records.get(units.base(pair).number)) for pair in pairs],
+        source=[_value(records.get(units.source(pair).number)) for pair in pairs],
+        noise_floor=[noise_floor_of(sweep, records, pair) for pair in pairs],
+    )
+
+
+def sweep_start(sweep: StoredSweep) -> SweepStart:
+    """Return what is known before a sweep begins."""
+    skipped = [
+        Skipped(
+            pair=pair,
+            hook=hook,
+            layers=sweep.layers,
+            column=column,
+            reason=stored.columns[column].reason,
+        )
+        for pair, stored in enumerate(sweep.pairs)
+        for hook in sweep.hooks
+        for column in range(sweep.num_columns)
+        if not stored.columns[column].places
+    ]
+    return SweepStart(
+        metric=sweep.metric,
+        direction=sweep.direction,
+        ablation=sweep.ablation,
+        hooks=sweep.hooks,
+        layers=sweep.layers,
+        labels=[[column.label for column in pair.columns] for pair in sweep.pairs],
+        total=sweep.num_cells,
+        skipped=skipped,
+        notes=[pair.notes for pair in sweep.pairs],
+        axis=sweep.axis,
+        path=None if sweep.path is None else sweep.path.shown(),
+    )
+
+
+def sweep_cell(sweep: StoredSweep, unit: Unit, record: UnitRecord) -> SweepCell:
+    """Return a cell as readers get it."""
+    return SweepCell(
+        pair=unit.pair,
+        hook=sweep.hooks[unit.hook],
+        layer=sweep.layers[unit.layer],
+        column=unit.column,
+        label=sweep.pairs[unit.pair].columns[unit.column].label,
+        value=record.value,
+        logprob=record.logprob,
+        foil_logprob=record.foil_logprob,
+        reason=record.reason,
+        neurons=record.neurons,
+        feature=unit.feature,
+    )
+
+
+def grid_of(
+    sweep: StoredSweep, pair: int, values: Mapping[int, float | None]
+) -> dict[Hook, CellValues]:
+    """Return a pair's grids from the number of each cell → its value."""
+    return {
+        hook: [[values.get(number) for number in row] for row in rows]
+        for hook, rows in _numbers(sweep, pair).items()
+    }
+
+
+def _grids(sweep: StoredSweep, records: KnownUnits, pair: int) -> dict[Hook, CellValues]:
+    numbers = Units(sweep).cells_of(pair)
+    return grid_of(sweep, pair, {number: _value(records.get(number)) for number in numbers})
+
+
+def _neurons(
+    sweep: StoredSweep, records: KnownUnits, pair: int
+) -> dict[Hook, list[list[list[int]]]]:
+    """Return the neurons of each cell whose column selects them by rank; empty on other axes."""
+    if all(column.ranks is None for column in sweep.pairs[pair].columns):
+        return {}
+    return {
+        hook: [
+            [record.neurons if (record := records.get(number)) else [] for number in row]
+            for row in rows
+        ]
+        for hook, rows in _numbers(sweep, pair).items()
+    }
+
+
+def _numbers(sweep: StoredSweep, pair: int) -> dict[Hook, list[range]]:
+    """Return the numbers of a pair's cells, `[layers][columns]`."""
+    width = sweep.num_columns
+    layers = len(sweep.layers)
+    first = Units(sweep).cells_of(pair).start
+    return {
+        hook: [
+            range(start, start + width)
+            for start in range(
+                first + place * layers * width, first + (place + 1) * layers * width, width
+            )
+        ]
+        for place, hook in enumerate(sweep.hooks)
+    }
+
+
+def _value(record: UnitRecord | None) -> float | None:
+    return None if record is None else record.value
+
+
+def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float | None]:
+    """Return the mean and the sample standard deviation of the values that exist."""
+    if not (present := [value for value in values if value is not None]):
+        return None, None
+    mean = math.fsum(present) / len(present)
+    if len(present) < 2:
+        return mean, None
+    return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in present) / (len(present) - 1))
+
+
+def _pair_result(
+    sweep: StoredSweep, records: KnownUnits, pair: int, grids: dict[Hook, CellValues]
+) -> PairResult:
+    units = Units(sweep)
+    stored = sweep.pairs[pair]
+    base = _baseline(records.get(units.base(pair).number))
+    source = _baseline(records.get(units.source(pair).number))
+    notes = stored.notes
+    clean, corrupt = (source, base) if sweep.direction == "denoise" else (base, source)
+    if sweep.metric == "recovered" and clean and corrupt and clean.value < corrupt.value:
+        notes = [*notes, _DOWN]
+    return PairResult(
+        labels=[column.label for column in stored.columns],
+        positions=[[position for position, _ in column.places] for column in stored.columns],
+        sources=[
+            [source for _, source in column.places if sweep.ablation is None]
+            for column in stored.columns
+        ],
+        base_tokens=stored.base_tokens,
+        source_tokens=stored.source_tokens,
+        answer=stored.answer_text,
+        foil=stored.foil_text,
+        base=base,
+        source=source,
+        noise_floor=noise_floor_of(sweep, records, pair),
+        noise_probes=sum(
+            _value(records.get(unit.number)) is not None for unit in units.noise(pair)
+        ),
+        grids=grids,
+        notes=notes,
+        heads=[column.head for column in stored.columns] if sweep.axis in HEAD_AXES else [],
+        neurons=_neurons(sweep, records, pair),
+    )
+
+
+def _baseline(record: UnitRecord | None) -> Baseline | None:
+    if record is None or record.value is None:
+        return None
+    return Baseline(value=record.value, logprob=record.logprob, foil_logprob=record.foil_logprob)
+
+
+def noise_floor_of(sweep: StoredSweep, records: KnownUnits, pair: int) -> float | None:
+    """Return `PairResult.noise_floor`."""
+    units = Units(sweep)
+    values = [_value(records.get(unit.number)) for unit in units.noise(pair)]
+    return noise_floor(
+        sweep.metric,
+        [value for value in values if value is not None],
+        _value(records.get(units.base(pair).number)),
+    )
+
+
+def _skipped(sweep: StoredSweep, records: KnownUnits) -> list[Skipped]:
+    """Return the cells known to have no value, grouped by pair, hook, column and reason."""
+    units = Units(sweep)
+    result: defaultdict[tuple[int, int, int, str], list[int]] = defaultdict(list)
+    for number in sorted(
+        number
+        for number, record in records.items()
+        if number in units.cell_numbers and record.value is None
+    ):
+        cell = units.cell(number)
+        assert cell is not None
+        result[cell.pair, cell.hook, cell.column, records[number].reason].append(
+            sweep.layers[cell.layer]
+        )
+    return [
+        Skipped(pair=pair, hook=sweep.hooks[hook], layers=layers, column=column, reason=reason)
+        for (pair, hook, column, reason), layers in sorted(result.items())
+    ]
+
+
+#: Cells that it computes at a time, at the least: forward passes are batched.
+LEAST_ROUND = 8
+#: Random cells of each part of the grid, at the least, on which `adaptive` tests what it assumes of
+#: the others.
+SAMPLE = 2
+#: Effects below this share of the last of the top cells do not say by what factor an estimate is
+#: too small: rounding and noise are most of them.
+FAINT = 0.1
+
+
+def unchanged(metric: Metric, base: float) -> float:
+    """Return the value of a cell whose patch changes nothing, in the metric's units."""
+    return 0.0 if metric == "recovered" else base
+
+
+def exact_units(sweep: StoredSweep, pair: int, records: KnownUnits) -> Iterable[Unit]:
+    """Return the pair's units with exact values: its cells, or with `sae` the chosen features."""
+    units = Units(sweep)
+    attribution = sweep.attributed
+    if attribution is None or attribution.sae is None:
+        return units.cells(pair)
+    record = records.get(units.estimate(pair).number)
+    estimate = None if record is None else record.estimated
+    return units.features(pair, attribution.checked_features(estimate) if estimate else [])
+
+
+def estimated_values(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[int, float | None]:
+    """Return the number of each of these units → the estimate of its value."""
+    units = Units(sweep)
+    attribution = sweep.attributed
+    if attribution is None or attribution.sae is None:
+        return dict(zip(units.cells_of(pair), estimate.values, strict=False))
+    nothing = unchanged(sweep.metric, estimate.base)
+    scores = attribution.checked_features(estimate)
+    return {
+        unit.number: nothing + score.score
+        for unit, score in zip(units.features(pair, scores), scores, strict=True)
+    }
+
+
+def effects(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[int, float]:
+    """Return the number of each cell with an estimate → the size of its estimated effect, in the
+    metric's units; strongest first.
+    """
+    nothing = unchanged(sweep.metric, estimate.base)
+    sizes = {
+        number: abs(value - nothing)
+        for number, value in estimated_values(sweep, pair, estimate).items()
+        if value is not None
+    }
+    return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
+
+
+def chosen_cells(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[Why, list[int]]:
+    """Return the numbers of the pair's cells to be computed exactly; none for `adaptive`, which
+    chooses later. A cell may be chosen for several reasons.
+
+    The random cells are drawn from all cells that can be patched, the top ones among them, so that
+    what is found in them holds for the grid. Random features are drawn where they are estimated.
+    """
+    attribution = sweep.attributed
+    if attribution is None or attribution.verify is None or attribution.method == "adaptive":
+        return {}
+    verify = attribution.verify
+    numbers = Units(sweep).cells_of(pair)
+    if attribution.sae is not None:
+        features = Units(sweep).features(pair, attribution.checked_features(estimate))
+        number_of = {(unit.column, unit.feature): unit.number for unit in features}
+        top, drawn = (
+            [number_of[score.column, score.feature] for score in scores]
+            for scores in (estimate.features[: verify.top], estimate.drawn)
+        )
+        return {"top": top, "random": sorted(drawn)}
+    sizes = effects(sweep, pair, estimate)
+    columns = sweep.pairs[pair].columns
+    possible = [unit.number for unit in Units(sweep).cells(pair) if columns[unit.column].places]
+    top = list(sizes)[: verify.top]
+    doubtful = [numbers[place] for place in estimate.doubtful if numbers[place] in sizes]
+    draw = random.Random(f"{attribution.seed}/{pair}")
+    return {
+        "top": top,
+        "random": sorted(draw.sample(possible, min(verify.random, len(possible)))),
+        "doubtful": [number for number in doubtful if number not in top][: verify.doubtful],
+    }
+
+
+def cells_to_compute(sweep: StoredSweep, pair: int, records: KnownUnits) -> set[int] | None:
+    """Return the numbers of the pair's cells to compute now; None: all of them.
+
+    For `adaptive` the next round, from what the records say; empty once it is over.
+    """
+    if (attribution := sweep.attributed) is None:
+        return None
+    record = records.get(Units(sweep).estimate(pair).number)
+    estimate = None if record is None else record.estimated
+    if estimate is None:
+        return set()
+    if attribution.method == "adaptive":
+        return set(adaptive_round(sweep, pair, estimate, records).cells)
+    return {number for numbers in estimate.chosen.values() for number in numbers}
+
+
+class Round(NamedTuple):
+    cells: list[int]  # numbers of the cells to compute next; empty: it is over
+    left: NotLookedAt  # as it is before this round
+
+
+def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: KnownUnits) -> Round:
+    """Return the next round of the method `adaptive`. It depends on the records alone, so that an
+    attempt after a killed worker continues.
+
+    Coarse: the grid is divided into parts, and the strongest estimate of each is computed, with the
+    top estimates. Fine: estimates of other cells are raised by the worst that was found: by the
+    worst underestimate in the part, or by the worst factor in the grid. Those that reach the exact
+    effect of the last of the top cells are computed, largest first. Once none does, the same is
+    asked of a random sample of the cells that nothing singled out, from each part. It is over when
+    that changes nothing, or the budget is used up.
+    """
+    attribution = sweep.attributed
+    units = Units(sweep)
+    assert attribution is not None
+    assert attribution.verify is not None
+    top = attribution.verify.top
+    budget = attribution.budget
+    sizes = effects(sweep, pair, estimate)
+    part_of = _parts(sweep, top)
+    looked = [number for number in units.cells_of(pair) if number in records]
+    base = records.get(units.base(pair).number)
+    nothing = unchanged(sweep.metric, base.value if base and base.value is not None else 0.0)
+    exact = {
+        number: abs(value - nothing)
+        for number in looked
+        if (value := records[number].value) is not None
+    }
+    last = sorted(exact.values(), reverse=True)[top - 1] if len(exact) >= top else None
+    under: defaultdict[int, float] = defaultdict(float)
+    for number, effect in exact.items():
+        part = part_of(number)
+        under[part] = max(under[part], effect - sizes.get(number, 0.0))
+    # The cells looked at have large estimates, so they do not show how far others are too small. A
+    # sum alone does not either: a weak cell is never too small by much, but a strong one with the
+    # same relative error is.
+    factors = (
+        effect / sizes[number] if sizes.get(number) else math.inf
+        for number, effect in exact.items()
+        if effect > FAINT * (last or 0.0)
+    )
+    factor = max(factors, default=1.0)
+    unseen = [number for number in sizes if number not in records]
+    raised = {
+        number: max(
+            sizes[number] + under[part_of(number)], sizes[number] and sizes[number] * factor
+        )
+        for number in unseen
+    }
+    reaching = [number for number in unseen if last is None or raised[number] >= last]
+    picked, sample = _begun(sizes, part_of, attribution, top, pair)
+    left = NotLookedAt(
+        cells=len(unseen),
+        largest=max((sizes[number] for number in unseen), default=None),
+        bound=max(raised.values(), default=None),
+        last=last,
+        sampled=len(exact.keys() & {*sample}),
+        # A part whose cells were all underestimated more than those looked at can still hide a top
+        # cell.
+        settled=not reaching and exact.keys() >= {*sample},
+    )
+    room = max(budget - len(looked), 0)
+    if not looked:
+        return Round(picked[:room], left)
+    reaching.sort(key=lambda number: (-raised[number], number))
+    following = reaching or [number for number in sample if number not in records]
+    return Round(following[: min(room, max(top, LEAST_ROUND))], left)
+
+
+def _begun(
+    sizes: Mapping[int, float],
+    part_of: Callable[[int], int],
+    attribution: StoredAttribution,
+    top: int,
+    pair: int,
+) -> tuple[list[int], list[int]]:
+    """Return the cells to begin with, and the random sample of the others: a quarter of the budget,
+    and at least `SAMPLE` of each part.
+
+    `sizes`: strongest first.
+    """
+    # stable: the strongest of each part comes first
+    parts = [[*numbers] for _, numbers in groupby(sorted(sizes, key=part_of), part_of)]
+    picked = dict.fromkeys([*[*sizes][:top], *(numbers[0] for numbers in parts)])
+    rest = [[number for number in numbers if number not in picked] for numbers in parts]
+    draw = random.Random(f"{attribution.seed}/{pair}")
+    most = max(SAMPLE, attribution.budget // (4 * max(len(parts), 1)))
+    return [*picked], [
+        number for numbers in rest for number in draw.sample(numbers, min(most, len(numbers)))
+    ]
+
+
+def _parts(sweep: StoredSweep, parts: int) -> Callable[[int], int]:
+    """Return the function from a cell's number to its part: each hook's layers and columns are cut
+    so that there are about `parts` in all, at least one for each hook.
+    """
+    layers = len(sweep.layers)
+    columns = sweep.num_columns
+    share = max(1, round(parts / len(sweep.hooks)))  # parts of a hook
+    down = min(layers, max(1, round(math.sqrt(share * layers / columns))))
+    across = min(columns, max(1, round(share / down)))
+    units = Units(sweep)
+
+    def part(number: int) -> int:
+        cell = units.cell(number)
+        assert cell is not None
+        row = cell.layer * down // layers
+        column = cell.column * across // columns
+        return (cell.hook * down + row) * across + column
+
+    return part

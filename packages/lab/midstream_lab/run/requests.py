@@ -1,0 +1,568 @@
+"""Engine requests of a sweep's units: tokens, patches, captures, entry layer and grading."""
+
+from collections.abc import Sequence
+
+from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.prompts.selectors import FORWARD, Hook, PositionSelector, as_ranges
+from midstream.schemas.requests.source_runs import (
+    ZEROS,
+    RunFile,
+    RunFiles,
+    RunRow,
+    parse_key,
+    row_name,
+    run_key,
+)
+from midstream.schemas.requests.specs import (
+    EntryPoint,
+    Grade,
+    StoredCapture,
+    StoredSteering,
+    dims_name,
+)
+from midstream.workers.engine.protocol import EngineRequest
+from midstream.workers.engine.requests import unit_request
+
+from ..records.sweep_paths import BRANCH_HOOK, StoredPath, place_of, reaches
+from ..records.sweep_units import SweepWork
+from ..records.sweeps import Unit
+
+# tags of captures; FIRST: what the receivers of a path compute in its first pass
+BASE = "base"
+SOURCE = "source"
+FIRST = "first"
+
+
+class SweepRequests:
+    """Engine requests of one attempt at one sweep.
+
+    Pure; cheap enough per cell that a sweep of 20,000 cells costs the worker about a second.
+    """
+
+    def __init__(
+        self, job: Job, attempt: int, info: ModelInfo, enters: bool, reuses: bool = True
+    ) -> None:
+        """`enters`: forward passes may begin at the patched layer, from the `pre_attn` rows that
+        the base runs capture. `reuses`: with or without that, they may begin at the first patched
+        position, after the KV blocks that the base runs keep.
+        """
+        work = job.work_as(SweepWork)
+        self._job = job
+        self._attempt = attempt
+        self._sweep = work.sweep
+        self._info = info
+        self.units = work.units
+        self._enters = enters and "pre_attn" in info.hooks
+        self._reuses = reuses
+        # pair → whether its base runs capture rows for entry; as `_enters` for pairs not named
+        self._for_entry: dict[int, bool] = {}
+        self._captures: dict[tuple[int, int, str], StoredCapture | None] = {}
+        # (pair, hook, layer) → dimensions, see `rank`
+        self._ranked: dict[tuple[int, int, int], list[int]] = {}
+        #: number of a unit that patches a feature → the names of the rows that it writes
+        self.rows: dict[int, list[str]] = {}
+        self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(work.sweep.pairs)}
+        if work.sweep.ablation is not None:
+            del self._captured[SOURCE]
+        if work.sweep.path is not None:
+            self._captured[FIRST] = (
+                work.sweep.num_cells if self.units.passes > 1 else len(work.sweep.pairs)
+            )
+
+    def reference(self, pair: int) -> Unit:
+        """Return the unit of the clean prompt, whose distribution `kl` compares with."""
+        clean_is_source = self._sweep.ablation is None and self._sweep.direction == "denoise"
+        return self.units.source(pair) if clean_is_source else self.units.base(pair)
+
+    def kept(self, pair: int) -> str:
+        """Return the name under which the ranks keep that distribution."""
+        return f"{self._job.id}.{self._attempt}.{pair}"
+
+    def control(self, unit: Unit, *, captures: bool = True) -> list[EngineRequest]:
+        """Return the requests of a base or source unit, one per node."""
+        stored = self._sweep.pairs[unit.pair]
+        tag = SOURCE if unit.kind == "source" else BASE
+        keeps = self._sweep.metric == "kl" and unit == self.reference(unit.pair)
+        asks = []
+        for place, node in enumerate(self.units.nodes[unit.pair]):
+            captured = self._split(self._capture(unit.pair, place, tag)) if captures else []
+            prompt = stored.source if unit.kind == "source" else stored.base
+            grade = Grade(
+                token_ids=list(node.token_ids),
+                keep=self.kept(unit.pair) if keeps and place == 0 else "",
+                against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "",
+            )
+            kept = self._key(unit, place, BASE) if unit.kind == "base" and self._reuses else ""
+            ask = self._ask(
+                unit,
+                place,
+                [*prompt, *node.prefix],
+                captures=captured,
+                grade=grade,
+                keep_blocks=kept,
+            )
+            asks.append(ask)
+        return asks
+
+    def patched(self, unit: Unit) -> list[EngineRequest]:
+        """Return the requests of a cell or a noise unit, one per node; for a cell with two passes,
+        those of its second pass.
+        """
+        stored = self._sweep.pairs[unit.pair]
+        path = self._sweep.path
+        layers, places = self.units.patched(unit)
+        asks = []
+        for place, node in enumerate(self.units.nodes[unit.pair]):
+            base = self._key(self.units.base(unit.pair), place, BASE)
+            steering = (
+                self._patches(unit, layers, places, base)
+                if path is None or unit.kind == "noise"
+                else self._on_path(path, unit, layers, places, base)
+            )
+            lowest = min((at for entry in steering for at in entry.layers), default=layers[0])
+            enters = self._enters and self._for_entry.get(unit.pair, True)
+            entry = EntryPoint(run=base, layer=lowest) if enters and lowest > 0 else None
+            grade = Grade(
+                token_ids=list(node.token_ids),
+                against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "",
+            )
+            reused = base if self._reuses else ""
+            asks.append(
+                self._ask(
+                    unit,
+                    place,
+                    [*stored.base, *node.prefix],
+                    steering=steering,
+                    entry=entry,
+                    grade=grade,
+                    base=reused,
+                )
+            )
+        return asks
+
+    def _on_path(
+        self,
+        path: StoredPath,
+        unit: Unit,
+        layers: list[int],
+        places: list[tuple[int, int]],
+        base: str,
+    ) -> list[StoredSteering]:
+        """Return the patches of a path's cell: of its second pass, or of its only pass."""
+        sweep = self._sweep
+        (layer,) = layers
+        hook = self._sweep.hooks[unit.hook]
+        if path.sender is not None:
+            sender = self.units.sender(unit.pair)
+            assert sender is not None
+            run = run_key(self._job.id, self.units.first_request(sender), FIRST)
+            mask = self._mask(unit)
+            written = [to for to, _ in places]
+            return [
+                _patch(1.0, mask, hook, [layer], [to], row_name(RunRow(run, hook, layer, to)))
+                for to in written
+            ]
+        if not path.receivers:
+            return [
+                *self._patches(unit, layers, places, base),
+                *self._frozen(path, unit.pair, (layer, hook), places, base),
+            ]
+        run = run_key(self._job.id, self.units.first_request(unit), FIRST)
+        # A receiver's output is replaced instead of its input, on which alone it depends.
+        reached = [end for end in path.receivers if reaches((layer, hook), (end.layer, end.hook))]
+        after = range(places[0][0], len(sweep.pairs[unit.pair].base))
+        return [
+            _patch(
+                1.0,
+                dims_name(end.dims) if end.dims else "",
+                end.hook,
+                [end.layer],
+                [to],
+                row_name(RunRow(run, end.hook, end.layer, to)),
+            )
+            for to in after
+            for end in reached
+        ]
+
+    def _frozen(
+        self,
+        path: StoredPath,
+        pair: int,
+        sender: tuple[int, Hook],
+        places: list[tuple[int, int]],
+        base: str,
+    ) -> list[StoredSteering]:
+        """Return patches that hold the frozen branches as they are in the run `base`, wherever the
+        sender has an effect.
+        """
+        # To hold a branch's output is to hold all its heads, with a fraction of the rows that the
+        # `z` of each would take.
+        sites = path.frozen_sites(*sender, self._top(path))
+        after = range(places[0][0], len(self._sweep.pairs[pair].base))
+        return [
+            _patch(1.0, "", hook, [layer], [to], row_name(RunRow(base, hook, layer, to)))
+            for to in after
+            for hook, layers in sites.items()
+            for layer in layers
+        ]
+
+    def _top(self, path: StoredPath) -> int:
+        """Return the highest layer that affects the receivers."""
+        if path.sender is not None:
+            return self._sweep.layers[-1]
+        return max((end.layer for end in path.receivers), default=self._info.num_layers - 1)
+
+    def first(self, unit: Unit) -> EngineRequest:
+        """Return the first pass of a cell with two passes, or of the sender that all cells of a
+        pair share; it captures what the receivers compute.
+        """
+        sweep = self._sweep
+        path = self._sweep.path
+        pair = self._sweep.pairs[unit.pair]
+        assert path is not None
+        base = self._key(self.units.base(unit.pair), 0, BASE)
+        if path.sender is None:
+            (layer,), places = self.units.patched(unit)
+            steering = self._patches(unit, [layer], places, base)
+            hook = sweep.hooks[unit.hook]
+        else:
+            layer = path.sender.layer
+            hook = path.sender.hook
+            places = pair.sender
+            source = self._key(self.units.source(unit.pair), 0, SOURCE)
+            mask = dims_name(path.sender.dims) if path.sender.dims else ""
+            steering = [
+                _patch(1.0, mask, hook, [layer], [to], row_name(RunRow(source, hook, layer, of)))
+                for to, of in places
+            ]
+        steering += self._frozen(path, unit.pair, (layer, hook), places, base)
+        (node,) = self.units.nodes[unit.pair]
+        return self._ask(
+            unit,
+            self.units.first_request(unit) - self.units.request(unit, 0),
+            [*pair.base, *node.prefix],
+            steering=steering,
+            captures=self._split(self._first_capture(unit)),
+            grade=Grade(token_ids=list(node.token_ids)),
+        )
+
+    def _first_capture(self, unit: Unit) -> StoredCapture:
+        sweep = self._sweep
+        path = self._sweep.path
+        pair = self._sweep.pairs[unit.pair]
+        assert path is not None
+        needed: dict[Hook, set[int]] = {}
+        if path.sender is None:
+            (layer,), places = self.units.patched(unit)
+            for end in path.receivers:
+                if reaches((layer, sweep.hooks[unit.hook]), (end.layer, end.hook)):
+                    needed.setdefault(end.hook, set()).add(end.layer)
+            first = places[0][0]
+        else:
+            needed = {hook: set(sweep.layers) for hook in sweep.hooks}
+            first = 0
+        sites = {hook: sorted(needed[hook]) for hook in sorted(needed, key=place_of)}
+        return StoredCapture(sites=sites, positions=list(range(first, len(pair.base))), tag=FIRST)
+
+    def _split(self, capture: StoredCapture | None) -> list[StoredCapture]:
+        return [] if capture is None else capture.split(self._info.inside)
+
+    def first_key(self, unit: Unit) -> str:
+        """Return the key of the run that the first pass of this unit captures."""
+        return run_key(self._job.id, self.units.first_request(unit), FIRST)
+
+    def first_files(self, unit: Unit, receipts: Sequence[Receipt]) -> RunFiles:
+        """Return the files of that run, which the receipts name.
+
+        Raises ValueError when they name no file.
+        """
+        return self._run_files(
+            self.first_key(unit),
+            self._first_capture(unit),
+            receipts,
+            len(self._sweep.pairs[unit.pair].base),
+        )
+
+    def compares(self, unit: Unit) -> bool:
+        """Return whether the unit's distribution is compared with the clean prompt's."""
+        return self._sweep.metric == "kl" and unit != self.reference(unit.pair)
+
+    def take_over(self, pair: int, receipts: Sequence[Receipt]) -> None:
+        """Use the base runs that an earlier attempt captured for the pair, with these receipts.
+
+        That attempt's engine may have captured for entry where this engine does not, or vice versa.
+        """
+        request = self.units.request(self.units.base(pair), 0)
+        files = [
+            file
+            for receipt in receipts
+            if receipt.request == request
+            for file in receipt.files
+            if file.tag == BASE
+        ]
+        present = {
+            (hook, layer)
+            for file in files
+            for hook, layers in file.sites.items()
+            for layer in layers
+        }
+        positions = max((file.positions for file in files), default=0)
+        tokens = len(self._sweep.pairs[pair].base)
+        for for_entry in (self._enters, not self._enters):
+            capture = self._base_capture(pair, 0, for_entry)
+            needed = (
+                {(hook, layer) for hook, layers in capture.sites.items() for layer in layers}
+                if capture
+                else set()
+            )
+            if needed == present and positions == (
+                len(capture.select(0, tokens, tokens)) if capture else 0
+            ):
+                self._for_entry[pair] = for_entry
+                self._captures = {
+                    place: capture for place, capture in self._captures.items() if place[0] != pair
+                }
+                return
+
+    def runs(self, pair: int) -> list[str]:
+        """Return the keys of the runs that the pair's patched units need."""
+        keys = [
+            self._key(self.units.base(pair), place, BASE)
+            for place in range(len(self.units.nodes[pair]))
+            if self._capture(pair, place, BASE) is not None
+        ]
+        if self._capture(pair, 0, SOURCE) is not None:
+            keys.append(self._key(self.units.source(pair), 0, SOURCE))
+        return keys
+
+    def control_runs(self, pair: int) -> tuple[str, str]:
+        """Return the keys of the runs of the pair's unpatched prompts: the prompt that is patched,
+        and the prompt that rows come from.
+        """
+        return self._key(self.units.base(pair), 0, BASE), self._key(
+            self.units.source(pair), 0, SOURCE
+        )
+
+    def files(self, pair: int, key: str, receipts: list[Receipt]) -> RunFiles:
+        """Return the files of one of `runs`, which the receipts of its unit name.
+
+        Raises ValueError when they name no file.
+        """
+        _, request, tag = parse_key(key)
+        if (capture := self._capture(pair, request % self.units.width, tag)) is None:
+            raise ValueError(f"nothing was captured for {key}")
+        node = self.units.nodes[pair][request % self.units.width]
+        tokens = len(
+            self._sweep.pairs[pair].base if tag == BASE else self._sweep.pairs[pair].source
+        ) + len(node.prefix)
+        return self._run_files(key, capture, receipts, tokens)
+
+    def _run_files(
+        self, key: str, capture: StoredCapture, receipts: Sequence[Receipt], tokens: int
+    ) -> RunFiles:
+        _, request, tag = parse_key(key)
+        captured = [
+            file
+            for receipt in receipts
+            if receipt.request == request
+            for file in receipt.files
+            if file.tag == tag
+        ]
+        if not captured:
+            raise ValueError(f"nothing was captured for {key}")
+        return RunFiles(
+            key=key,
+            sites=capture.sites,
+            positions=list(capture.select(0, tokens, tokens)),
+            hidden_size=self._info.hidden_size,
+            bytes=sum(file.bytes for file in captured),
+            files=[
+                RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32)
+                for file in captured
+            ],
+        )
+
+    def _ask(
+        self,
+        unit: Unit,
+        place: int,
+        token_ids: list[int],
+        *,
+        steering: list[StoredSteering] | None = None,
+        captures: list[StoredCapture] | None = None,
+        entry: EntryPoint | None = None,
+        grade: Grade,
+        base: str = "",
+        keep_blocks: str = "",
+    ) -> EngineRequest:
+        return unit_request(
+            self._job,
+            self._info,
+            patched=unit.kind not in ("base", "source"),
+            request=self.units.request(unit, place),
+            attempt=self._attempt,
+            token_ids=token_ids,
+            steering=steering or [],
+            captures=captures or [],
+            captured=self._captured if captures else {},
+            entry=entry,
+            grade=grade,
+            base=base,
+            keep_blocks=keep_blocks,
+        )
+
+    def _key(self, unit: Unit, place: int, tag: str) -> str:
+        return run_key(self._job.id, self.units.request(unit, place), tag)
+
+    def _patches(
+        self, unit: Unit, layers: list[int], places: list[tuple[int, int]], base: str
+    ) -> list[StoredSteering]:
+        """Return the unit's patches. `base`: the key of the unpatched run of the same tokens."""
+        sweep = self._sweep
+        hook = self._sweep.hooks[unit.hook]
+        mask = self._mask(unit)
+        everywhere = [position for position, _ in places]
+        # The prompt's own row, written into itself, takes the path of a cell: the same batches,
+        # entry and rows. A plain rerun would show less noise than a cell is subject to.
+        if unit.kind == "noise":
+            return [
+                _patch(sweep.alpha, mask, hook, [at], [to], row_name(RunRow(base, hook, at, to)))
+                for to in everywhere
+                for at in layers
+            ]
+        if unit.feature is not None:
+            return [
+                _patch(sweep.alpha, mask, hook, layers, [to], name)
+                for to, name in zip(everywhere, self.rows[unit.number], strict=True)
+            ]
+        if sweep.ablation == "zeros":
+            return [_patch(sweep.alpha, mask, hook, layers, everywhere, ZEROS)]
+        if sweep.ablation == "mean":
+            # the mean is over the prompt alone, without a prefix of the answer
+            prompt = self._key(self.units.base(unit.pair), 0, BASE)
+            return [
+                _patch(
+                    sweep.alpha,
+                    mask,
+                    hook,
+                    [at],
+                    everywhere,
+                    row_name(RunRow(prompt, hook, at, None)),
+                )
+                for at in layers
+            ]
+        source = self._key(self.units.source(unit.pair), 0, SOURCE)
+        return [
+            _patch(sweep.alpha, mask, hook, [at], [to], row_name(RunRow(source, hook, at, of)))
+            for to, of in places
+            for at in layers
+        ]
+
+    def _mask(self, unit: Unit) -> str:
+        """Return the name of the mask of dimensions that the unit's patches write; empty: all."""
+        column = self._sweep.pairs[unit.pair].columns[unit.column]
+        if column.ranks is not None:
+            return dims_name(as_ranges(self.neurons(unit)))
+        return dims_name(column.dims) if column.dims else self._sweep.mask
+
+    def neurons(self, unit: Unit) -> list[int]:
+        """Return the dimensions that a cell selects by rank, the one in which the prompts differ
+        most first; empty on other axes.
+        """
+        ranks = self._sweep.pairs[unit.pair].columns[unit.column].ranks
+        return self._ranked[unit.pair, unit.hook, unit.layer][slice(*ranks)] if ranks else []
+
+    def rank(self, pair: int, order: dict[tuple[int, int], list[int]]) -> None:
+        """Set the pair's ranking. `order`: (hook, layer), as in `Unit` → dimensions, the one in
+        which the rows of the pair's two prompts differ most first.
+        """
+        self._ranked.update(((pair, hook, layer), dims) for (hook, layer), dims in order.items())
+
+    def _capture(self, pair: int, place: int, tag: str) -> StoredCapture | None:
+        """Return what is captured of a base or source unit at a node; None for nothing."""
+        key = pair, place, tag
+        if key not in self._captures:
+            self._captures[key] = (
+                self._source_capture(pair) if tag == SOURCE and not place else None
+            )
+            if tag == BASE:
+                self._captures[key] = self._base_capture(
+                    pair, place, self._for_entry.get(pair, self._enters)
+                )
+        return self._captures[key]
+
+    def _source_capture(self, pair: int) -> StoredCapture | None:
+        """Return what a pair's source run captures: rows of the prompt only, since later tokens do
+        not change them.
+        """
+        if self._sweep.ablation is not None:
+            return None
+        stored = self._sweep.pairs[pair]
+        path = self._sweep.path
+        sites = {hook: self._sweep.layers for hook in self._sweep.hooks}
+        places = [place for column in stored.columns for place in column.places]
+        if path is not None and path.sender is not None:
+            # the cells take rows of the sender's pass, not of this prompt
+            sites = {path.sender.hook: [path.sender.layer]}
+            places = stored.sender
+        if not (positions := sorted({source for _, source in places})):
+            return None
+        return StoredCapture(sites=sites, positions=positions, tag=SOURCE)
+
+    def _base_capture(self, pair: int, place: int, for_entry: bool) -> StoredCapture | None:
+        sweep = self._sweep
+        hooks = {"pre_attn", *self._sweep.hooks, *BRANCH_HOOK.values()}
+        needed: dict[Hook, set[int]] = {hook: set() for hook in FORWARD if hook in hooks}
+        positions: set[int] = set()
+        for unit in self.units.noise(pair):
+            layers, places = self.units.patched(unit)
+            needed[sweep.hooks[0]].update(layers)
+            positions.update(position for position, _ in places)
+        present = any(column.places for column in sweep.pairs[pair].columns)
+        mean = present and sweep.ablation == "mean" and place == 0
+        of_features = sweep.attributed is not None and sweep.attributed.sae is not None
+        ranked = place == 0 and (
+            of_features or any(column.ranks is not None for column in sweep.pairs[pair].columns)
+        )
+        if ranked:
+            positions.update(to for column in sweep.pairs[pair].columns for to, _ in column.places)
+        if mean or ranked:
+            for hook in sweep.hooks:
+                needed[hook].update(sweep.layers)
+        path = sweep.path
+        if path is not None and present:
+            senders = (
+                [(path.sender.layer, path.sender.hook)]
+                if path.sender is not None
+                else [(layer, hook) for layer in sweep.layers for hook in sweep.hooks]
+            )
+            for sender in senders:
+                for hook, layers in path.frozen_sites(*sender, self._top(path)).items():
+                    needed[hook].update(layers)
+        if present and for_entry:
+            entered = [end.layer for end in path.receivers] if path is not None else []
+            needed["pre_attn"].update(layer for layer in (*sweep.layers, *entered) if layer > 0)
+        sites: dict[Hook, list[int]] = {
+            hook: sorted(layers) for hook, layers in needed.items() if layers
+        }
+        if not sites:
+            return None
+        every: PositionSelector = (
+            "all_prompt" if mean or for_entry or path is not None else sorted(positions)
+        )
+        return StoredCapture(sites=sites, positions=every, tag=BASE)
+
+
+def _patch(
+    alpha: float, mask: str, hook: Hook, layers: list[int], positions: list[int], vector: str
+) -> StoredSteering:
+    return StoredSteering(
+        layers=layers,
+        hook=hook,
+        positions=positions,
+        family="replace_masked" if mask else "replace",
+        tensors=[vector, mask] if mask else [vector],
+        numbers=[alpha],
+    )
