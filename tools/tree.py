@@ -22,9 +22,10 @@ PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pypro
 #: lines or statements. Each may grow by `ROOM`; a commit that raises a figure says what the
 #: addition is worth.
 NODES = {
-    "core": 640_236,
+    "core": 550_161,
     "bridges": 20_184,
-    "ops": 32_864,
+    "lab": 91_383,
+    "ops": 32_868,
     "page": 7_480,
     "s3": 5_956,
     "webhooks": 6_823,

@@ -2,7 +2,7 @@
 
     make lens                                                # TransformerLens' own environment
     .cache/lens/bin/python tools/peers/lens_attribution.py
-        # tests/data/attribution.safetensors, which the unit tests are held to
+        # packages/lab/tests/data/attribution.safetensors, which the unit tests are held to
 
 Runs in an environment of its own (`requirements/lens.lock`), as `lens.py` beside it, and imports
 nothing of the product; the tiny checkpoints are those of the tests. float32.
@@ -24,7 +24,7 @@ from lens_heads import ANSWER, CLEAN, CORRUPT, FOIL
 from lens import MODEL, Lens
 
 ROOT = Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "data" / "attribution.safetensors"
+GOLDEN = ROOT / "packages" / "lab" / "tests" / "data" / "attribution.safetensors"
 #: Tiny checkpoints of `tests/engine/tiny.py`.
 TINY = ("gpt2", "llama", "gpt-neox")
 #: TransformerLens scores edges only where keys have as many heads as queries.

@@ -1,1 +1,1 @@
-"""Jobs from acceptance to completion: captures, sweeps, settlement, watching; workers."""
+"""Jobs from acceptance to completion: captures, settlement, watching; workers."""

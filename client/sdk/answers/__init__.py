@@ -1,1 +1,1 @@
-"""Answers of calls: grids, downloads, progress."""
+"""Answers of calls: downloads, progress."""

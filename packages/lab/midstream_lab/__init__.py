@@ -1,1 +1,1 @@
-"""Experiments on models: patched grids, attributions, fits, doses, and the gradients they need."""
+"""Experiments: sweeps, fits, doses."""

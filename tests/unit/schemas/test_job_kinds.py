@@ -43,24 +43,25 @@ def job_of(kind: str, **changes: Any) -> Job:
 
 def paths(row: JobKind) -> list[str]:
     """Return all that a row names."""
-    named = [row.work, row.result, row.outcome, row.routes, row.answer, row.verbs, row.shown]
-    return [path for path in [*named, *row.run.values(), *row.calls.values()] if path]
+    named = [row.work, row.submit, row.result, row.outcome, row.routes, row.answer, row.verbs]
+    named += [row.shown, row.forms, *row.run.values(), *row.calls.values(), *row.acts.values()]
+    return [path for path in named if path]
 
 
-@pytest.mark.parametrize("row", OWN, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", KINDS.values(), ids=lambda row: row.name)
 def test_every_part_that_a_row_names_is_there(row: JobKind) -> None:
     assert row.run, "some worker runs it"
     assert all(part(path) is not None for path in paths(row))
 
 
-@pytest.mark.parametrize("row", OWN, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", KINDS.values(), ids=lambda row: row.name)
 def test_a_kind_enters_a_queue_whose_workers_run_it(row: JobKind) -> None:
     assert row.queue in row.run
 
 
 def test_a_row_loads_no_part_by_itself() -> None:
     """In a process that knows nothing yet."""
-    assert not entry_points(group=GROUP), "the tests' environment brings no kind"
+    assert entry_points(group=GROUP).names == {*KINDS} - {row.name for row in OWN}
     assert JobKind("other", work="nothing.there:Work").name == "other"
     assert "nothing.there" not in sys.modules
 
@@ -73,7 +74,7 @@ def test_a_name_that_is_taken_or_no_name_is_refused(name: str) -> None:
 
 def test_a_result_has_a_field_for_each_kind_that_has_its_own() -> None:
     own = [row.name for row in KINDS.values() if row.result]
-    assert own == ["sweep", "attribution", "fit", "dose"]
+    assert own == ["attribution", "dose", "fit", "sweep"]
     assert JobResult.__struct_fields__ == (*CommonResult.__struct_fields__, *own)
 
 

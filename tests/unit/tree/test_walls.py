@@ -58,7 +58,6 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "client": (
         "__main__",
         "cli",
-        "study",
         "render",
         "sdk",
         "captures harvest vectors",
@@ -68,11 +67,9 @@ ROOMS: dict[str, tuple[str, ...]] = {
     "workers": (
         "__main__ remote",
         "app",
-        "gradient_jobs",
         "serving",
         "surveys remote_control",
         "engines",
-        "gradients",
         "engine",
         "runner",
     ),
@@ -89,7 +86,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "access settings packages",
         "base",
     ),
-    "api/resolve": ("sweeps", "admission", "readings", "edits", "positions", "prompts"),
+    "api/resolve": ("admission", "readings", "edits", "positions", "prompts"),
     "broker/ledger": ("recovery", "people named", "jobs", "results", "core"),
     "workers/engine": (
         "headless",

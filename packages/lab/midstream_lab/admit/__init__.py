@@ -1,1 +1,1 @@
-"""Plans sweeps: prompts and their alignment, columns, paths, limits."""
+"""Plans, and checks of requests."""

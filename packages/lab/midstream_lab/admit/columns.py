@@ -1,6 +1,6 @@
 """Makes columns of a sweep's grid on axes other than tokens: heads, heads at positions, neurons.
 
-Positions and spans become columns in `api/resolve/sweeps/plan.py`; here they are joined, and
+Positions and spans become columns in `plan.py`; here they are joined, and
 combined with the parts of a row that a cell writes.
 """
 

@@ -1,1 +1,1 @@
-"""Commands of experiments."""
+"""Commands."""

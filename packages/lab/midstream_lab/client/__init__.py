@@ -1,1 +1,1 @@
-"""Patch studies."""
+"""Calls, grids, studies."""

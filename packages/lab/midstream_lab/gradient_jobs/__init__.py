@@ -1,1 +1,1 @@
-"""Jobs of the gradient queue on their worker: estimates of attributions, fits."""
+"""Jobs of gradient workers."""

@@ -1,1 +1,1 @@
-"""Gradients of a transformers model at the hook points, and estimates by them."""
+"""Gradients, and estimates."""

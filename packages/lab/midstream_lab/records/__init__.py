@@ -1,1 +1,1 @@
-"""What the requests, the stored jobs and the results of experiments are."""
+"""What is sent and stored."""

@@ -1,1 +1,1 @@
-"""Makes the results of experiments from what their workers stored and the receipts."""
+"""Results so far."""

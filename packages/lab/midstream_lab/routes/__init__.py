@@ -1,1 +1,1 @@
-"""HTTP routes of experiments."""
+"""HTTP."""

@@ -1,1 +1,1 @@
-"""Sweeps: `attempt` runs the cells; requests, verdicts, records."""
+"""Sweeps, doses on workers."""

@@ -23,6 +23,7 @@ from midstream.schemas.artifacts.probes import ProbeRequest
 from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import JobRequest, Sampling
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest, Unserved
+from midstream_lab.client import fields as lab
 from midstream_lab.records.attributions import AttributionRequest
 from midstream_lab.records.fits import FitRequest, LensFitRequest
 from midstream_lab.records.sweeps import SweepRequest
@@ -75,11 +76,11 @@ def test_both_clients_have_the_same_calls_and_signatures(name: str) -> None:
 #: Typed keywords → the request whose fields they are, with fields that a call has on its own.
 KEYWORDS: dict[Any, tuple[Any, set[str]]] = {
     fields.JobFields: (JobRequest, set()),
-    fields.SweepFields: (SweepRequest, set()),
-    fields.AttributionFields: (AttributionRequest, set()),
+    lab.SweepFields: (SweepRequest, set()),
+    lab.AttributionFields: (AttributionRequest, set()),
     fields.HarvestFields: (HarvestRequest, set()),
-    fields.FitFields: (FitRequest, set()),
-    fields.LensFitFields: (LensFitRequest, set()),
+    lab.FitFields: (FitRequest, set()),
+    lab.LensFitFields: (LensFitRequest, set()),
     fields.CompletionFields: (CompletionRequest, {"model", "prompt"}),
     fields.ChatFields: (ChatRequest, {"model", "messages"}),
     fields.ProbeFields: (ProbeRequest, set()),

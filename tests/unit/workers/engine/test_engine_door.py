@@ -4,7 +4,7 @@ import re
 from typing import Any, get_args
 
 import pytest
-from test_sweep_plan import model as model_of, pair, plan
+from plan_kit import model as model_of, pair, plan
 from tree import ROOT, sources
 
 from midstream.broker.ledger.core.scripts import stored_tags

@@ -28,9 +28,9 @@ from rich.console import Console
 from sweep_kit import VIEW
 
 from midstream import Client, MidstreamError
-from midstream.client.sdk.answers.progress import _Cells
 from midstream.client.values import UnknownArgument
 from midstream_lab.client.attribution import Attribution
+from midstream_lab.client.progress import _Cells
 from midstream_lab.records.attributions import AttributionResult, EstimatedPair, NotLookedAt
 from midstream_lab.records.sweeps import SweepCell
 from midstream_lab.show import attributions

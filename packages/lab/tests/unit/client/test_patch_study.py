@@ -20,10 +20,10 @@ from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, VIEW, grid, over, pair, res
 from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
 from midstream.client.notebook import install
 from midstream.client.render import notebook
-from midstream.client.sdk.answers.progress import bar
 from midstream.schemas.base.records import from_json, to_json
 from midstream_lab.client.grid import grid_of
 from midstream_lab.client.patch_study import Region
+from midstream_lab.client.progress import bar
 from midstream_lab.records.sweeps import (
     PairSpan,
     Skipped,

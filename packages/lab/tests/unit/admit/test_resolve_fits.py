@@ -5,12 +5,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from plan_kit import CODEC, model
 from refusal_kit import refuses
 
 from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, StoredLensFit
 from midstream_lab.admit import fits
 from midstream_lab.records.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit
-from tests.unit.api.resolve.test_sweep_plan import CODEC, model
 
 HERE = ["The Eiffel Tower is in"] * 8
 THERE = ["The Colosseum is in"] * 8

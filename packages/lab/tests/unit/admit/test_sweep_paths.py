@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from plan_kit import ablated, model, pair, plan, refusal
 from refusal_kit import refuses
-from test_sweep_plan import ablated, model, pair, plan, refusal
 
 from midstream.schemas.base.errors import MidstreamError, misfit
 from midstream.schemas.jobs.jobs import Job, Sampling

@@ -17,7 +17,7 @@ from midstream_lab.gradients import learn
 from midstream_lab.gradients.points import Points
 from midstream_lab.records.fits import FitRequest, FitTokens, StoredModuleFit
 
-PYREFT = json.loads((Path(__file__).parents[3] / "data" / "pyreft.json").read_text())
+PYREFT = json.loads((Path(__file__).parents[2] / "data" / "pyreft.json").read_text())
 
 
 def rows(seed: int, n: int = 24, width: int = 10) -> torch.Tensor:

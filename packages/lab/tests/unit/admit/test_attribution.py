@@ -4,8 +4,8 @@ from typing import Any
 
 import msgspec
 import pytest
+from plan_kit import model, pair, plan
 from refusal_kit import refuses
-from test_sweep_plan import model, pair, plan
 
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.jobs.models import GradientInfo

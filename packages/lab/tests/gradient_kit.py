@@ -20,7 +20,7 @@ from midstream_lab.records.sweeps import Column, StoredPair, StoredSweep
 
 PointsOf = Callable[[str], Points]
 #: What TransformerLens computed, and how far an own number may be from it, of the largest.
-GOLDEN = Path(__file__).parents[1] / "data" / "attribution.safetensors"
+GOLDEN = Path(__file__).parent / "data" / "attribution.safetensors"
 LENS = 1e-5
 BASE = [20, 21, 22, 63, 24, 25, 26, 77, 28, 29]
 SOURCE = [20, 21, 22, 23, 24, 25, 26, 27, 28, 29]

@@ -9,15 +9,15 @@ from gradient_kit import BASE, PointsOf
 
 from midstream_lab.gradients.loading import SLACK_BYTES, Footprint
 
-ROOT = Path(__file__).resolve().parents[4]
+ROOT = Path(__file__).resolve().parents[5]
 
 #: Prints measured bytes and the estimate without parameters, in a process of its own: the peak of
 #: resident memory is that of the process.
 SCRIPT = """
 import gc, sys, torch
-from midstream.workers.gradients.loading import Footprint
-from midstream.workers.gradients.points import ATTENTION
-from midstream.workers.gradients.points import Points
+from midstream_lab.gradients.loading import Footprint
+from midstream_lab.gradients.points import ATTENTION
+from midstream_lab.gradients.points import Points
 from transformers import AutoModelForCausalLM
 
 def status(name):
