@@ -38,6 +38,53 @@ def test_a_facade_whose_package_is_absent_names_the_extra() -> None:
     )
 
 
+def test_a_class_whose_package_is_absent_names_the_extra() -> None:
+    done = alone("from midstream import PatchStudy")
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: midstream.PatchStudy needs the package midstream-lab: {installing('lab')}"
+    )
+
+
+#: Asks an API without packages for what they serve; prints status and detail of each answer.
+ASK = """
+from litestar.testing import TestClient
+from midstream.api.app import make_app
+from midstream.schemas.settings.settings import Settings
+
+with TestClient(make_app(Settings(redis_url="redis://127.0.0.1:1")), "http://127.0.0.1") as client:
+    for path in {paths!r}:
+        answer = client.post(path, json={{}})
+        print(answer.status_code, answer.json()["detail"])
+"""
+
+
+def test_routes_of_kinds_that_are_absent_name_the_extra() -> None:
+    paths = ["sweeps", "sweeps/job_1", "attributions", "modules/fit", "jacobians/fit", "doses"]
+    done = alone(ASK.format(paths=[f"/v1/{path}" for path in paths]))
+    answers = done.stdout.splitlines()
+    assert len(answers) == len(paths), done.stderr
+    for answer in answers:
+        assert answer.startswith("501 no package that is installed here knows jobs of kind ")
+        assert installing("lab") in answer
+
+
+def test_gradient_rows_without_their_kind_name_the_extra() -> None:
+    gradient = "{'of': 'gradient', 'scalar': {'kind': 'loss'}}"
+    body = f"{{'model': 'm', 'prompts': ['a'], 'capture': {gradient}}}"
+    done = alone(ASK.format(paths=["/v1/jobs"]).replace("json={}", f"json={body}"))
+    assert done.stdout.startswith("501 "), done.stderr
+    assert installing("lab") in done.stdout
+
+
+def test_a_gradient_worker_without_its_engine_names_the_extra() -> None:
+    done = alone(
+        "from midstream.schemas.settings.settings import Settings\n"
+        "from midstream.workers.engines import check_options\n"
+        "check_options(Settings(engine='gradients'))"
+    )
+    assert installing("lab") in done.stderr.splitlines()[-1]
+
+
 def test_the_rest_of_the_client_needs_no_package() -> None:
     done = alone("import midstream, midstream.client.vectors; midstream.Client; print('there')")
     assert done.stdout == "there\n", done.stderr

@@ -41,8 +41,7 @@ def test_the_core_imports_no_package() -> None:
         f"{found.where} imports {found.module}"
         for path in product("core")
         for found in imports_of(path)
-        if found.module.partition(".")[0] in names
-        and not (found.typing and path == ROOT / TYPED)
+        if found.module.partition(".")[0] in names and not (found.typing and path == ROOT / TYPED)
     ]
     assert wrong == []
 

@@ -19,7 +19,6 @@ from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, VIEW, grid, over, pair, res
 
 from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
 from midstream.client.notebook import install
-from midstream.client.render import notebook
 from midstream.schemas.base.records import from_json, to_json
 from midstream_lab.client.grid import grid_of
 from midstream_lab.client.patch_study import Region
@@ -34,6 +33,7 @@ from midstream_lab.records.sweeps import (
     SweepStart,
     SweepSummary,
 )
+from midstream_lab.show import notebook
 
 PROMPTS = ("The Eiffel Tower is in", "The Colosseum is in", " Paris", " Rome")
 START = SweepStart(
