@@ -311,7 +311,9 @@ def keywords_of(verb: str) -> dict[str, list[str]]:
 
 def _keywords(act: Act) -> Iterator[str]:
     """Yield the keywords of a function; of `**fields: Unpack[…]`, each."""
-    for parameter in signature(act).parameters.values() if callable(act) else ():
+    if not callable(act):
+        return
+    for parameter in signature(act).parameters.values():
         if parameter.kind is Parameter.KEYWORD_ONLY:
             yield parameter.name
         elif parameter.kind is Parameter.VAR_KEYWORD:

@@ -59,7 +59,7 @@ WALK: dict[str, tuple[str, Plan]] = {
     "webhook.sent": ("callbacks", PLAIN),
 }
 #: Those that only harvests or attributions come to: `tests/system/test_harvest_kills.py` and
-#: `tests/system/test_attributions.py`.
+#: `packages/lab/tests/system/test_attributions.py`.
 ELSEWHERE = {name for name in CRASH_POINTS if name.startswith(("harvest.", "attribution."))}
 #: What has to go wrong besides, for a point to be reached.
 BESIDES = {"worker.released": "engine_dies:tokens=3;"}
