@@ -3,9 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ..schemas.packages import MissingPackageError, load
 from . import notebook as notebook  # so that results can be drawn, wherever they come from
-from .extras import explained
+from .extras import FACADES, added, explained
 
 if TYPE_CHECKING:
     from ..schemas.base.errors import MidstreamError as MidstreamError
@@ -44,9 +43,7 @@ _MODULES = {  # module → its public names, loaded on first use
     "..schemas.prompts.selectors": "Span",
 }
 _HOMES = {name: module for module, names in _MODULES.items() for name in names.split()}
-#: Public name that a package of ours offers as a facade → the extra that installs the package.
-_FACADES = {"AsyncPatchStudy": "lab", "PatchStudy": "lab"}
-__all__ = sorted([*_HOMES, *_FACADES])
+__all__ = sorted([*_HOMES, *FACADES])
 
 
 def __dir__() -> list[str]:
@@ -54,13 +51,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    if name in _FACADES:
-        try:
-            return load("midstream.facades", name, extra=_FACADES[name])
-        except MissingPackageError as error:
-            raise ImportError(f"midstream.{name} {error}") from error
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return added(name)
     try:
         return getattr(import_module(_HOMES[name], __name__), name)
     except ModuleNotFoundError as error:

@@ -4,8 +4,9 @@ them.
 
 import sys
 from importlib.util import find_spec
+from typing import Any
 
-from ..schemas.packages import installing
+from ..schemas.packages import facade, installing
 
 #: Extra → the modules that it installs, by import name. For a module of several extras, an error
 #: names the first.
@@ -40,6 +41,8 @@ PACKAGED = {
     "convert": ("midstream-bridges", "bridges"),
     **dict.fromkeys(("sweep", "attribute", "dose"), ("midstream-lab", "lab")),
 }
+#: Name of the client that a package beside this one offers → the extra that installs it.
+FACADES = {"AsyncPatchStudy": "lab", "PatchStudy": "lab"}
 #: Extras that name packages beside this one.
 WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab")
 #: Missing modules that an error names; more are counted.
@@ -81,6 +84,15 @@ def absent(command: str) -> MissingExtraError:
     """Return an error that names the package of a command in `PACKAGED`, and its extra."""
     package, extra = PACKAGED[command]
     return MissingExtraError(_message(f"`midstream {command}` needs {package}", extra))
+
+
+def added(name: str) -> Any:
+    """Return what is behind a name in `FACADES`. Raises AttributeError for others, and ImportError
+    where its package is absent.
+    """
+    if name not in FACADES:
+        raise AttributeError(f"module 'midstream.client' has no attribute {name!r}")
+    return facade(name, FACADES[name])
 
 
 def _message(needed: str, extra: str) -> str:

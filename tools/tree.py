@@ -34,6 +34,9 @@ NODES = {
 #: 57,000 are the white space of lines that can be read.
 BYTES = {"page": 471_971}
 ROOM = 0.03
+#: The one module of the core that imports packages, for types alone: editors and type checkers read
+#: there what packages add to the client.
+TYPED = "client/sdk/typed.py"
 #: Calls that import what their first argument names.
 DYNAMIC = {"importlib.import_module", "import_module", "__import__"}
 

@@ -35,6 +35,13 @@ LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
     "broker": ("otel", "up"),
     "tools": ("lens",),
     "ops": ("cpu",),
+    "lab": ("notebook", "plots"),
+}
+#: Room of a package that only some processes load → the extra that these have.
+OF_ROOMS = {
+    **dict.fromkeys(("lab.admit", "lab.routes"), "api"),
+    **dict.fromkeys(("lab.cli", "lab.client", "lab.show"), "client"),
+    **dict.fromkeys(("lab.gradient_jobs", "lab.gradients", "lab.run"), "cpu"),
 }
 #: Loaded only when it is asked for, so its top counts as the inside of a function.
 LOADED_LATE = {"client/harvest/training.py", "packages/ops/midstream_ops/redis_server.py"}
@@ -129,6 +136,8 @@ def test_every_import_of_a_package_is_its_own_declared_dependency(name: str) -> 
     for path in product(name):
         extra = OF_EXTRAS.get(str(path.relative_to(ROOT)))
         more = project["optional-dependencies"][extra] if extra else []
+        if room := OF_ROOMS.get(f"{name}.{path.parent.name}"):
+            more = [f"midstream[{room}]"]
         allowed = required([*always, *more])
         for found in outside(path):
             lazy = found.lazy or str(path.relative_to(ROOT)) in LOADED_LATE

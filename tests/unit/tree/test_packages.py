@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from tree import NODES, PACKAGES, ROOT, imports_of, part_of, product, tracked
+from tree import NODES, PACKAGES, ROOT, TYPED, imports_of, part_of, product, tracked
 
 #: Package → the rooms of the core that it may import.
 ROOMS: dict[str, set[str]] = {
@@ -21,9 +21,6 @@ ROOMS: dict[str, set[str]] = {
     "s3": {"schemas.jobs", "schemas.settings", "storage"},
     "webhooks": {"api", "broker.ledger", "schemas"},
 }
-#: The one module of the core that imports packages, for types alone: editors and type checkers read
-#: there what packages add to the client.
-TYPED = "client/sdk/typed.py"
 #: What a package's folder has, beside its code and its tests.
 LAYOUT = {"pyproject.toml", "README.md"}
 

@@ -1,1 +1,1 @@
-"""Commands."""
+"""Its commands."""

@@ -1,1 +1,1 @@
-"""Jobs of gradient workers."""
+"""Jobs of gradients."""

@@ -1,1 +1,1 @@
-"""Sweeps, doses on workers."""
+"""On vLLM workers."""

@@ -1,1 +1,1 @@
-"""Figures."""
+"""Draws results."""
