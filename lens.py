@@ -5,15 +5,12 @@ The package `midstream-bridges` offers it. See `docs/coming-from.md`.
 
 from typing import TYPE_CHECKING, Any
 
-from .schemas.packages import MissingPackageError, load
+from .schemas.packages import facade
 
 if TYPE_CHECKING:
     from midstream_bridges.lens import *  # noqa: F403 - so that its types are known
 
-try:
-    _facade = load("midstream.facades", "lens", extra="bridges")
-except MissingPackageError as error:
-    raise ImportError(f"midstream.lens {error}") from error
+_facade = facade("lens", extra="bridges")
 
 
 def __dir__() -> list[str]:

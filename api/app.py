@@ -18,7 +18,7 @@ from litestar.types import Message, Scope
 from ..schemas import packages
 from ..schemas.base.records import learn_records
 from ..schemas.base.version import __version__
-from ..schemas.jobs.kinds import of_kinds
+from ..schemas.jobs import kinds
 from ..schemas.packages import part
 from ..schemas.settings.settings import Settings
 from . import openapi
@@ -54,7 +54,7 @@ ROUTES = [
     *service.ROUTES,
     *pages.ROUTES,
     *tokens.ROUTES,
-    *(handler for path in of_kinds("routes") for handler in part(path)),
+    *(handler for path in kinds.of_kinds("routes") for handler in part(path)),
 ]
 #: Entry points of routes: name → list of handlers, which the API adds to its own.
 ADDED_ROUTES = "midstream.routes"
@@ -90,7 +90,7 @@ def _routes() -> list[Any]:
     place.
     """
     added = [handler for handlers in packages.load_all(ADDED_ROUTES) for handler in handlers]
-    there = packages.offered(ADDED_ROUTES)
+    there = {*packages.offered(ADDED_ROUTES), *kinds.KINDS}
     instead = [
         handler
         for name, handlers in absent.IN_PLACE.items()

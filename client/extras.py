@@ -38,9 +38,10 @@ PACKAGED = {
     **dict.fromkeys(("up", "serve", "demo"), ("midstream-ops", "cpu")),
     **dict.fromkeys(("status", "logs", "down", "fetch", "doctor"), ("midstream-ops", "ops")),
     "convert": ("midstream-bridges", "bridges"),
+    **dict.fromkeys(("harvest", "survey", "pause", "resume"), ("midstream-harvest", "harvest")),
 }
 #: Extras that name packages beside this one.
-WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client")
+WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "harvest")
 #: Missing modules that an error names; more are counted.
 NAMED = 5
 

@@ -31,6 +31,14 @@ def load(group: str, name: str, extra: str = "") -> Any:
     raise MissingPackageError(f"needs the package {missing}{remedy}")
 
 
+def facade(name: str, extra: str) -> Any:
+    """Return the module that a package puts behind `midstream.NAME`. Raises ImportError."""
+    try:
+        return load("midstream.facades", name, extra)
+    except MissingPackageError as error:
+        raise ImportError(f"midstream.{name} {error}") from error
+
+
 def load_all(group: str) -> Iterator[Any]:
     """Yield all that installed packages offer in a group. Raises MissingPackageError."""
     for name in offered(group):

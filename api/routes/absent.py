@@ -13,7 +13,12 @@ from ..web.auth import needs
 from ..web.body import JsonRequest
 from .pages import HEADERS, front_links, link_list, page
 
-PAGE_IS_ABSENT = "the live page is in the package midstream-page, which is not installed"
+
+def _absent(package: str, what: str) -> str:
+    return f"{what} in the package midstream-{package}, which is not installed"
+
+
+PAGE_IS_ABSENT = _absent("page", "the live page is")
 PAGE_REMEDY = packages.installing("page")
 
 
@@ -31,28 +36,26 @@ async def front(request: JsonRequest, context: AppContext) -> Response[bytes]:
     return Response(document, media_type=MediaType.HTML, headers=headers)
 
 
-@route(
-    ["/page/{path:path}", "/session", "/v1/feed", "/v1/captures/{job_id:str}/norms"],
-    http_method=[HttpMethod.GET, HttpMethod.POST, HttpMethod.DELETE],
-    opt=needs(None) | {"any_query": True},
-    include_in_schema=False,
-)
-async def page_call(request: JsonRequest) -> Response[bytes]:
-    """Refuse the calls of the page. Raises a 404 that says what serves them."""
-    raise MidstreamError("not_found", PAGE_IS_ABSENT, hint=PAGE_REMEDY)
+def refused(package: str, what: str, paths: list[str], kind: str = "not_found") -> Any:
+    """Return a handler of the paths of a package that says what serves them."""
+
+    @route(
+        paths,
+        http_method=[HttpMethod.GET, HttpMethod.POST, HttpMethod.DELETE],
+        opt=needs(None) | {"any_query": True},
+        include_in_schema=False,
+    )
+    async def refuse(request: JsonRequest) -> Response[bytes]:
+        raise MidstreamError(kind, _absent(package, what), hint=packages.installing(package))
+
+    return refuse
 
 
-@route(
-    "/v1/webhooks/{path:path}",
-    http_method=[HttpMethod.GET, HttpMethod.POST],
-    opt=needs(None) | {"any_query": True},
-    include_in_schema=False,
-)
-async def webhooks_call(request: JsonRequest) -> Response[bytes]:
-    """Refuse the calls on webhooks. Raises a 404 that says what serves them."""
-    absent = "webhooks are in the package midstream-webhooks, which is not installed"
-    raise MidstreamError("not_found", absent, hint=packages.installing("webhooks"))
-
-
+PAGE = ["/page/{path:path}", "/session", "/v1/feed", "/v1/captures/{job_id:str}/norms"]
+HARVESTS = ["/v1/harvests", "/v1/harvests/{path:path}"]
 #: Package → handlers of its paths.
-IN_PLACE: dict[str, list[Any]] = {"page": [front, page_call], "webhooks": [webhooks_call]}
+IN_PLACE: dict[str, list[Any]] = {
+    "page": [front, refused("page", "the live page is", PAGE)],
+    "webhooks": [refused("webhooks", "webhooks are", ["/v1/webhooks/{path:path}"])],
+    "harvest": [refused("harvest", "harvests are", HARVESTS, "not_installed")],
+}

@@ -13,7 +13,6 @@ from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.doses import DoseResult
 from ...schemas.jobs.results import JobResult
 from ...schemas.jobs.sweeps import SweepResult
-from ...storage.harvests import Harvest
 from ..captures.patterns import Attention
 from ..captures.reader import CaptureReader
 from ..probes import Fit
@@ -21,6 +20,7 @@ from ..sdk.answers.attribution import Attribution, estimated, marks
 from ..sdk.answers.grid import MEANING, Grid, described, grid_of, titled
 from ..sdk.readings import Features, Lens
 from . import curves
+from .added import with_added
 from .attention import Panel, panels_of, written
 from .drawing import check as check, new_figure, png as png, saved
 from .lines import computed
@@ -269,7 +269,7 @@ def lens_figure(lens: Lens, places: Sequence[int] | None = None) -> "Figure":
     return drawn
 
 
-# --- Features, captured rows, harvests
+# --- Features, captured rows
 
 
 def features_figure(features: Features, count: int = 20) -> "Figure":
@@ -377,7 +377,6 @@ PLOTS: dict[type, Callable[..., "Figure"]] = {
     DoseResult: curves.dose_figure,
     Fit: curves.training_figure,
     Grid: grid_figure,
-    Harvest: curves.harvest_figure,
     JobResult: job_figure,
     Lens: lens_figure,
     Probe: curves.training_figure,
@@ -387,9 +386,10 @@ PLOTS: dict[type, Callable[..., "Figure"]] = {
 
 
 def plot(value: Any, path: Path | str | None = None, **options: Any) -> "Figure":
-    """Draw a result of any class in `PLOTS`; if `path` is given, save it there, in the format of
-    the extension (`.png`, `.pdf`, `.svg`, …).
+    """Draw a result of any class in `PLOTS`, or in that of a package; if `path` is given, save it
+    there, in the format of the extension (`.png`, `.pdf`, `.svg`, …).
 
     Raises MidstreamError if matplotlib is missing or cannot write that format, OSError.
     """
-    return saved(path, lambda: PLOTS[type(value)](value, **options))
+    draw = with_added("PLOTS", PLOTS)[type(value)]
+    return saved(path, lambda: draw(value, **options))

@@ -15,8 +15,6 @@ from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.results import JobResult
 from ...schemas.jobs.sweeps import SweepResult
 from ...schemas.packages import part
-from ...storage.harvests import Harvest
-from ...storage.surveys import Surveyed
 from .. import frames
 from ..captures.patterns import Attention
 from ..probes import Fit
@@ -24,6 +22,7 @@ from ..sdk.answers.grid import records
 from ..sdk.mapping.map import Mapped
 from ..sdk.readings import Features, Lens, lens_of
 from ..sdk.wire import Answer
+from .added import with_added
 
 Lines = Iterable[dict[str, Any]]
 
@@ -161,24 +160,6 @@ def _answer(answer: Answer) -> Lines:
         yield {"prompt": prompt, "text": text, "finish_reason": reason}
 
 
-def _harvest(harvest: Harvest, *, count: int = 10_000) -> dict[str, np.ndarray]:
-    first = slice(0, min(count, len(harvest)))
-    origins = zip(("document", "position", "token_id"), harvest.keys(first), strict=True)
-    return dict(origins) | {
-        f"norm {hook} {layer}": np.linalg.norm(harvest.rows(first, layer, hook), axis=-1)
-        for hook, layer in harvest.sites
-    }
-
-
-def _survey(survey: Surveyed) -> dict[str, np.ndarray]:
-    figures = {"density": survey.density, "mean": survey.array("mean")}
-    return {"feature": np.arange(len(figures["mean"]))} | {
-        f"{name}{harvest}": column
-        for name, array in figures.items()
-        for harvest, column in zip(("", " against"), array.T, strict=False)
-    }
-
-
 #: Class → the lines or columns of its data frame; others have a `to_pandas` of their own.
 LINES: dict[type, Callable[..., Any]] = {
     Answer: _answer,
@@ -187,18 +168,19 @@ LINES: dict[type, Callable[..., Any]] = {
     Features: _features,
     Fit: _held_out,
     FitResult: lambda result: map(asdict, result.training.sites),
-    Harvest: _harvest,
     JobResult: _job,
     Lens: _lens,
     LensFitResult: _lens_fit,
     Mapped: lambda item, **options: _job(item.result, **options),
     Probe: _held_out,
     ProbeResult: _scores,
-    Surveyed: _survey,
     SweepResult: records,
 }
 
 
 def frame(value: Any, *arguments: Any, **options: Any) -> Any:
-    """Return a result of a class in `LINES` as a data frame. Raises an error without pandas."""
-    return frames.pandas().DataFrame(LINES[type(value)](value, *arguments, **options))
+    """Return a result of a class in `LINES`, or in that of a package, as a data frame. Raises an
+    error without pandas.
+    """
+    lines = with_added("LINES", LINES)[type(value)]
+    return frames.pandas().DataFrame(lines(value, *arguments, **options))

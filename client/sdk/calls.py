@@ -18,7 +18,7 @@ from collections.abc import (
 )
 from contextlib import aclosing
 from functools import cached_property, wraps
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature, signature, unwrap
 from types import MethodType
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
@@ -28,7 +28,7 @@ from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.jobs.jobs import JobView
 from ...schemas.packages import part
 from .. import values
-from . import fields, wire
+from . import wire
 from .transport import Transport
 from .wire import HttpCall
 
@@ -336,7 +336,7 @@ def _signature(function: Callable[..., Any]) -> Signature:
                 default=None,
                 annotation=_Text(kind.__forward_arg__.removesuffix(" | None")),
             )
-            for name, kind in getattr(fields, unpacked[1]).__annotations__.items()
+            for name, kind in unwrap(function).__globals__[unpacked[1]].__annotations__.items()
         ]
     return original.replace(
         parameters=parameters, return_annotation=_Text(original.return_annotation)

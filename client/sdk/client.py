@@ -30,8 +30,9 @@ from .service import Keys, Secrets, Tenants, Webhooks
 from .transport import AwaitingTransport, BlockingTransport, Transport
 
 if TYPE_CHECKING:
+    from midstream_harvest.client.calls import Harvests
+
     from .fits import Fits
-    from .harvests import Harvests
     from .sweeps import Attributions, Sweeps
 
 #: First guess at what is done to a named thing → its verb, which HTTP, this client and the command

@@ -16,13 +16,6 @@ from ...schemas.artifacts.conditions import Aggregation
 from ...schemas.artifacts.probes import HeldOut, ProbeSide, ProbeUse
 from ...schemas.base.states import CallbackEvent
 from ...schemas.jobs.fits import FitExample, RegisterWhen
-from ...schemas.jobs.harvests import (
-    HarvestCut,
-    HarvestPositions,
-    HarvestShards,
-    HarvestSource,
-    HarvestStream,
-)
 from ...schemas.jobs.jobs import Sampling, StructuredRequest
 from ...schemas.jobs.openai import ResponseFormat, StreamOptions
 from ...schemas.jobs.sweeps import (
@@ -263,38 +256,6 @@ class LensFitFields(AnyFitFields, total=False):
     layers: Numbers | None
     skip_first: int | None
     max_tokens: int | None
-
-
-class HarvestFields(TypedDict, total=False):
-    """`POST /v1/harvests`."""
-
-    model: str
-    source: HarvestSource | Fields
-    layers: Numbers | None
-    hook: HookInput | None
-    hooks: Some[HookInput] | Fields | None
-    cut: HarvestCut | Fields | None
-    positions: HarvestPositions | Fields | None
-    at: At | None
-    generate: Sampling | Fields | None
-    steering: Some[Steering] | None
-    lora: str | None
-    dtype: str | None
-    shards: HarvestShards | Fields | None
-    to: HarvestStream | Fields | Literal["store", "stream"] | None
-    store: str | None
-    max_tokens: int | None
-    priority: Priority | None
-    metadata: Mapping[str, str] | None
-
-
-class SurveyFields(Handled, total=False):
-    """`POST /v1/harvests/{id}/surveys`."""
-
-    sae: str | None
-    against: str | None
-    top: int | None
-    context: int | None
 
 
 class OpenAIFields(ObservedFields, Sampled, Handled, total=False):

@@ -1,1 +1,1 @@
-"""Jobs, sweeps, harvests, receipts, models, the OpenAI-style bodies."""
+"""Jobs, sweeps, receipts, models, the OpenAI-style bodies."""

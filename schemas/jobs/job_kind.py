@@ -44,6 +44,8 @@ class JobKind(NamedTuple):
     answer: str = ""
     #: Adds its commands to the command line: takes the typer app.
     verbs: str = ""
+    #: What its verbs do with the things that its jobs make: a list of `client.cli.kind.Kind`.
+    things: str = ""
     #: What the command line prints of a result: takes a `JobResult`, returns what rich can print.
     shown: str = ""
 

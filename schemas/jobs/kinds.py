@@ -90,17 +90,6 @@ OWN = (
     JobKind(
         "gradient", path="/v1/jobs", queue=GRADIENTS, run={GRADIENTS: f"{_GRADIENTS}.rows:run"}
     ),
-    JobKind(
-        "harvest",
-        step=9,
-        reads_receipts=True,
-        slow=True,
-        work="midstream.schemas.jobs.harvests:HarvestWork",
-        run={"": f"{_SERVING}.harvests.run:run"},
-        routes="midstream.api.routes.harvests:ROUTES",
-        calls={"harvests": f"{_SDK}.harvests:Harvests"},
-        verbs="midstream.client.cli.harvests:register",
-    ),
 )
 
 

@@ -31,13 +31,11 @@ from tokenizers import Tokenizer
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.registry import Registry
-from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.access.keys import DEFAULT_TENANT
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.doses import DoseWork
 from midstream.schemas.jobs.fits import FitWork
-from midstream.schemas.jobs.harvests import HarvestWork
 from midstream.schemas.jobs.jobs import (
     Event,
     FileEntry,
@@ -52,6 +50,8 @@ from midstream.schemas.requests.steering import MODULES
 from midstream.schemas.settings.settings import Settings
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import ArtifactStore, open_store
+from midstream_harvest.ledger.harvests import LedgerHarvests
+from midstream_harvest.records.harvests import HarvestWork
 from midstream_webhooks.outbox import WebhookOutbox
 
 

@@ -16,16 +16,16 @@ from edge import HIDDEN, MODEL, Api, Hand
 from ledger_kit import IDENTITY
 from wait_kit import wait_until
 
-from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
-from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import Job, JobRequest, SamplingRequest
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest
 from midstream.schemas.jobs.queues import GRADIENTS
 from midstream.schemas.jobs.sweeps import SweepRequest
+from midstream_harvest.ledger.harvests import LedgerHarvests
+from midstream_harvest.records.harvests import HarvestRequest
 
 DEADLINE_S = 60.0
 VECTOR = [1.0] * HIDDEN

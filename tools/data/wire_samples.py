@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from msgspec import inspect as shapes
 
-from midstream.broker.ledger.recovery.harvests import Out
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import FrameKind, Hello, Refusal
 from midstream.schemas.access.handling import Callback
@@ -32,16 +31,6 @@ from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.doses import DoseEffect, DoseResult, DoseWork
 from midstream.schemas.jobs.fits import FitResult, FitWork, LensFitResult
-from midstream.schemas.jobs.harvests import (
-    CheckedFile,
-    HarvestPlan,
-    HarvestSource,
-    HarvestWork,
-    PartManifest,
-    StoredHarvest,
-    SurveyEntry,
-    UnitEntry,
-)
 from midstream.schemas.jobs.jobs import Event, Job, Output
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle, WorkerInfo
 from midstream.schemas.jobs.receipts import LostRange, Receipt
@@ -51,7 +40,6 @@ from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.readings.features import FeaturesPart
 from midstream.schemas.readings.installed import ReaderPart
 from midstream.schemas.readings.lens import LensPart
-from midstream.schemas.requests.harvest_work import HarvestPart
 from midstream.schemas.requests.source_runs import RunFiles, RunRecord
 from midstream.schemas.requests.specs import RankSpec
 from midstream.schemas.requests.steering import (
@@ -60,6 +48,19 @@ from midstream.schemas.requests.steering import (
     WorkerSteering,
 )
 from midstream.schemas.requests.sweep_paths import SweepPath
+from midstream_harvest.ledger.harvests import Out
+from midstream_harvest.records.harvests import (
+    CheckedFile,
+    HarvestManifest,
+    HarvestPlan,
+    HarvestSource,
+    HarvestWork,
+    PartManifest,
+    StoredHarvest,
+    SurveyEntry,
+    UnitEntry,
+)
+from midstream_harvest.records.work import HarvestPart, HarvestPlace
 
 FILE = Path(__file__).resolve().parents[2] / "tests" / "data" / "wire.json"
 
@@ -101,6 +102,7 @@ MSGPACK: tuple[Any, ...] = (
     StoredHarvest,
     UnitEntry,
     HarvestPlan,
+    HarvestPlace,
     Session,
 )
 JSON: tuple[Any, ...] = (
@@ -115,6 +117,7 @@ JSON: tuple[Any, ...] = (
     Out,
     CheckedFile,
     PartManifest,
+    HarvestManifest,
     SurveyEntry,
     SweepRequest,
     AttributionRequest,

@@ -1,1 +1,1 @@
-"""Celery tasks to stored outputs: attempts, sweeps, harvests, steering, heartbeat."""
+"""Celery tasks to stored outputs: attempts, sweeps, steering, heartbeat."""

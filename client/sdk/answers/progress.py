@@ -1,4 +1,4 @@
-"""Progress bars (tqdm) of jobs, sweeps and harvests, on a terminal or in a notebook."""
+"""Progress bars (tqdm) of jobs and sweeps, on a terminal or in a notebook."""
 
 import sys
 import warnings
@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from ....schemas.jobs.attributions import EstimatedPair
-from ....schemas.jobs.harvests import HarvestView
 from ....schemas.jobs.jobs import Event
 from ....schemas.jobs.sweeps import SweepCell, SweepStart, SweepSummary
 from ...notebook import in_notebook
@@ -25,7 +24,7 @@ def bar(title: str = "sweep") -> Iterator[OnSweepEvent | None]:
     """Yield a bar to call with a sweep's events; None if standard error is not a terminal and this
     is not a notebook.
     """
-    with _drawn(desc=title, unit="cell") as drawn:
+    with tqdm_bar(desc=title, unit="cell") as drawn:
         yield None if drawn is None else _Cells(drawn)
 
 
@@ -34,7 +33,7 @@ def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
     """Yield a bar to call with a job's events, or None as `bar` does. It counts finished prompts,
     and appears after `DELAY_S`.
     """
-    with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
+    with tqdm_bar(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
         yield None if drawn is None else _Prompts(drawn)
 
 
@@ -44,32 +43,13 @@ def mapped_bar(total: int | None) -> Iterator[Callable[[], None] | None]:
 
     `total`: the number of prompts; None if unknown.
     """
-    with _drawn(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
+    with tqdm_bar(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
         yield None if drawn is None else lambda: drawn.update(1)
 
 
 @contextmanager
-def harvest_bar() -> Iterator[Callable[[HarvestView], None] | None]:
-    """Yield a bar to call with each poll of a harvest, or None as `bar` does. It shows the share of
-    the source, tokens/s and time left.
-    """
-    with _drawn(total=1.0, bar_format="{desc} {percentage:5.1f}%|{bar}| {postfix}") as drawn:
-
-        def show(view: HarvestView) -> None:
-            drawn.n = view.share
-            drawn.set_description_str(
-                view.state + (f" ({view.reason})" if view.reason else ""), refresh=False
-            )
-            remaining = (
-                "" if view.left_s is None else f", {drawn.format_interval(view.left_s)} left"
-            )
-            drawn.set_postfix_str(f"{view.rows:,} rows, {view.tokens_s:,.0f} tokens/s{remaining}")
-
-        yield None if drawn is None else show
-
-
-@contextmanager
-def _drawn(**options: Any) -> Iterator[Any]:
+def tqdm_bar(**options: Any) -> Iterator[Any]:
+    """Yield a bar of tqdm; None if standard error is not a terminal and this is not a notebook."""
     if not (sys.stderr.isatty() or in_notebook()):
         yield None
         return

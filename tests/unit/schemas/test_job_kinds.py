@@ -2,7 +2,6 @@
 
 import json
 import sys
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
@@ -14,14 +13,14 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.doses import DoseWork
 from midstream.schemas.jobs.fits import FitWork
-from midstream.schemas.jobs.harvests import HarvestWork
 from midstream.schemas.jobs.job_kind import JobKind
 from midstream.schemas.jobs.jobs import Job, Sampling
-from midstream.schemas.jobs.kinds import GROUP, KINDS, OWN, _by_name, kind_of
+from midstream.schemas.jobs.kinds import KINDS, OWN, _by_name, kind_of
 from midstream.schemas.jobs.results import CommonResult, JobResult
 from midstream.schemas.jobs.sweep_units import SweepWork
 from midstream.schemas.jobs.works import Work
 from midstream.schemas.packages import part
+from midstream_harvest.records.harvests import HarvestWork
 
 #: Kind of a job → one as the build stored it whose jobs had their work unpacked, as hex digits.
 FORMER: dict[str, str] = json.loads((ROOT / "tests" / "data" / "former_jobs.json").read_text())
@@ -43,24 +42,24 @@ def job_of(kind: str, **changes: Any) -> Job:
 
 def paths(row: JobKind) -> list[str]:
     """Return all that a row names."""
-    named = [row.work, row.result, row.outcome, row.routes, row.answer, row.verbs, row.shown]
+    named = [row.work, row.result, row.outcome, row.routes, row.answer]
+    named += [row.verbs, row.things, row.shown]
     return [path for path in [*named, *row.run.values(), *row.calls.values()] if path]
 
 
-@pytest.mark.parametrize("row", OWN, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", KINDS.values(), ids=lambda row: row.name)
 def test_every_part_that_a_row_names_is_there(row: JobKind) -> None:
     assert row.run, "some worker runs it"
     assert all(part(path) is not None for path in paths(row))
 
 
-@pytest.mark.parametrize("row", OWN, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", KINDS.values(), ids=lambda row: row.name)
 def test_a_kind_enters_a_queue_whose_workers_run_it(row: JobKind) -> None:
     assert row.queue in row.run
 
 
 def test_a_row_loads_no_part_by_itself() -> None:
     """In a process that knows nothing yet."""
-    assert not entry_points(group=GROUP), "the tests' environment brings no kind"
     assert JobKind("other", work="nothing.there:Work").name == "other"
     assert "nothing.there" not in sys.modules
 

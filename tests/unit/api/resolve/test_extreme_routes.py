@@ -18,7 +18,6 @@ from test_extreme_requests import EDIT, EXTREMES, VECTOR, calls_by_turn
 from test_large_bodies import MODEL, SETTINGS, WORDS, codec
 
 from midstream.api.context import AppContext
-from midstream.api.resolve.admission.harvests import plan_harvest
 from midstream.api.resolve.admission.names import NO_NAMES
 from midstream.api.resolve.edits.features import NONE
 from midstream.api.resolve.edits.model_state import ModelState
@@ -41,7 +40,6 @@ from midstream.schemas.base.records import from_json, to_json, to_msgpack
 from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.doses import DoseRequest
 from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
-from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import Job, JobRequest
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest
 from midstream.schemas.jobs.sweeps import PairSpan, SweepPair, SweepRequest
@@ -55,6 +53,8 @@ from midstream.schemas.requests.steering import (
     ModuleRequest,
     content_digest,
 )
+from midstream_harvest.api.admission import plan_harvest
+from midstream_harvest.records.harvests import HarvestRequest
 
 #: Calls in one turn of the event loop, of what the route computes once its body is decoded: about
 #: 25 ms. `test_extreme_requests.py` counts a whole call, whose larger bodies are resolved aside.

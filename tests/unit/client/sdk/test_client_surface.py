@@ -22,10 +22,11 @@ from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport
 from midstream.schemas.artifacts.probes import ProbeRequest
 from midstream.schemas.jobs.attributions import AttributionRequest
 from midstream.schemas.jobs.fits import FitRequest, LensFitRequest
-from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import JobRequest, Sampling
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest, Unserved
 from midstream.schemas.jobs.sweeps import SweepRequest
+from midstream_harvest.client.fields import HarvestFields
+from midstream_harvest.records.harvests import HarvestRequest
 
 #: Each group of calls, and the calls that a client has itself.
 GROUPS = {name: type(group) for name, group in vars(Client("http://127.0.0.1:1")).items()
@@ -77,7 +78,7 @@ KEYWORDS: dict[Any, tuple[Any, set[str]]] = {
     fields.JobFields: (JobRequest, set()),
     fields.SweepFields: (SweepRequest, set()),
     fields.AttributionFields: (AttributionRequest, set()),
-    fields.HarvestFields: (HarvestRequest, set()),
+    HarvestFields: (HarvestRequest, set()),
     fields.FitFields: (FitRequest, set()),
     fields.LensFitFields: (LensFitRequest, set()),
     fields.CompletionFields: (CompletionRequest, {"model", "prompt"}),
@@ -106,7 +107,7 @@ def test_help_of_a_call_lists_its_keywords_within_a_screen() -> None:
     assert sum(len(textwrap.wrap(line, 80)) or 1 for line in shown.splitlines()) <= 35
 
 
-@pytest.mark.parametrize("module", ["midstream", "midstream.client", "midstream.client.harvest"])
+@pytest.mark.parametrize("module", ["midstream", "midstream.client", "midstream_harvest.reader"])
 def test_lazy_modules_list_their_names(module: str) -> None:
     lazy = import_module(module)
     assert {*lazy.__all__} <= {*dir(lazy)}
