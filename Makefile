@@ -234,7 +234,7 @@ LIGHT := docs inspect lm-eval redis
 OVER := torch-2.11 triton-3.6
 # Built by the tests' setuptools, so that nothing is downloaded without a hash.
 .cache/inspect/.ready: INSTALLED = rm -rf .cache/inspect/wheel && mkdir .cache/inspect/wheel \
-	&& for project in . packages/bridges; do (cd $$project && $(abspath $(BIN))/python -c 'import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])' \
+	&& for project in . packages/bridges packages/harvest; do (cd $$project && $(abspath $(BIN))/python -c 'import sys; from setuptools import build_meta; build_meta.build_editable(sys.argv[1])' \
 	"$(CURDIR)/.cache/inspect/wheel") || exit 1; done >.cache/inspect/build.log 2>&1 \
 	&& .cache/inspect/bin/python -m pip install --quiet --no-deps --no-index .cache/inspect/wheel/*.whl
 .cache/inspect/.ready .cache/lm-eval/.ready: | $(READY)

@@ -6,9 +6,11 @@ from typing import TYPE_CHECKING, Any
 from .schemas.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from midstream_harvest import reader as harvest  # noqa: F401
+
     from . import lens as lens
-    from .client import *  # noqa: F403 - all of its names, and two of its rooms
-    from .client import harvest as harvest, probes as probes
+    from .client import *  # noqa: F403 - all of its names, and one of its rooms
+    from .client import probes as probes
 
 #: The names of `client`, which is loaded when one is first used.
 _OF_CLIENT = (
@@ -30,12 +32,12 @@ def __getattr__(name: str) -> Any:
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "harvest":
+        from .schemas.packages import facade
+
+        return facade(name, extra="harvest")
     if name == "lens":
         return import_module(".lens", __name__)
-    from . import client
-
-    return (
-        import_module(f".client.{name}", __name__)
-        if name in ("probes", "harvest")
-        else getattr(client, name)
-    )
+    if name == "probes":
+        return import_module(".client.probes", __name__)
+    return getattr(import_module(".client", __name__), name)

@@ -24,12 +24,10 @@ from ..broker.ledger.jobs.watch import JobWatcher, SharedReads
 from ..broker.ledger.named.steering import LedgerSteering
 from ..broker.ledger.people.keys import LedgerKeys
 from ..broker.ledger.people.sessions import Sessions
-from ..broker.ledger.recovery.harvests import LedgerHarvests
 from ..broker.processes.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
 from ..broker.telemetry import logs
 from ..schemas.access.keys import Caller
-from ..schemas.jobs.harvests import HarvestView
 from ..schemas.jobs.jobs import Job, JobView, State
 from ..schemas.jobs.kinds import KINDS
 from ..schemas.jobs.models import ModelInfo
@@ -61,8 +59,6 @@ T = TypeVar("T")
 BROADCAST_S = 5.0
 #: Entries of a job's modules that are resolved in the event loop that answers calls.
 INLINE_ENTRIES = 16
-#: Seconds between two reads of a harvest by its event streams, which share the reads.
-HARVEST_LOOK_S = 0.5
 
 
 class AppContext:
@@ -86,7 +82,6 @@ class AppContext:
         self.hosts = Hosts(settings, settings.api_host, asks_for_keys(settings))
         self.key_watch = KeyWatch(self.keys, self.sessions, self.gate.always)
         self.steering = LedgerSteering(ledger)
-        self.harvests = LedgerHarvests(ledger)
         self.watcher = watcher
         self.celery = celery
         self.store = open_store(settings.artifacts)
@@ -94,7 +89,6 @@ class AppContext:
         self.quota = CaptureQuota(self.store, settings.capture_quota_mib << 20)
         # shares reads of the service's state, which many pages, scrapers and probes request
         self.looks: SharedReads[Any] = SharedReads()
-        self.harvest_looks: SharedReads[tuple[HarvestView, bytes]] = SharedReads(HARVEST_LOOK_S / 2)
         self.open_calls = OpenCalls(settings)
         self.served = Served(settings, ledger)
         self.names = Names(settings, ledger, self.steering, self.served)

@@ -25,8 +25,8 @@ from engines import DEMO_MODEL, Stock, bench_prompts, tokenised
 from stack import Stack
 
 from midstream.client import Client
-from midstream.schemas.jobs.harvests import HarvestView
 from midstream.schemas.settings.settings import load_settings
+from midstream_harvest.records.harvests import HarvestView
 
 LENGTH = 256
 ENGINE = {

@@ -40,11 +40,12 @@ PACKAGED = {
     **dict.fromkeys(("status", "logs", "down", "fetch", "doctor"), ("midstream-ops", "ops")),
     "convert": ("midstream-bridges", "bridges"),
     **dict.fromkeys(("sweep", "attribute", "dose"), ("midstream-lab", "lab")),
+    **dict.fromkeys(("harvest", "survey", "pause", "resume"), ("midstream-harvest", "harvest")),
 }
 #: Name of the client that a package beside this one offers → the extra that installs it.
 FACADES = {"AsyncPatchStudy": "lab", "PatchStudy": "lab"}
 #: Extras that name packages beside this one.
-WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab")
+WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest")
 #: Missing modules that an error names; more are counted.
 NAMED = 5
 

@@ -63,7 +63,7 @@ for file in sorted(pathlib.Path("packages").glob("*/pyproject.toml")):
     extras = project.get("optional-dependencies", {})
     for extra, more in {None: [], **extras}.items():
         named = "\"{0}{2}=={1}\"".format(project["name"], project["version"], f"[{extra}]" if extra else "")
-        text = text.replace(named, ", ".join(map(json.dumps, needs + more)))
+        text = re.sub(re.escape(named) + ",?", "".join(json.dumps(line) + ", " for line in needs + more), text)
 print(text)' >"$scratch/project.toml")
 
 oldest=3.11

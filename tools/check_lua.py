@@ -15,8 +15,9 @@ import redis
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.jobs import ledger as jobs
 from midstream.broker.queue import transport
+from midstream_harvest.ledger import streams
 from midstream_ops import redis_server
-from midstream_webhooks import outbox, secrets
+from midstream_webhooks import outbox
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*ROOT.glob("broker/**/*.lua"), *ROOT.glob("packages/*/midstream_*/**/*.lua")])
@@ -27,12 +28,10 @@ NEGATED = re.compile(r"redis\.call\(.*, -[a-z(]")
 
 def sources() -> Iterator[tuple[str, str]]:
     """Name and text of each script as it is sent."""
-    for name in scripts.NAMES:
-        yield name, scripts.source(name)
-    for name in outbox.SCRIPTS:
-        yield name, outbox._source(name)
+    yield from scripts.sources().items()
+    yield from scripts.sources(outbox.LUA, outbox.PARTS).items()
+    yield from scripts.sources(streams.LUA).items()
     yield from (
-        ("hooks_rotate", secrets._source()),
         ("transport.TAKE", transport.TAKE),
         ("jobs.RESULT", jobs.RESULT),
     )

@@ -22,13 +22,14 @@ PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pypro
 #: lines or statements. Each may grow by `ROOM`; a commit that raises a figure says what the
 #: addition is worth.
 NODES = {
-    "core": 550_161,
+    "core": 510_000,
     "bridges": 20_184,
+    "harvest": 43_237,
     "lab": 91_383,
     "ops": 32_868,
     "page": 7_480,
     "s3": 5_956,
-    "webhooks": 6_823,
+    "webhooks": 6_722,
 }
 #: Bytes of what browsers load of a package: scripts, styles and documents of ours. Likewise. About
 #: 57,000 are the white space of lines that can be read.

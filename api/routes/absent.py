@@ -15,7 +15,12 @@ from ..web.auth import needs
 from ..web.body import JsonRequest
 from .pages import HEADERS, front_links, link_list, page
 
-PAGE_IS_ABSENT = "the live page is in the package midstream-page, which is not installed"
+
+def _absent(package: str, what: str) -> str:
+    return f"{what} in the package midstream-{package}, which is not installed"
+
+
+PAGE_IS_ABSENT = _absent("page", "the live page is")
 PAGE_REMEDY = packages.installing("page")
 
 
@@ -33,54 +38,41 @@ async def front(request: JsonRequest, context: AppContext) -> Response[bytes]:
     return Response(document, media_type=MediaType.HTML, headers=headers)
 
 
-@route(
-    ["/page/{path:path}", "/session", "/v1/feed", "/v1/captures/{job_id:str}/norms"],
-    http_method=[HttpMethod.GET, HttpMethod.POST, HttpMethod.DELETE],
-    opt=needs(None) | {"any_query": True},
-    include_in_schema=False,
-)
-async def page_call(request: JsonRequest) -> Response[bytes]:
-    """Refuse the calls of the page. Raises a 404 that says what serves them."""
-    raise MidstreamError("not_found", PAGE_IS_ABSENT, hint=PAGE_REMEDY)
-
-
-@route(
-    "/v1/webhooks/{path:path}",
-    http_method=[HttpMethod.GET, HttpMethod.POST],
-    opt=needs(None) | {"any_query": True},
-    include_in_schema=False,
-)
-async def webhooks_call(request: JsonRequest) -> Response[bytes]:
-    """Refuse the calls on webhooks. Raises a 404 that says what serves them."""
-    absent = "webhooks are in the package midstream-webhooks, which is not installed"
-    raise MidstreamError("not_found", absent, hint=packages.installing("webhooks"))
-
-
-def _calls_of_kind(kind: str, *paths: str) -> HTTPRouteHandler:
-    """Return a handler that refuses the calls on a kind of jobs, at these paths: with a 501 that
-    says what installs it.
-    """
+def _refused(error: MidstreamError, *paths: str) -> HTTPRouteHandler:
+    """Return a handler of the paths of a package that says what serves them."""
 
     @route(
         list(paths),
-        http_method=[HttpMethod.GET, HttpMethod.POST],
+        http_method=[HttpMethod.GET, HttpMethod.POST, HttpMethod.DELETE],
         opt=needs(None) | {"any_query": True},
         include_in_schema=False,
     )
-    async def call(request: JsonRequest) -> Response[bytes]:
-        raise not_installed(kind)
+    async def refuse(request: JsonRequest) -> Response[bytes]:
+        raise error
 
-    return call
+    return refuse
 
 
+def _of_package(package: str, what: str, *paths: str) -> HTTPRouteHandler:
+    return _refused(
+        MidstreamError("not_found", _absent(package, what), hint=packages.installing(package)),
+        *paths,
+    )
+
+
+def _of_kind(kind: str, *paths: str) -> HTTPRouteHandler:
+    """Return a handler of the paths of a kind of jobs."""
+    return _refused(not_installed(kind), *paths)
+
+
+PAGE = ["/page/{path:path}", "/session", "/v1/feed", "/v1/captures/{job_id:str}/norms"]
 #: Package, or kind of jobs of one → handlers of its paths.
 IN_PLACE: dict[str, list[Any]] = {
-    "page": [front, page_call],
-    "webhooks": [webhooks_call],
-    "sweep": [_calls_of_kind("sweep", "/v1/sweeps", "/v1/sweeps/{path:path}")],
-    "attribution": [
-        _calls_of_kind("attribution", "/v1/attributions", "/v1/attributions/{path:path}")
-    ],
-    "fit": [_calls_of_kind("fit", "/v1/modules/fit", "/v1/jacobians/fit")],
-    "dose": [_calls_of_kind("dose", "/v1/doses")],
+    "page": [front, _of_package("page", "the live page is", *PAGE)],
+    "webhooks": [_of_package("webhooks", "webhooks are", "/v1/webhooks/{path:path}")],
+    "harvest": [_of_kind("harvest", "/v1/harvests", "/v1/harvests/{path:path}")],
+    "sweep": [_of_kind("sweep", "/v1/sweeps", "/v1/sweeps/{path:path}")],
+    "attribution": [_of_kind("attribution", "/v1/attributions", "/v1/attributions/{path:path}")],
+    "fit": [_of_kind("fit", "/v1/modules/fit", "/v1/jacobians/fit")],
+    "dose": [_of_kind("dose", "/v1/doses")],
 }

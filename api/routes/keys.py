@@ -5,7 +5,6 @@ from typing import Annotated, Any
 from litestar import Response, delete, get, post, put
 from litestar.params import JSONBody, PathParameter
 
-from ...broker.artifacts.corpora import roots_of
 from ...broker.ledger.jobs.ledger import reachable
 from ...broker.ledger.people.keys import view_of
 from ...schemas.access.keys import (
@@ -22,6 +21,7 @@ from ...schemas.access.keys import (
 from ...schemas.base.errors import invalid
 from ...schemas.base.limits import MAX_TAG
 from ...schemas.base.records import now
+from ...schemas.settings.roots import allowed_roots
 from ..context import AppContext
 from ..web.auth import needs
 from .jobs import ERRORS, PROBLEM
@@ -136,9 +136,10 @@ async def get_tenant(name: TenantParameter, context: AppContext) -> TenantView:
 async def put_tenant(
     name: TenantParameter, data: JSONBody[Limits], context: AppContext
 ) -> TenantView:
+    allowed = context.settings.harvest_sources
     for index, source in enumerate(data.harvest_sources or []):
-        if not roots_of(context.settings, [source]):
-            present = ", ".join(roots_of(context.settings)) or "nothing"
+        if not allowed_roots(allowed, [source]):
+            present = ", ".join(allowed_roots(allowed)) or "nothing"
             raise invalid(
                 f"harvest_sources[{index}]",
                 f"the setting harvest_sources does not contain {source!r}",

@@ -1,1 +1,1 @@
-"""Capture files of jobs: found, described, removed. Files that a harvest reads."""
+"""Capture files of jobs: found, described, removed."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.jobs.ledger_shares import shares
 
 PASSWORD_BYTES = 32
 USERS_FILE = "users.acl"
@@ -25,7 +26,7 @@ OPEN_KEYS = (
     "~ms:hooks",
     "~ms:hook:*",
     "~ms:hook-[^s]*",
-    "~ms:harvest*",
+    *(pattern for share in shares() for pattern in share.keys),
 )
 HOOK_SECRETS = ("~ms:hook-secret:*",)
 #: Celery's lists of messages: a script that changes a job may append a message to one of them.

@@ -1,48 +1,38 @@
-"""The commands `wait`, `events`, `cancel`, `pause` and `resume`, for jobs and harvests, and how a
-job's result is printed.
-"""
+"""The commands `wait`, `events` and `cancel`, and how a job's result is printed."""
 
 import time
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import typer
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from ...schemas.base.errors import MidstreamError, error_of
-from ...schemas.jobs.harvests import HarvestView
+from ...schemas.base.records import Record
 from ...schemas.jobs.jobs import JobView, Output, State
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.results import JobResult
 from ...schemas.readings.readings import READINGS
 from ..render import jobs, readings, records
-from ..sdk.answers.progress import harvest_bar
 from ..sdk.client import Client
 from ..sdk.wire import returned_rows
+from .kind import following
 from .terminal import AsJson, out, print_json, say, with_client
 
 Id = Annotated[str, typer.Argument(metavar="JOB|HARVEST", help="Its id.")]
-HarvestArgument = Annotated[str, typer.Argument(help="A harvest's id.")]
 
 #: Seconds between two polls of a job while a progress bar is shown.
 LOOK_S = 0.25
-#: What the id of a harvest begins with.
-_HARVEST = "hrv_"
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `midstream`."""
-    for command in (wait, events, cancel, pause, resume):
+    for command in (wait, events, cancel):
         app.command()(command)
 
 
-def _calls(client: Client, id_: str) -> Any:
-    """Return the calls on what has this id."""
-    return client.harvests if id_.startswith(_HARVEST) else client.jobs
-
-
-def print_view(view: JobView | HarvestView, as_json: bool) -> None:
+def print_view(view: Record, as_json: bool) -> None:
     if not print_json(view, as_json):
         out.print(records.one(view))
 
@@ -55,12 +45,11 @@ def wait(
     json_: AsJson = False,
 ) -> None:
     """Wait until a job or harvest ends, and show its result; exits non-zero unless it succeeded."""
-    if not id_.startswith(_HARVEST):
+    own = following(id_, "wait")
+    if own is None:
         report_end(client, client.wait(id_, timeout), json_)
-        return
-    with harvest_bar() as progress:
-        view = client.harvests.wait(id_, progress, timeout)
-    print_view(view, json_)
+    else:
+        print_view(own(client, id_, timeout), json_)
 
 
 @with_client
@@ -79,19 +68,8 @@ def events(
 @with_client
 def cancel(client: Client, id_: Id, json_: AsJson = False) -> None:
     """Cancel a job or a harvest; it cannot be resumed."""
-    print_view(_calls(client, id_).cancel(id_), json_)
-
-
-@with_client
-def pause(client: Client, harvest: HarvestArgument, json_: AsJson = False) -> None:
-    """Pause a harvest; finished shards are kept."""
-    print_view(client.harvests.pause(harvest), json_)
-
-
-@with_client
-def resume(client: Client, harvest: HarvestArgument, json_: AsJson = False) -> None:
-    """Continue a paused harvest."""
-    print_view(client.harvests.resume(harvest), json_)
+    own = following(id_, "cancel")
+    print_view(client.jobs.cancel(id_) if own is None else own(client, id_), json_)
 
 
 def follow(client: Client, view: JobView) -> None:

@@ -1,16 +1,11 @@
-"""The table of kinds of things: what each verb does with a kind, and how one is shown.
+"""The table of kinds of things: what each verb does with a kind, and how one is shown."""
 
-A verb's act is a call of the client, by its path, or a function that first gets what connects to
-the service. Both take names as the command line has them, and fields by keyword.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import httpx2
-import msgspec
 import numpy as np
 
 from ...schemas.access.handling import Handling
@@ -23,39 +18,22 @@ from ...schemas.jobs.kinds import KINDS as ROWS
 from ...schemas.packages import part
 from ...schemas.requests.steering import Dynamic, GlobalView, ModuleView
 from ...schemas.service.health import Health
-from ..render import figures, jobs, readings, records, steering
+from ..render import figures, readings, records, steering
 from ..render.lines import computed
 from ..sdk import wire
-from ..sdk.bridge import bridge, target_of
 from ..sdk.client import Client
 from . import captures, fits, keys, options
 from .jobs import print_result, words_of
+from .kind import Act, Kind, added, calls_of
 from .terminal import Connector, err, out, print_json, say
 
 #: The beginning of a text that a spreadsheet would run as a formula: what is no number.
 _FORMULA = r"\A[=+\-@\t\r](?![\d.]*\Z)"
-#: A call of the client, such as `modules.get`, or a function of `Connector`, names and fields.
-Act = str | Callable[..., Any]
 #: Fields of every job, and its model.
 _OF_EVERY_JOB = (*Handling.__struct_fields__, "model")
 
 
-class Kind(NamedTuple):
-    """A kind of things."""
-
-    name: str
-    plural: str
-    acts: Mapping[str, Act]  # verb → what it does
-    show: Callable[[Connector, Any], None] | None = None  # None: as `render.records` shows it
-    paged: bool = False  # whether a list has the newest only, as many as `limit`
-
-
-def _calls(group: str, *verbs: str) -> dict[str, Act]:
-    """Return the verbs that are calls of a group of the client."""
-    return {verb: f"{group}.{verb}" for verb in verbs}
-
-
-# --- Jobs and harvests
+# --- Jobs
 
 
 def _show_job(connect: Connector, view: JobView) -> None:
@@ -101,38 +79,6 @@ def _written(
             figures.check(path, "--output")
             figures.plot(result, path, **wire.given(words=words, pair=pair))
     return f"{name} written to {path}"
-
-
-def _stream(
-    connect: Connector,
-    harvest: str,
-    to: str,
-    /,
-    *,
-    consumer: str = "trainer",
-    limit: Annotated[int, msgspec.Meta(ge=1)] = 4096,
-) -> str:
-    """Hand a stream's documents to a trainer, as hs_connectors reads them; goes on where it was
-    after an interruption. A trainer takes a sample by deleting it.
-
-    `limit`: wait while this many samples are not taken.
-    """
-    bridge(connect(), harvest, target_of(to, harvest), consumer, limit)
-    return f"{harvest} handed to {to}"
-
-
-def _check_harvest(connect: Connector, uri: str, /) -> None:
-    """Recompute checksums, keys, order and counts from the files. Raises MidstreamError if anything
-    differs.
-    """
-    from ..harvest import verify
-
-    result = verify(uri)
-    size = jobs.size(result.bytes)
-    verdict = "ok" if result.ok else "damaged"
-    say(f"{result.shards:,} shards, {result.rows:,} rows, {size}: {verdict}")
-    if not result.ok:
-        raise MidstreamError("capture_damaged", "; ".join(result.faults[:5]))
 
 
 # --- Named things
@@ -225,25 +171,20 @@ def _show_server(connect: Connector, health: Health) -> None:
 
 def _with_added(kind: Kind) -> Kind:
     """Return a kind with what the rows of kinds of jobs add to its acts."""
-    added = {verb: part(path) for (verb, of), path in _ADDED.items() if of == kind.name}
-    return kind._replace(acts={**kind.acts, **added})
+    more = {verb: part(path) for (verb, of), path in _ADDED.items() if of == kind.name}
+    return kind._replace(acts={**kind.acts, **more})
 
 
 _NAMED = ("list", "get", "put", "delete")
 #: Verb and kind → what the row of a kind of jobs names.
 _ADDED = {tuple(act.split()): path for row in ROWS.values() for act, path in row.acts.items()}
 _OWN = (
-    Kind("job", "jobs", _calls("jobs", "list", "get") | {"export": _export_job}, _show_job, True),
-    Kind(
-        "harvest",
-        "harvests",
-        _calls("harvests", "list", "get", "delete") | {"export": _stream, "check": _check_harvest},
-        paged=True,
-    ),
+    Kind("job", "jobs", calls_of("jobs", "list", "get") | {"export": _export_job}, _show_job, True),
+    *added(),
     Kind(
         "capture",
         "captures",
-        _calls("captures", "list", "delete")
+        calls_of("captures", "list", "delete")
         | {
             "get": captures.show_capture,
             "export": captures.export_capture,
@@ -254,33 +195,33 @@ _OWN = (
     Kind(
         "module",
         "modules",
-        _calls("modules", *_NAMED) | {"put": _put_module, "export": _export_module},
+        calls_of("modules", *_NAMED) | {"put": _put_module, "export": _export_module},
     ),
-    Kind("lora", "loras", _calls("loras", *_NAMED)),
-    Kind("sae", "saes", _calls("saes", *_NAMED)),
-    Kind("lens", "lenses", _calls("lenses", *_NAMED)),
-    Kind("jacobian", "jacobians", _calls("jacobians", *_NAMED)),
+    Kind("lora", "loras", calls_of("loras", *_NAMED)),
+    Kind("sae", "saes", calls_of("saes", *_NAMED)),
+    Kind("lens", "lenses", calls_of("lenses", *_NAMED)),
+    Kind("jacobian", "jacobians", calls_of("jacobians", *_NAMED)),
     Kind(
         "probe",
         "probes",
-        _calls("probes", *_NAMED)
+        calls_of("probes", *_NAMED)
         | {"put": _put_probe, "export": _export_probe}
         | {"fit": fits.probe},
     ),
-    Kind("policy", "policies", _calls("policies", *_NAMED, "change")),
-    Kind("run", "runs", _calls("source_runs", "list", "get", "delete"), paged=True),
+    Kind("policy", "policies", calls_of("policies", *_NAMED, "change")),
+    Kind("run", "runs", calls_of("source_runs", "list", "get", "delete"), paged=True),
     Kind(
         "global",
         "global steering",
-        _calls("global_steering", "get", "delete") | {"put": _put_global},
+        calls_of("global_steering", "get", "delete") | {"put": _put_global},
         _show_global,
     ),
     Kind("ranks", "ranks", {"get": "global_steering.dynamic"}, _show_ranks),
     Kind("model", "models", {"list": _models}),
     Kind("server", "servers", {"get": _server}, _show_server),
-    Kind("key", "keys", _calls("keys", "list", "delete") | {"create": keys.key}, keys.show_key),
+    Kind("key", "keys", calls_of("keys", "list", "delete") | {"create": keys.key}, keys.show_key),
     Kind("tenant", "tenants", {"list": "tenants.list", "get": _tenant, "put": _put_tenant}),
-    Kind("webhook", "webhooks", _calls("webhooks", "list", "get"), paged=True),
+    Kind("webhook", "webhooks", calls_of("webhooks", "list", "get"), paged=True),
     Kind(
         "secret",
         "secrets",

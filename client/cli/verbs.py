@@ -17,7 +17,8 @@ from ..sdk.calls import keyword_check
 from ..sdk.client import Client
 from ..values import checked
 from . import keys, options
-from .kinds import Kind, find, keywords_of, kinds_with
+from .kind import Kind
+from .kinds import find, keywords_of, kinds_with
 from .terminal import (
     AsJson,
     Connector,

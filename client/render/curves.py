@@ -1,4 +1,4 @@
-"""Figures of curves: probes, norms of harvests."""
+"""Figures of curves: probes."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -7,7 +7,6 @@ import numpy as np
 
 from ...schemas.artifacts.probes import Probe, ProbeResult
 from ...schemas.base.errors import invalid
-from ...storage.harvests import Harvest
 from ..probes import Fit
 from .drawing import BLUE, RED, side_by_side
 from .readings import shown
@@ -94,23 +93,4 @@ def training_figure(trained: Fit | Probe, label: int = 0) -> "Figure":
     )
     bars.yaxis.get_major_locator().set_params(integer=True)
     bars.legend(loc="best")
-    return figure
-
-
-# --- Harvests
-
-
-def harvest_figure(harvest: Harvest, count: int = 10_000) -> "Figure":
-    """Draw the distribution of the norms of the first `count` rows, for each site."""
-    first = slice(0, min(count, len(harvest)))
-    figure, (axis,) = side_by_side()
-    for hook, layer in harvest.sites:
-        axis.hist(
-            np.linalg.norm(harvest.rows(first, layer, hook), axis=-1),
-            bins=60,
-            histtype="step",
-            label=f"{hook} {layer}",
-        )
-    axis.set(xlabel="norm", ylabel="rows", title=f"first {first.stop:,} rows")
-    axis.legend()
     return figure

@@ -10,7 +10,6 @@ import numpy as np
 from ...schemas.artifacts.probes import Probe, ProbeResult
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.results import JobResult
-from ...storage.harvests import Harvest
 from ..captures.patterns import Attention
 from ..captures.reader import CaptureReader
 from ..probes import Fit
@@ -119,7 +118,7 @@ def lens_figure(lens: Lens, places: Sequence[int] | None = None) -> "Figure":
     return drawn
 
 
-# --- Features, captured rows, harvests
+# --- Features, captured rows
 
 
 def features_figure(features: Features, count: int = 20) -> "Figure":
@@ -224,7 +223,6 @@ PLOTS: dict[type, Callable[..., "Figure"]] = {
     CaptureReader: capture_figure,
     Features: features_figure,
     Fit: curves.training_figure,
-    Harvest: curves.harvest_figure,
     JobResult: job_figure,
     Lens: lens_figure,
     Probe: curves.training_figure,

@@ -1,14 +1,29 @@
 """How results of the kinds of jobs of packages are drawn and written: what their rows name."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.table import Table
+
 from ...schemas.jobs.kinds import of_kinds
 from ...schemas.packages import part
+from .jobs import Cell
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Shown:
+    """The layout of one type of record: columns of a list, facts of a single record."""
+
+    title: str = ""  # of a list
+    columns: Mapping[str, Cell] = field(default_factory=dict)
+    # empty facts are left out
+    facts: Mapping[str, Cell] = field(default_factory=dict)
+    details: Callable[[Any], Sequence[Table]] = lambda record: ()  # tables below the facts
 
 
 class Form(NamedTuple):
@@ -18,7 +33,7 @@ class Form(NamedTuple):
     lines: Callable[..., Any] | None = None  # the lines or columns of its data frame
     html: Callable[[Any], str] | None = None  # in notebooks
     png: Callable[[Any], bytes | None] | None = None  # its image in notebooks
-    facts: Mapping[str, Callable[[Any], str]] = {}  # a line each, in a terminal
+    shown: Shown | None = None  # in a terminal, and in tables
 
 
 @cache

@@ -11,8 +11,6 @@ from ...schemas.artifacts.probes import Probe, ProbeResult
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.results import JobResult
 from ...schemas.packages import part
-from ...storage.harvests import Harvest
-from ...storage.surveys import Surveyed
 from .. import frames
 from ..captures.patterns import Attention
 from ..probes import Fit
@@ -156,37 +154,17 @@ def _answer(answer: Answer) -> Lines:
         yield {"prompt": prompt, "text": text, "finish_reason": reason}
 
 
-def _harvest(harvest: Harvest, *, count: int = 10_000) -> dict[str, np.ndarray]:
-    first = slice(0, min(count, len(harvest)))
-    origins = zip(("document", "position", "token_id"), harvest.keys(first), strict=True)
-    return dict(origins) | {
-        f"norm {hook} {layer}": np.linalg.norm(harvest.rows(first, layer, hook), axis=-1)
-        for hook, layer in harvest.sites
-    }
-
-
-def _survey(survey: Surveyed) -> dict[str, np.ndarray]:
-    figures = {"density": survey.density, "mean": survey.array("mean")}
-    return {"feature": np.arange(len(figures["mean"]))} | {
-        f"{name}{harvest}": column
-        for name, array in figures.items()
-        for harvest, column in zip(("", " against"), array.T, strict=False)
-    }
-
-
 #: Class → the lines or columns of its data frame; others have a `to_pandas` of their own.
 LINES: dict[type, Callable[..., Any]] = {
     Answer: _answer,
     Attention: _attention,
     Features: _features,
     Fit: _held_out,
-    Harvest: _harvest,
     JobResult: _job,
     Lens: _lens,
     Mapped: lambda item, **options: _job(item.result, **options),
     Probe: _held_out,
     ProbeResult: _scores,
-    Surveyed: _survey,
 }
 
 

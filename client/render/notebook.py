@@ -62,7 +62,7 @@ def listing_html(listing: Sequence[Any]) -> str | None:
     """Return a list of records of one type as an HTML table; None for an empty list or a type
     without a table.
     """
-    if not listing or not (shown := records.SHOWN.get(type(listing[0]))) or not shown.columns:
+    if not listing or not (shown := records.shown_of(type(listing[0]))) or not shown.columns:
         return None
     return html(records.listed(listing, type(listing[0])))
 

@@ -1,14 +1,12 @@
 """Renders records as terminal tables; `SHOWN` has the columns and facts of each type."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
-from rich.text import Text
 
 from ...schemas.access.keys import KeyView, TenantView
 from ...schemas.access.webhooks import DeliveryAttempt, WebhookDelivery
@@ -19,7 +17,6 @@ from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
 from ...schemas.base.limits import POLICY_DAYS
 from ...schemas.jobs.captures import CaptureEntry
-from ...schemas.jobs.harvests import FeatureFigures, HarvestView, SurveyView
 from ...schemas.jobs.jobs import JobView, Output
 from ...schemas.jobs.kinds import kind_of
 from ...schemas.jobs.models import SHOWN_IDENTITY
@@ -28,7 +25,7 @@ from ...schemas.requests.policies import Policy
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
 from ...schemas.requests.trainings import Training
-from .forms import form_of
+from .forms import Shown, form_of
 from .jobs import Cell, coloured, count, facts, lines, minute, run_prompts, seconds, size
 from .steering import DIGEST, entries, what
 
@@ -38,67 +35,36 @@ _URL = 48
 _LABELS = 4
 
 
-@dataclass(frozen=True)
-class Shown:
-    """The layout of one type of record: columns of a list, facts of a single record."""
-
-    title: str = ""  # of a list
-    columns: Mapping[str, Cell] = field(default_factory=dict)
-    # empty facts are left out
-    facts: Mapping[str, Cell] = field(default_factory=dict)
-    details: Callable[[Any], Sequence[Table]] = lambda record: ()  # tables below the facts
-
-
 def shown_of(kind: type) -> Shown | None:
     """Return how records of a type are shown; None: they are not."""
-    if facts := form_of(kind).facts:
-        return Shown(facts=facts)
-    return SHOWN.get(kind)
+    return SHOWN.get(kind) or form_of(kind).shown
+
+
+def _layout(kind: type) -> Shown:
+    shown = shown_of(kind)
+    assert shown is not None, kind
+    return shown
 
 
 def listed(records: Iterable[Any], kind: type) -> Table:
     """Return a table with one line per record."""
-    shown = SHOWN[kind]
+    shown = _layout(kind)
     return lines(shown.title, shown.columns, records)
 
 
 def one(record: Any) -> Table:
     """Return a table of one record's facts, without its details."""
-    shown = shown_of(type(record))
-    assert shown is not None
-    return facts(*((name, cell(record)) for name, cell in shown.facts.items()))
+    return facts(*((name, cell(record)) for name, cell in _layout(type(record)).facts.items()))
 
 
 def parts(record: Any) -> list[Table]:
     """Return the tables of one record: facts and details."""
-    shown = shown_of(type(record)) or Shown()
-    return [one(record), *shown.details(record)]
-
-
-def survey(view: SurveyView, words: Mapping[int, str]) -> list[Table | Text]:
-    """Return a survey's features and examples, a line each; the token itself is bold. `words`:
-    token id → text.
-    """
-    drawn: list[Table | Text] = [listed(view.features, FeatureFigures)] if view.features else []
-    if view.survey.mean_kl is not None:
-        drawn.append(Text(f"mean KL divergence: {view.survey.mean_kl:.4g} nats"))
-    for one in view.examples:
-        parts = [
-            (words[token].replace("\n", "⏎"), "bold" if position == one.position else "")
-            for token, position in zip(one.token_ids, one.positions, strict=True)
-        ]
-        drawn.append(Text.assemble(f"{one.value:8.2f}  {one.document}:{one.position}  ", *parts))
-    return drawn
+    return [one(record), *_layout(type(record)).details(record)]
 
 
 def moment(at: float | None) -> str:
     """Return seconds since the epoch (None: now) as local time, to the second."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
-
-
-def _time(seconds: float) -> str:
-    hours, rest = divmod(int(seconds), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
 
 
 def outcome(attempt: DeliveryAttempt | None) -> str:
@@ -511,44 +477,6 @@ SHOWN: dict[type, Shown] = {
             ),
             "error": lambda view: f"[red]{escape(view.error.detail)}[/]" if view.error else "",
         },
-    ),
-    # when it was created is below the harvest's id, for the same reason
-    HarvestView: Shown(
-        "Harvests",
-        {
-            "id": lambda view: f"{view.id}\n{_since(view)}",
-            "state": lambda view: view.state,
-            "done": lambda view: f"{view.share:.0%}",
-            "rows": lambda view: f"{view.rows:,}",
-            "size": _bytes,
-        },
-        {
-            "harvest": lambda view: view.id,
-            "state": lambda view: view.state + (f": {escape(view.reason)}" if view.reason else ""),
-            "read": lambda view: f"{view.documents:,} documents, {view.tokens:,} tokens",
-            "written": lambda view: (
-                f"{view.rows:,} rows, {size(view.bytes)} in {view.shards:,} shards"
-            ),
-            "acknowledged": lambda view: ", ".join(
-                f"{escape(name)}: {units:,} units" for name, units in view.acknowledged.items()
-            ),
-            "done": lambda view: (
-                f"{view.units_done:,} of {view.units:,} units ({view.share:.1%}), "
-                f"{view.tokens_s:,.0f} tokens/s"
-                if view.units
-                else ""
-            ),
-            "left": lambda view: "" if view.left_s is None else f"about {_time(view.left_s)}",
-            "error": lambda view: f"[red]{escape(view.error.detail)}[/]" if view.error else "",
-            "files": _text("uri"),
-        },
-    ),
-    FeatureFigures: Shown(
-        columns={
-            "feature": lambda each: str(each.feature),
-            "density": lambda each: " → ".join(f"{share:.2%}" for share in each.density),
-            "mean activation": lambda each: " → ".join(f"{mean:.2f}" for mean in each.mean),
-        }
     ),
     CaptureEntry: Shown(
         "Captures",

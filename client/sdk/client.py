@@ -30,8 +30,7 @@ from .service import Keys, Secrets, Tenants, Webhooks
 from .transport import AwaitingTransport, BlockingTransport, Transport
 
 if TYPE_CHECKING:
-    from .harvests import Harvests
-    from .typed import Attributions, Doses, Fits, Sweeps
+    from .typed import Attributions, Doses, Fits, Harvests, Sweeps
 
 #: First guess at what is done to a named thing → its verb, which HTTP, this client and the command
 #: line share.

@@ -15,13 +15,6 @@ from ...schemas.access.handling import Priority
 from ...schemas.artifacts.conditions import Aggregation
 from ...schemas.artifacts.probes import HeldOut, ProbeSide, ProbeUse
 from ...schemas.base.states import CallbackEvent
-from ...schemas.jobs.harvests import (
-    HarvestCut,
-    HarvestPositions,
-    HarvestShards,
-    HarvestSource,
-    HarvestStream,
-)
 from ...schemas.jobs.jobs import Sampling, StructuredRequest
 from ...schemas.jobs.openai import ResponseFormat, StreamOptions
 from ...schemas.prompts.chat import NamedTool, Tool
@@ -157,38 +150,6 @@ class FeatureFields(ReadingFields, total=False):
     max_tokens: int
     timeout: float | None
     sampling: Fields | None
-
-
-class HarvestFields(TypedDict, total=False):
-    """`POST /v1/harvests`."""
-
-    model: str
-    source: HarvestSource | Fields
-    layers: Numbers | None
-    hook: HookInput | None
-    hooks: Some[HookInput] | Fields | None
-    cut: HarvestCut | Fields | None
-    positions: HarvestPositions | Fields | None
-    at: At | None
-    generate: Sampling | Fields | None
-    steering: Some[Steering] | None
-    lora: str | None
-    dtype: str | None
-    shards: HarvestShards | Fields | None
-    to: HarvestStream | Fields | Literal["store", "stream"] | None
-    store: str | None
-    max_tokens: int | None
-    priority: Priority | None
-    metadata: Mapping[str, str] | None
-
-
-class SurveyFields(Handled, total=False):
-    """`POST /v1/harvests/{id}/surveys`."""
-
-    sae: str | None
-    against: str | None
-    top: int | None
-    context: int | None
 
 
 class OpenAIFields(ObservedFields, Sampled, Handled, total=False):

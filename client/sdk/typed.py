@@ -5,6 +5,7 @@ facades name these, and nothing here is loaded.
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from midstream_harvest.client.calls import Harvests as Harvests
     from midstream_lab.client.doses import Doses as Doses
     from midstream_lab.client.fits import Fits as Fits
     from midstream_lab.client.patch_study import (

@@ -1,1 +1,1 @@
-"""Jobs, harvests, receipts, models, the OpenAI-style bodies."""
+"""Jobs, receipts, models, the OpenAI-style bodies."""

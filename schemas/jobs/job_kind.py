@@ -49,6 +49,8 @@ class JobKind(NamedTuple):
     verbs: str = ""
     #: Verb and kind of things, such as `fit module` → what that verb does with that kind.
     acts: Mapping[str, str] = {}
+    #: What its verbs do with the things that its jobs make: a list of `client.cli.kind.Kind`.
+    things: str = ""
     #: What the command line prints of a result: takes a `JobResult`, returns what rich can print.
     shown: str = ""
     #: Class → its `client.render.forms.Form`: how results of the class are drawn and written.

@@ -10,24 +10,12 @@ from .job_kind import JobKind
 GROUP = "midstream.jobs"
 
 _SERVING = "midstream.workers.serving"
-_SDK = "midstream.client.sdk"
 _PROMPTS = {"": f"{_SERVING}.prompts:run"}
 
 OWN = (
     JobKind("generate", path="/v1/jobs", run=_PROMPTS),
     JobKind("completion", step=3, path="/v1/completions", run=_PROMPTS),
     JobKind("chat", step=3, path="/v1/chat/completions", run=_PROMPTS),
-    JobKind(
-        "harvest",
-        step=9,
-        reads_receipts=True,
-        slow=True,
-        work="midstream.schemas.jobs.harvests:HarvestWork",
-        run={"": f"{_SERVING}.harvests.run:run"},
-        routes="midstream.api.routes.harvests:ROUTES",
-        calls={"harvests": f"{_SDK}.harvests:Harvests"},
-        verbs="midstream.client.cli.harvests:register",
-    ),
 )
 
 
@@ -47,7 +35,10 @@ KINDS = _by_name([*OWN, *load_all(GROUP)])
 
 
 #: Kind of jobs of a package of ours → the extra that installs it.
-EXTRAS = dict.fromkeys(("attribution", "dose", "fit", "gradient", "sweep"), "lab")
+EXTRAS = {
+    **dict.fromkeys(("attribution", "dose", "fit", "gradient", "sweep"), "lab"),
+    "harvest": "harvest",
+}
 
 
 def kind_of(name: str) -> JobKind:

@@ -11,6 +11,8 @@ PROTOCOL = 1
 #: `Receipt.kind` of captures that could not be stored because the artifact store is unavailable;
 #: the job waits for the store.
 STORE_UNAVAILABLE = "store_away"
+#: `CapturedFile.layout` of what a package's consumer has written, which the package counts.
+PLACED = "shard"
 #: `Receipt.kind` of a failure that concerns the request as a whole: the kind of the error follows
 #: from what the job requested.
 BY_REQUEST = ""

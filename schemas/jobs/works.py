@@ -15,6 +15,17 @@ from .kinds import installed
 NOTHING_MORE = msgspec.Raw(b"")
 
 
+class SideOf(NamedTuple):
+    """What only a few jobs may read at a time, and not once it is deleted; of these side jobs a
+    worker computes one at a time.
+    """
+
+    record: str  # key of its record
+    kept: str  # of what such jobs have found: id → result
+    open: str  # of the ids of those that have not ended
+    limit: str  # name of the limit on both together
+
+
 class WorkFacts(NamedTuple):
     """Answers what every job is asked. The defaults are those of a job that answers its prompts."""
 
@@ -27,7 +38,7 @@ class WorkFacts(NamedTuple):
     lengths: tuple[tuple[str, int], ...] = ()
     writes_files: bool = False  # beside those of captures
     wants_receipts: bool = False  # ranks report on its requests, whatever the job asks of them
-    surveyed: str = ""  # the harvest that it surveys
+    side: SideOf | None = None  # what it reads, if that may be deleted
 
 
 class Work(Record, tag="prompts", dict=True):

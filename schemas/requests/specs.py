@@ -51,7 +51,6 @@ from ..prompts.sites import At, SitesSpec
 from ..prompts.windows import Trigger
 from ..readings.lens import NamedToken
 from ..readings.readings import AnyStoredReading
-from .harvest_work import HarvestPlace
 from .interventions import FAMILY, MEANINGS, OpFamily, SteeringOp
 from .scalars import ScalarSpec, StoredScalar
 
@@ -285,7 +284,7 @@ class CheckedSteering(Record, kw_only=True):
 #: Whose an edit is; the operator is above the request.
 Owner = Literal["request", "operator"]
 #: Which threads of a rank's writer consume a request's rows.
-WriterWork = Literal["writer", "harvest", "reading"]
+WriterWork = Literal["writer", "placed", "reading"]
 
 
 #: Read a field of many entries without a line of Python for each.
@@ -342,8 +341,8 @@ class StoredCapture(Record, omit_defaults=True):
     row: RowShape | None = None  # null: the model's hidden size
     beside: dict[Hook, list[int]] = {}  # sites of the same `CaptureSpec` in other banks
     heads: list[int] = []  # stored heads, ascending; empty: whole rows
-    # destination of a harvest's rows; `consumers` has only `harvest_names.HARVEST`
-    harvest: HarvestPlace | None = None
+    # destination of its rows, packed by the package whose consumer is the only one in `consumers`
+    place: bytes = b""
     # its rows are gradients of this number; null: activations
     gradient: StoredScalar | None = None
     window: Span | None = None  # which of the positions are stored; null: all
@@ -548,8 +547,8 @@ class RankSpec(Published):
     @property
     def work(self) -> WriterWork:
         """Return which threads of a rank consume its rows."""
-        if any(capture.harvest is not None for capture in self.captures):
-            return "harvest"
+        if any(capture.place for capture in self.captures):
+            return "placed"
         if any(capture.reading is not None for capture in self.captures):
             return "reading"
         return "writer"

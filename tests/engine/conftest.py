@@ -15,11 +15,9 @@ from extension_kit import install_example, install_unruly
 from host import Host, shared_nursery
 from nursery import PACKAGES, Nursery
 from reference import Reference
+from services import PATIENT, demo_service
 from stack import Stack
 from tiny import checkpoint
-from tree import ROOT
-
-from midstream_ops.demo_model import fetch_demo_model
 
 #: Engines of several ranks wait for one another in loops; beside another engine each waits for the
 #: other's time slice. Whatever asks for one of these is marked `ranks`, and runs alone.
@@ -228,14 +226,6 @@ def two_ranks() -> None:
     """Asked for by whatever starts an engine of several ranks itself."""
 
 
-#: Of a service with a real engine, which may stall the process for seconds.
-PATIENT: dict[str, Any] = {
-    "start_timeout_s": 400,
-    "lease_s": 15.0,
-    "tuning.visibility_timeout_s": 30,
-}
-
-
 def running(stack: Stack) -> Iterator[Stack]:
     """The value of a fixture: a service that stops when the last test that uses it is over."""
     RUNNING.append(stack.start().stop)
@@ -246,20 +236,7 @@ def running(stack: Stack) -> Iterator[Stack]:
 @pytest.fixture(scope="session")
 def demo_stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """The service with the demo model, `demo`, in fp32."""
-    engine = {
-        "engine": "vllm",
-        "model": str(fetch_demo_model()),
-        "model_name": "demo",
-        "engine.dtype": "float32",
-        "engine.max_model_len": 1024,
-        "kv_cache_gib": 0.5,
-        "hooks": "all,inside",
-    }
-    artifacts = str(ROOT / "examples" / "data")
-    options = {"artifacts_dir": artifacts, "log_format": "json", "certify": False}
-    yield from running(
-        Stack(tmp_path_factory.mktemp("demo-stack"), api=True, **engine, **options, **PATIENT)
-    )
+    yield from running(demo_service(tmp_path_factory.mktemp("demo-stack")))
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,7 @@ from receiver import LADDER_S, STEP_S, Clock, Receiver
 from s3_kit import FaultProxy
 
 from midstream.client import Client
-from midstream.client.harvest import open as open_harvest
+from midstream_harvest.reader import open as open_harvest
 
 #: Clients that wait for their jobs at the same time. While one waits for longer than this, no other
 #: begins: all attributions and fits are computed by one worker in turn, and on a slow machine 128

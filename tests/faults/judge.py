@@ -31,11 +31,9 @@ from tokenizers import Tokenizer
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.registry import Registry
-from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.access.keys import DEFAULT_TENANT
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.jobs.harvests import HarvestWork
 from midstream.schemas.jobs.jobs import Event, FileEntry, Job, JobView, State
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.prompts.selectors import Span
@@ -43,6 +41,8 @@ from midstream.schemas.requests.steering import MODULES
 from midstream.schemas.settings.settings import Settings
 from midstream.storage.formats.capture_blobs import read_header
 from midstream.storage.store import ArtifactStore, open_store
+from midstream_harvest.ledger.harvests import LedgerHarvests
+from midstream_harvest.records.harvests import HarvestWork
 from midstream_lab.records.doses import DoseWork
 from midstream_lab.records.fits import FitWork
 from midstream_lab.records.sweep_units import SweepWork

@@ -1,7 +1,6 @@
 """Fixtures of the system tests, of which those that packages share are in `fixtures.py`."""
 
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 from fixtures import (
@@ -12,22 +11,16 @@ from fixtures import (
     pool as pool,
     redis_session as redis_session,
     redis_url as redis_url,
+    rig as rig,
 )
 from ledger_kit import settler
 from receipt_rig import Jobs, RelayProcess
 from stack import client as client, http as http
-from sweep_rig import Rig
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream_ops import redis_server
-
-
-@pytest.fixture
-async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
-    async with Rig(redis_url, tmp_path, **getattr(request, "param", {})) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import redis
 import redis_servers
 from edge import Api, Hand, running
 from ledger_kit import open_ledger
+from sweep_rig import Rig
 
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream_ops import redis_server
@@ -67,3 +68,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
     """Threads for calls that wait."""
     with ThreadPoolExecutor(32) as threads:
         yield threads
+
+
+@pytest.fixture
+async def rig(redis_url: str, tmp_path: Path, request: pytest.FixtureRequest) -> AsyncIterator[Rig]:
+    """A worker without its process, over an empty Redis."""
+    async with Rig(redis_url, tmp_path, **getattr(request, "param", {})) as opened:
+        yield opened

@@ -16,12 +16,12 @@ from edge import HIDDEN, MODEL, Api, Hand
 from ledger_kit import IDENTITY
 from wait_kit import wait_until
 
-from midstream.broker.ledger.recovery.harvests import LedgerHarvests
-from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import Job, JobRequest, SamplingRequest
 from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest
 from midstream.schemas.jobs.queues import GRADIENTS
+from midstream_harvest.ledger.harvests import LedgerHarvests
+from midstream_harvest.records.harvests import HarvestRequest
 from midstream_lab.records.attributions import AttributionRequest
 from midstream_lab.records.doses import DoseRequest
 from midstream_lab.records.fits import FitRequest, LensFitRequest

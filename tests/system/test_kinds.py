@@ -37,7 +37,7 @@ from midstream.broker.ledger.named.registry import (
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.client import Client
 from midstream.client.cli.kinds import KINDS as COMMANDS
-from midstream.client.render.records import SHOWN
+from midstream.client.render.records import layouts
 from midstream.client.sdk.registered import BY_KIND
 from midstream.schemas.access.keys import EVERYBODY
 from midstream.schemas.artifacts.registered import ArtifactKind, FolderRequest, Registered
@@ -127,7 +127,7 @@ def given(kind: ArtifactKind[Any], client: Client, installed: Any, nameless: Non
 def test_a_kind_has_its_rows_everywhere(kind: ArtifactKind[Any]) -> None:
     (command,) = (each for each in COMMANDS if each.plural == kind.plural)
     assert {"list", "get", "put", "delete"} <= command.acts.keys()
-    assert kind.view in SHOWN
+    assert kind.view in layouts()
     assert BY_KIND[kind.short]._kind is kind
     assert KINDS.keys() == {row.kind.plural for row in ROWS}
 

@@ -34,15 +34,15 @@ from midstream import __version__
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.client import Client
-from midstream.client.harvest import open as open_harvest
 from midstream.schemas.base.records import now, to_msgpack
-from midstream.schemas.jobs.harvest_names import OVER
 from midstream.schemas.jobs.jobs import Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.receipts import receipt_decoder
 from midstream.schemas.prompts.selectors import HOOKS
 from midstream.schemas.service.compatibility import WIRE, disagreement
 from midstream.schemas.settings.settings import Settings, to_environment
 from midstream.workers.app import EXIT_ENGINE_DIED, EXIT_NO_ENGINE
+from midstream_harvest.names import OVER
+from midstream_harvest.reader import open as open_harvest
 
 OTHER = "b" * 64
 

@@ -152,7 +152,7 @@ async def test_state_of_another_version_names_both_versions(
     with monkeypatch.context() as newer:
         newer.setattr(scripts, "__version__", "9.0.0")
         newer.setattr(scripts, "to_msgpack", later)
-        scripts.source.cache_clear()
+        scripts.sources.cache_clear()
         newer.setattr(ledger, "scripts", scripts.Scripts(ledger.redis))
         theirs = LedgerSteering(ledger)
         await put_module(ledger, module(A), blobs(A))
@@ -161,7 +161,7 @@ async def test_state_of_another_version_names_both_versions(
         check = await theirs.open_check("another", [entry(A)], {})
         await theirs.set_global("another", check, [entry(A)])
         check = await theirs.open_check(MODEL, [entry(A)], {})
-    scripts.source.cache_clear()
+    scripts.sources.cache_clear()
     for call, what in (
         (Registry(ledger, MODULES).delete(MODEL, "joy"), f"the module 'joy' of {MODEL!r}"),
         (steering.checked_entries(check), "the checked global steering"),

@@ -14,7 +14,6 @@ from typing import Any
 import msgspec
 from msgspec import inspect as shapes
 
-from midstream.broker.ledger.recovery.harvests import Out
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import FrameKind, Hello, Refusal
 from midstream.schemas.access.handling import Callback
@@ -29,8 +28,20 @@ from midstream.schemas.artifacts.tuned_lenses import TunedLens
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import to_json, to_msgpack
 from midstream.schemas.base.tensors import Tensor
-from midstream.schemas.jobs.harvests import (
+from midstream.schemas.jobs.jobs import Event, Job, Output
+from midstream.schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle, WorkerInfo
+from midstream.schemas.jobs.receipts import LostRange, Receipt
+from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.readings.features import FeaturesPart
+from midstream.schemas.readings.installed import ReaderPart
+from midstream.schemas.readings.lens import LensPart
+from midstream.schemas.requests.source_runs import RunFiles, RunRecord
+from midstream.schemas.requests.specs import RankSpec
+from midstream.schemas.requests.steering import Module, SteeringTemplate, WorkerSteering
+from midstream_harvest.ledger.harvests import Out
+from midstream_harvest.records.harvests import (
     CheckedFile,
+    HarvestManifest,
     HarvestPlan,
     HarvestSource,
     HarvestWork,
@@ -39,17 +50,7 @@ from midstream.schemas.jobs.harvests import (
     SurveyEntry,
     UnitEntry,
 )
-from midstream.schemas.jobs.jobs import Event, Job, Output
-from midstream.schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle, WorkerInfo
-from midstream.schemas.jobs.receipts import LostRange, Receipt
-from midstream.schemas.prompts.selectors import Span
-from midstream.schemas.readings.features import FeaturesPart
-from midstream.schemas.readings.installed import ReaderPart
-from midstream.schemas.readings.lens import LensPart
-from midstream.schemas.requests.harvest_work import HarvestPart
-from midstream.schemas.requests.source_runs import RunFiles, RunRecord
-from midstream.schemas.requests.specs import RankSpec
-from midstream.schemas.requests.steering import Module, SteeringTemplate, WorkerSteering
+from midstream_harvest.records.work import HarvestPart, HarvestPlace
 from midstream_lab.records.attributions import AttributionRequest
 from midstream_lab.records.doses import DoseEffect, DoseResult, DoseWork
 from midstream_lab.records.fits import FitResult, FitWork, LensFitResult
@@ -97,6 +98,7 @@ MSGPACK: tuple[Any, ...] = (
     StoredHarvest,
     UnitEntry,
     HarvestPlan,
+    HarvestPlace,
     Session,
 )
 JSON: tuple[Any, ...] = (
@@ -111,6 +113,7 @@ JSON: tuple[Any, ...] = (
     Out,
     CheckedFile,
     PartManifest,
+    HarvestManifest,
     SurveyEntry,
     SweepRequest,
     AttributionRequest,

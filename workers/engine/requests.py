@@ -1,6 +1,6 @@
 """Makes every engine request, with all that the operator has set for all traffic.
 
-Each kind of request has a function: a prompt of a job, a sequence of a harvest, a unit of a sweep.
+Each kind of request has a function: a prompt of a job, a sequence of a corpus, a unit of a sweep.
 Policies of all traffic, global capture, global steering, tenant and adapter come from the request's
 job, for every kind.
 """
@@ -65,7 +65,7 @@ def format_request(job: Job, sampling: Sampling) -> EngineRequest:
 def sequence_request(
     job: Job, model: ModelInfo, capture: StoredCapture, **fields: Any
 ) -> EngineRequest:
-    """Return the request for one sequence of a harvest, which captures `capture`.
+    """Return the request for one sequence of a corpus, which captures `capture`.
 
     `fields`: further fields of `EngineRequest`.
     """

@@ -1,1 +1,1 @@
-"""Celery tasks to stored outputs: attempts, harvests, steering, heartbeat."""
+"""Celery tasks to stored outputs: attempts, steering, heartbeat."""

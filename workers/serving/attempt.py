@@ -28,7 +28,7 @@ from .source_run_leases import SourceRunLeases, StoreUnavailable
 
 E = TypeVar("E", bound=Engine)
 
-#: While other jobs run, a sweep's or harvest's limit of requests in the engine is divided by this.
+#: While other jobs run, the limit of a job's requests in the engine is divided by this.
 SHARED_DIVISOR = 16
 
 
@@ -178,7 +178,7 @@ class Bench(Generic[E]):
         self.engine = engine
         self.worker = worker
         self.running: dict[str, Attempt] = {}  # by the job's id
-        self.surveys = 0  # that run or are about to run
+        self.side_jobs = 0  # that run or are about to run
         #: Called with every heartbeat: they renew what jobs hold in the ledger.
         self.renewals: list[Callable[[LedgerRuns], Awaitable[None]]] = []
 

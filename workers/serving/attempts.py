@@ -15,7 +15,6 @@ from ...broker.ledger.jobs.inputs import LedgerInputs
 from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, Ledger
 from ...schemas.base.errors import MidstreamError, Problem
 from ...schemas.base.records import now
-from ...schemas.jobs.harvest_names import PARTS_PER_WORKER
 from ...schemas.jobs.jobs import Job, State
 from ...schemas.settings.faults import crash_point
 from ..engine.protocol import Engine, check_lengths
@@ -44,6 +43,8 @@ CLAIM_PATIENCE_S = 20.0
 #: If another worker serves the model, the message goes back after this time instead.
 ELSEWHERE_S = 1.0
 REDIS_PAUSE_S = 0.5
+#: Side jobs that a worker holds, of which one is computed; beyond these it takes no other.
+MOST_SIDE_JOBS = 2
 #: Cancelled jobs that a worker remembers although it does not run them.
 UNWANTED = 256
 
@@ -223,7 +224,7 @@ class Attempts:
                 self._engine.world,
                 self._engine.info.identity,
                 unreachable=self._unreachable(),
-                crowded=self._bench.surveys > PARTS_PER_WORKER,
+                crowded=self._bench.side_jobs > MOST_SIDE_JOBS,
             )
         except MidstreamError as error:
             if isinstance(error, ClaimRefused) or error.kind == UNAVAILABLE:

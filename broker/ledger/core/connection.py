@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
 import redis.asyncio
@@ -79,8 +80,8 @@ class LedgerConnection:
         self.tenants = LedgerTenants(self.redis, settings)
         self._pressure = MemoryPressure(self.redis, settings.redis_allow_lossy)
         self._written = AofBarrier(self.redis, settings.redis_replicas, settings.redis_allow_lossy)
-        # Binding one hashes its text, so those who share the client share these.
-        self.scripts = scripts.Scripts(client)
+        self._bound: dict[Path, scripts.Scripts] = {}
+        self.scripts = self.scripts_of(scripts.LUA)
 
     @classmethod
     def connect(cls, settings: Settings, answer_s: float = SOCKET_TIMEOUT_S) -> Self:
@@ -100,6 +101,12 @@ class LedgerConnection:
             retry=Retry(ExponentialBackoff(cap=min(0.4, answer_s / 5), base=0.05), RETRIES),
         )
         return cls(PipelinedRedis.from_pool(pool), settings)
+
+    def scripts_of(self, folder: Path, parts: tuple[str, ...] = scripts.PARTS) -> scripts.Scripts:
+        """Return the scripts of a folder, bound once: that hashes their texts. See `sources`."""
+        if folder not in self._bound:
+            self._bound[folder] = scripts.Scripts(self.redis, folder, parts)
+        return self._bound[folder]
 
     async def close(self) -> None:
         await self.redis.aclose()

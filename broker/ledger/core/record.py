@@ -96,7 +96,7 @@ def accepted(job: Job, request: bytes) -> dict[str, Any]:
         "callback": job.callback and msgspec.structs.replace(job.callback, key=job.key),
         "policies": _policies(job) or None,
         "cost": job.cost,
-        "survey": job.opened.facts.surveyed or None,
+        "side": None if job.opened.facts.side is None else 1,
         "request": msgspec.Raw(request) if request else None,
         "prompt": shortened(_prompt(job), SHOWN),
         "written_by": __version__,

@@ -1,12 +1,8 @@
 """Arguments of Lua scripts: one map in MessagePack, which `lua/shared/arguments.lua` reads."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
-
-#: Included at the start of every script.
-ARGUMENTS = Path(__file__).parents[1] / "lua" / "shared" / "arguments.lua"
 
 
 def pack(at: float, **own: Any) -> list[bytes]:

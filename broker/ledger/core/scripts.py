@@ -24,12 +24,11 @@ from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
 from ....schemas.base.limits import MAX_REQUEST_POLICIES, POLICY_DAYS
 from ....schemas.base.records import from_msgpack, now, to_json, to_msgpack
 from ....schemas.base.version import __version__
-from ....schemas.jobs.harvest_names import HARVEST, OVER
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.jobs.queues import Queue
-from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, LostRange, Receipt
+from ....schemas.jobs.receipts import PLACED, STORE_UNAVAILABLE, CapturedFile, LostRange, Receipt
 from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import RunRecord
 from ....schemas.settings.settings import Settings
@@ -53,42 +52,6 @@ MARK_TTL_S = 30 * 24 * 3600
 #: Blobs are kept for this many result TTLs: a blob is stored before the jobs that name it, and must
 #: outlive them. A repeated submit extends its TTL.
 BLOB_TTL_FACTOR = 3
-
-NAMES = (
-    "submit",
-    "claim",
-    "store",
-    "fail",
-    "cancel",
-    "cancelled",
-    "hand_on",
-    "release",
-    "release_boots",
-    "renew",
-    "emit",
-    "settle",
-    "lost",
-    "reap",
-    "look_again",
-    "forget_captures",
-    "removed_captures",
-    "desync",
-    "set_global",
-    "delete_run",
-    "keep",
-    "top_up",
-    "recount",
-    "recounted",
-    "accept_harvest",
-    "change_harvest",
-    "forget_harvest",
-    "move_cursor",
-    "list_modules",
-    "forget_workers",
-    "put_pinned",
-    "delete_pinned",
-    "publish",
-)
 
 #: Folder of the scripts; file names are unique across its subfolders.
 LUA = Path(__file__).parents[1] / "lua"
@@ -125,13 +88,18 @@ class ScriptClient(Protocol):
 
 
 class Scripts:
-    """The scripts bound to a client: `scripts.claim(args=…)`; awaitable when the client is.
+    """The scripts of a folder bound to a client: `scripts.claim(args=…)`; awaitable when the client
+    is.
 
     Reloaded after a Redis restart.
     """
 
-    def __init__(self, client: ScriptClient) -> None:
-        self._bound = {name: client.register_script(source(name)) for name in NAMES}
+    def __init__(
+        self, client: ScriptClient, folder: Path = LUA, parts: tuple[str, ...] = PARTS
+    ) -> None:
+        self._bound = {
+            name: client.register_script(text) for name, text in sources(folder, parts).items()
+        }
 
     def __getattr__(self, name: str) -> Any:
         with Translated(KeyError, lambda error: AttributeError(name), hidden=True):
@@ -139,10 +107,21 @@ class Scripts:
 
 
 @cache
-def source(name: str) -> str:
-    """Return the complete text of a script: generated tables, shared functions, the script."""
-    files = {path.stem: path for path in LUA.glob("*/*.lua")}
-    return "\n".join([_tables(), *[files[part].read_text() for part in (*PARTS, name)]])
+def sources(folder: Path = LUA, parts: tuple[str, ...] = PARTS) -> dict[str, str]:
+    """Return name → complete text of the scripts of a folder, the ledger's or a package's:
+    generated tables, shared functions, the script.
+
+    `parts`: the ledger's functions that they use. Those of a package are in its folder `shared`.
+    """
+    shared = [LUA / "shared" / f"{part}.lua" for part in parts]
+    if folder != LUA:
+        shared += sorted(folder.glob("shared/*.lua"))
+    before = "\n".join([_tables(), *(path.read_text() for path in shared)])
+    return {
+        path.stem: f"{before}\n{path.read_text()}"
+        for path in sorted(folder.rglob("*.lua"))
+        if path.parent.name != "shared"
+    }
 
 
 def _tables() -> str:
@@ -154,7 +133,6 @@ def _tables() -> str:
             f"local VERSION = {_lua(__version__)}",
             f"local ALLOWED = {_lua(allowed)}",
             f"local TERMINAL = {_lua(dict.fromkeys(TERMINAL, True))}",
-            f"local OVER = {_lua(dict.fromkeys(OVER, True))}",  # states of harvests
             f"local STAMP = {_lua(STAMP)}",
             f"local function PROBLEMS() return {_lua(problems)} end",  # built only when a job fails
             f"local STEPS = {_lua(STEPS)}",
@@ -311,10 +289,12 @@ def submit(
         if job.run
         else None
     )
+    side = job.opened.facts.side
     return pack(
         settings,
         id=job.id,
         record={**accepted(job, request), "room": room},
+        side=None if side is None else side._asdict(),
         idem=key,
         body=body,
         blob_ttl=BLOB_TTL_FACTOR * settings.result_ttl_s,
@@ -414,8 +394,10 @@ def _decision(report: Receipt, score: ProbeScore, policy: StoredPolicy) -> bytes
 
 
 def _size_of(files: Sequence[CapturedFile]) -> tuple[int, int]:
-    """Return bytes and rows of captures; shards of harvests are counted with their units."""
-    captures = [file for file in files if file.tag != HARVEST]
+    """Return bytes and rows of captures; what a package's consumer writes is counted by the
+    package.
+    """
+    captures = [file for file in files if file.layout != PLACED]
     return sum(file.bytes for file in captures), sum(file.rows for file in captures)
 
 

@@ -300,7 +300,7 @@ class Ledger(Fleet):
         `ranks`: number of receipts that each request with an intervention or a capture will get.
         `unreachable`: why the worker's artifact store is unavailable, or empty: a job whose
         captures go there waits for it, for at most `artifact_wait_s`. `crowded`: the worker holds
-        as many surveys as it may, and takes no other.
+        as many side jobs as it may, and takes no other.
 
         The job comes with the global steering of this moment (if that has entries, every request
         gets receipts), and with latches. Raises not_found; ClaimRefused while the worker's ranks

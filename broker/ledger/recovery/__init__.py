@@ -1,1 +1,1 @@
-"""The reaper, harvests and their streams, reconciliation of usage."""
+"""The reaper, reconciliation of usage."""

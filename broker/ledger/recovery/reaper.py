@@ -16,7 +16,9 @@ from typing import NamedTuple, cast
 
 from ....schemas.base.records import now
 from ....schemas.base.states import State
+from ....schemas.jobs.ledger_shares import shares
 from ....schemas.jobs.queues import Queue
+from ....schemas.packages import part
 from ....schemas.settings.faults import crash_point
 from ....schemas.settings.settings import Settings
 from ...queue.celery_app import UNACKED, lists_of, queue_of
@@ -28,7 +30,6 @@ from ..jobs.ledger import Ledger, of_each, reachable
 from ..jobs.status import relay_since
 from ..named.source_runs import LedgerRuns
 from ..results.views import listing
-from .harvests import LedgerHarvests
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,8 @@ SECONDS_PER_MESSAGE = 1e-3
 RECOUNT_S = 3600.0
 #: Seconds until the next one if a recount could not be completed.
 RECOUNT_AGAIN_S = 60.0
-#: Jobs, captures or harvests examined per script call of a recount, which blocks Redis for a few
-#: milliseconds.
+#: Jobs, captures or other records examined per script call of a recount, which blocks Redis for a
+#: few milliseconds.
 RECOUNT_SLICE = 250
 
 #: The task id in a message's headers; `\\` because a message may be quoted inside another JSON
@@ -107,7 +108,7 @@ class Reaper:
         self._captures = LedgerCaptures(ledger)
         self._runs = LedgerRuns(ledger)
         self._inputs = LedgerInputs(ledger)
-        self._harvests = LedgerHarvests(ledger)
+        self._duties = [part(share.duty) for share in shares() if share.duty]
 
     @reachable
     async def sweep(self, at: float | None = None) -> ReaperReport:
@@ -150,7 +151,8 @@ class Reaper:
         report.picked = scripts.text(
             await self._scripts.top_up(args=scripts.pack(self._settings, at))
         )
-        await self._harvests.advance_all()
+        for duty in self._duties:
+            await duty(self._ledger)
         report.corrected = await self._recount(at)
         report.pruned = await self._prune(at) + await self._runs.prune(at)
         try:
@@ -317,7 +319,11 @@ class UsageReconciliation:
         self._at = at
         self._slice = slice_
         self._name = secrets.token_hex(8)
-        self._left = ["live", "captures", "harvests", "jobs"]
+        # the sets that are left, with the family of the records of a package's
+        self._left = [("live", ""), ("captures", "")]
+        for share in shares():
+            self._left += share.charged.items()
+        self._left.append(("jobs", ""))
         self._cursor = b"0"
 
     async def step(self) -> list[str] | None:
@@ -336,9 +342,11 @@ class UsageReconciliation:
                     await self._scripts.list_modules(args=scripts.pack(self._settings, self._at))
                 ),
             ]
+        which, family = self._left[0]
         local = {
             "name": self._name,
-            "which": self._left[0],
+            "which": which,
+            "family": family,
             "cursor": self._cursor,
             "many": self._slice,
         }

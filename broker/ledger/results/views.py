@@ -11,7 +11,6 @@ from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import by_key, now
-from ....schemas.jobs.harvest_names import HARVEST
 from ....schemas.jobs.jobs import (
     TERMINAL,
     CaptureResults,
@@ -24,7 +23,7 @@ from ....schemas.jobs.jobs import (
     State,
 )
 from ....schemas.jobs.kinds import kind_of
-from ....schemas.jobs.receipts import Receipt, receipt_decoder
+from ....schemas.jobs.receipts import PLACED, Receipt, receipt_decoder
 from ....schemas.jobs.results import JobResult
 from ....schemas.jobs.works import Work
 from ....schemas.prompts.selectors import as_ranges
@@ -165,7 +164,7 @@ def capture_results(
         )
         for receipt in ticket
         for file in receipt.files
-        if file.tag != HARVEST
+        if file.layout != PLACED
     ]
     consumers = [
         ConsumerReport(

@@ -1,4 +1,4 @@
-"""Progress bars (tqdm) of jobs and harvests, on a terminal or in a notebook."""
+"""Progress bars (tqdm) of jobs, on a terminal or in a notebook."""
 
 import sys
 import warnings
@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ....schemas.jobs.harvests import HarvestView
 from ....schemas.jobs.jobs import Event
 from ...notebook import in_notebook
 
@@ -31,26 +30,6 @@ def mapped_bar(total: int | None) -> Iterator[Callable[[], None] | None]:
     """
     with drawn_bar(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
         yield None if drawn is None else lambda: drawn.update(1)
-
-
-@contextmanager
-def harvest_bar() -> Iterator[Callable[[HarvestView], None] | None]:
-    """Yield a bar to call with each poll of a harvest, or None as `drawn_bar` does. It shows the
-    share of the source, tokens/s and time left.
-    """
-    with drawn_bar(total=1.0, bar_format="{desc} {percentage:5.1f}%|{bar}| {postfix}") as drawn:
-
-        def show(view: HarvestView) -> None:
-            drawn.n = view.share
-            drawn.set_description_str(
-                view.state + (f" ({view.reason})" if view.reason else ""), refresh=False
-            )
-            remaining = (
-                "" if view.left_s is None else f", {drawn.format_interval(view.left_s)} left"
-            )
-            drawn.set_postfix_str(f"{view.rows:,} rows, {view.tokens_s:,.0f} tokens/s{remaining}")
-
-        yield None if drawn is None else show
 
 
 @contextmanager

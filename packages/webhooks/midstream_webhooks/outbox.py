@@ -7,13 +7,12 @@ same id, when the lease ends. All times come from `clock`, so that tests can sim
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from msgspec import UNSET
 
-from midstream.broker.ledger.core.script_arguments import ARGUMENTS, pack
+from midstream.broker.ledger.core.script_arguments import pack
 from midstream.broker.ledger.core.tenants import refusal
 from midstream.broker.ledger.jobs.ledger import Ledger, of_each, reachable
 from midstream.broker.ledger.results import pages
@@ -29,7 +28,9 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, now, to_json
 from midstream.schemas.base.states import CallbackEvent
 
-SCRIPTS = ("hooks_lease", "hooks_settle", "hooks_redeliver", "hooks_clean", "hooks_clamp")
+#: Folder of the outbox's scripts, and the functions of the ledger that they use.
+LUA = Path(__file__).parent / "lua"
+PARTS = ("arguments", "announce")
 #: Maximum number of deliveries under way in one lane (a tenant's receivers at one host), once it is
 #: known to answer well.
 LANE_ROOM = 16
@@ -95,7 +96,7 @@ class WebhookOutbox:
         self._redis: Any = ledger.redis
         self._written = ledger.written
         self._settings = ledger.settings
-        self._scripts = {name: ledger.redis.register_script(_source(name)) for name in SCRIPTS}
+        self._scripts = ledger.scripts_of(LUA, PARTS)
         self.clock = clock
 
     # --- the sender's side
@@ -120,7 +121,7 @@ class WebhookOutbox:
             scan=LANES_SCANNED,
             under_way=dict(under_way),
         )
-        if rows := await self._scripts["hooks_lease"](args=arguments):
+        if rows := await self._scripts.hooks_lease(args=arguments):
             await self._written()
         leases = []
         for row in rows:
@@ -176,7 +177,7 @@ class WebhookOutbox:
             well=well,
             most=LANE_ROOM,
         )
-        return cast(str, (await self._scripts["hooks_settle"](args=arguments)).decode())
+        return cast(str, (await self._scripts.hooks_settle(args=arguments)).decode())
 
     @reachable
     async def clamp(self, lease_s: float) -> int:
@@ -189,7 +190,7 @@ class WebhookOutbox:
             for name in await self._redis.zrangebyscore("ms:hooks", f"({at!r}", "+inf")
         ]
         moved = [
-            await self._scripts["hooks_clamp"](
+            await self._scripts.hooks_clamp(
                 args=pack(at, ids=ids[first : first + CLAMPED_AT_ONCE], lease=lease_s)
             )
             for first in range(0, len(ids), CLAMPED_AT_ONCE)
@@ -201,7 +202,7 @@ class WebhookOutbox:
         """Delete up to `limit` deliveries settled more than `ttl_s` ago; returns how many."""
         at = self.clock()
         return int(
-            await self._scripts["hooks_clean"](args=pack(at, before=repr(at - ttl_s), limit=limit))
+            await self._scripts.hooks_clean(args=pack(at, before=repr(at - ttl_s), limit=limit))
         )
 
     @reachable
@@ -292,7 +293,7 @@ class WebhookOutbox:
         `delivery`.
         """
         limit = self._settings.tuning.webhook_pending_limit
-        outcome = await self._scripts["hooks_redeliver"](
+        outcome = await self._scripts.hooks_redeliver(
             args=pack(self.clock(), id=delivery_id, pending_limit=limit)
         )
         if outcome == b"unknown":
@@ -328,14 +329,4 @@ def _delivery(
         created=float(record["created"]),
         next_attempt=float(record["next"]) if "next" in record else None,
         attempts=[from_json(raw, DeliveryAttempt) for raw in log],
-    )
-
-
-@cache
-def _source(name: str) -> str:
-    folder = Path(__file__).parent / "lua"
-    announce = ARGUMENTS.with_name("announce.lua")  # shared with the ledger's scripts
-    return "\n".join(
-        path.read_text()
-        for path in (ARGUMENTS, announce, folder / "hooks_common.lua", folder / f"{name}.lua")
     )

@@ -6,16 +6,15 @@ They are stored in Redis unhashed, because the signer needs them.
 
 import base64
 import secrets
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from midstream.broker.ledger.core.script_arguments import ARGUMENTS, pack
+from midstream.broker.ledger.core.script_arguments import pack
 from midstream.broker.ledger.jobs.ledger import Ledger, reachable
 from midstream.schemas.access.webhooks import Secret, SecretList
 from midstream.schemas.base.records import now
 
 from .http import SECRET_PREFIX
+from .outbox import LUA, PARTS
 
 SECRET_BYTES = 32
 
@@ -25,7 +24,7 @@ class WebhookSecrets:
 
     def __init__(self, ledger: Ledger) -> None:
         self._redis: Any = ledger.redis
-        self._script = ledger.redis.register_script(_source())
+        self._scripts = ledger.scripts_of(LUA, PARTS)
 
     async def of(self, tenant: str, key: str) -> SecretList:
         """Return the secrets that sign webhooks of jobs submitted with `key` (empty: without a
@@ -59,7 +58,7 @@ class WebhookSecrets:
     ) -> list[Secret]:
         at = now()
         fresh = SECRET_PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
-        result = await self._script(
+        result = await self._scripts.hooks_rotate(
             args=pack(
                 at,
                 owner=owner,
@@ -79,8 +78,3 @@ class WebhookSecrets:
 
 def _owner(tenant: str, key: str) -> str:
     return f"{tenant}/{key}"
-
-
-@cache
-def _source() -> str:
-    return ARGUMENTS.read_text() + (Path(__file__).parent / "lua" / "hooks_rotate.lua").read_text()

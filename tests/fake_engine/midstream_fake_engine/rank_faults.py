@@ -178,11 +178,11 @@ def wrap_runs(runs: Any, faults: Faults) -> None:
 
 def wrap_writer(writer: Any, faults: Faults) -> None:
     """Faults of `Writer`."""
-    from midstream.schemas.jobs.harvest_names import HARVEST
+    from midstream.workers.runner.files.consumers import placing
     from midstream.workers.runner.files.finished_rows import Outcome
 
     def action(original: Callable[..., Any], name: str, consumers: Any) -> Any:
-        if writer._diverted is None and name in ("filesystem", HARVEST):
+        if writer._diverted is None and name in ("filesystem", *placing()):
             while "hold_write" in faults and (writer._outbox.path.parents[1] / "hold").exists():
                 time.sleep(0.01)
             if "slow_write" in faults:
@@ -190,7 +190,7 @@ def wrap_writer(writer: Any, faults: Faults) -> None:
             if "write" in faults:
                 error = "write failed: fault injected: write"
                 return lambda captures: (
-                    [Outcome(error=error, unavailable=name == HARVEST)] * len(captures)
+                    [Outcome(error=error, unavailable=name in placing())] * len(captures)
                 )
         return original(name, consumers)
 

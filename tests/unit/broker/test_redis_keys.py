@@ -6,7 +6,7 @@
 import re
 
 from redis_keys import documented
-from tree import CORE, ROOT, tracked
+from tree import ROOT, part_of, tracked
 
 #: A channel, and prefixes of ACL patterns.
 NO_KEYS = {"changed", "hook-"}
@@ -16,7 +16,7 @@ def named() -> dict[str, str]:
     """Family → one place that names it."""
     found: dict[str, str] = {}
     for path in tracked():
-        if path.parts[0] not in CORE or path.suffix not in (".py", ".lua"):
+        if not part_of(path) or path.suffix not in (".py", ".lua"):
             continue
         text = (ROOT / path).read_text()
         families = re.findall(r"\bms:([a-z][a-z-]*)", text)

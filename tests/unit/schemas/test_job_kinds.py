@@ -2,7 +2,6 @@
 
 import json
 import sys
-from importlib.metadata import entry_points
 from typing import Any
 
 import msgspec
@@ -12,13 +11,13 @@ from wire_samples import full
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_msgpack, to_msgpack
-from midstream.schemas.jobs.harvests import HarvestWork
 from midstream.schemas.jobs.job_kind import JobKind
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.kinds import GROUP, KINDS, OWN, _by_name, kind_of
 from midstream.schemas.jobs.results import CommonResult, JobResult
 from midstream.schemas.jobs.works import Work
-from midstream.schemas.packages import part
+from midstream.schemas.packages import offered, part
+from midstream_harvest.records.harvests import HarvestWork
 from midstream_lab.records.doses import DoseWork
 from midstream_lab.records.fits import FitWork
 from midstream_lab.records.sweep_units import SweepWork
@@ -44,7 +43,8 @@ def job_of(kind: str, **changes: Any) -> Job:
 def paths(row: JobKind) -> list[str]:
     """Return all that a row names."""
     named = [row.work, row.submit, row.result, row.outcome, row.routes, row.answer, row.verbs]
-    named += [row.shown, row.forms, *row.run.values(), *row.calls.values(), *row.acts.values()]
+    named += [row.things, row.shown, row.forms]
+    named += [*row.run.values(), *row.calls.values(), *row.acts.values()]
     return [path for path in named if path]
 
 
@@ -61,7 +61,7 @@ def test_a_kind_enters_a_queue_whose_workers_run_it(row: JobKind) -> None:
 
 def test_a_row_loads_no_part_by_itself() -> None:
     """In a process that knows nothing yet."""
-    assert entry_points(group=GROUP).names == {*KINDS} - {row.name for row in OWN}
+    assert {*offered(GROUP)} == {*KINDS} - {row.name for row in OWN}
     assert JobKind("other", work="nothing.there:Work").name == "other"
     assert "nothing.there" not in sys.modules
 

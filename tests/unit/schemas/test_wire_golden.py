@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from tree import ROOT, sources
+from tree import ROOT, product, sources
 from wire_samples import CHOSEN, FILE, JSON, MSGPACK, encoders, full, small, written
 
 from midstream.broker.receipts import frames
@@ -104,8 +104,10 @@ OF_THIS_MACHINE = {
 
 
 def decoded_types() -> Iterator[tuple[str, str]]:
-    """(where, name of a struct) of every place in broker and workers that reads bytes into one."""
-    for path in sources("broker", "workers"):
+    """(where, name of a struct) of every place in broker, workers and the package of harvests that
+    reads bytes into one.
+    """
+    for path in [*sources("broker", "workers"), *product("harvest")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):
                 continue

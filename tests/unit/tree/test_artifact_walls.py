@@ -12,7 +12,6 @@ from midstream.storage.store import STORES, open_store
 #: Modules that name the artifact store, or the capture root, without opening it: to show it, to
 #: hand it to a rank, or to open a store inside.
 NAMES = {
-    "broker/artifacts/corpora.py",
     "broker/ledger/jobs/inputs.py",
     "broker/ledger/results/views.py",
     "schemas/settings/settings.py",

@@ -35,16 +35,22 @@ LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
     "broker": ("otel", "up"),
     "tools": ("lens",),
     "ops": ("cpu",),
+    "harvest": ("cpu", "harvest"),
     "lab": ("notebook", "plots"),
 }
 #: Room of a package that only some processes load → the extra that these have.
 OF_ROOMS = {
-    **dict.fromkeys(("lab.admit", "lab.routes"), "api"),
-    **dict.fromkeys(("lab.cli", "lab.client", "lab.show"), "client"),
+    **dict.fromkeys(("lab.admit", "lab.routes", "harvest.api"), "api"),
+    **dict.fromkeys(("lab.cli", "lab.client", "lab.show", "harvest.client"), "client"),
     **dict.fromkeys(("lab.gradient_jobs", "lab.gradients", "lab.run"), "cpu"),
+    **dict.fromkeys(("harvest.run", "harvest.surveys"), "cpu"),
+    "harvest.ledger": "broker",
 }
 #: Loaded only when it is asked for, so its top counts as the inside of a function.
-LOADED_LATE = {"client/harvest/training.py", "packages/ops/midstream_ops/redis_server.py"}
+LOADED_LATE = {
+    "packages/harvest/midstream_harvest/reader/training.py",
+    "packages/ops/midstream_ops/redis_server.py",
+}
 #: Module of a package that is loaded only by a library → the package's extra with that library.
 OF_EXTRAS = {"packages/bridges/midstream_bridges/inspect_provider.py": "inspect"}
 #: Comes with a package that we declare, at the version which that package wants.

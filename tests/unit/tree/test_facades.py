@@ -85,6 +85,14 @@ def test_a_gradient_worker_without_its_engine_names_the_extra() -> None:
     assert installing("lab") in done.stderr.splitlines()[-1]
 
 
+def test_a_room_whose_package_is_absent_names_the_extra() -> None:
+    done = alone("import midstream; midstream.harvest")
+    assert done.stderr.splitlines()[-1] == (
+        "ImportError: midstream.harvest needs the package midstream-harvest: "
+        f"{installing('harvest')}"
+    )
+
+
 def test_the_rest_of_the_client_needs_no_package() -> None:
     done = alone("import midstream, midstream.client.vectors; midstream.Client; print('there')")
     assert done.stdout == "there\n", done.stderr
@@ -103,4 +111,4 @@ def test_help_without_packages_lists_the_commands_that_are_there() -> None:
     done = alone("from midstream.client.cli.main import main; main(['--help'])")
     assert done.returncode == 0, done.stderr
     assert "submit" in done.stdout
-    assert not any(f" {command} " in done.stdout for command in PACKAGED)
+    assert not any(f"│ {command} " in done.stdout for command in PACKAGED)

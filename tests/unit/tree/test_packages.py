@@ -13,6 +13,7 @@ from tree import NODES, PACKAGES, ROOT, TYPED, imports_of, part_of, product, tra
 ROOMS: dict[str, set[str]] = {
     "page": {"api", "broker.artifacts", "broker.ledger", "schemas", "storage"},
     "bridges": {"client", "schemas", "storage"},
+    "harvest": {"api", "broker", "client", "schemas", "storage", "workers"},
     "lab": {
         *("api", "broker.artifacts", "broker.ledger", "broker.receipts"),
         *("client", "schemas", "storage", "workers"),

@@ -29,8 +29,6 @@ ALLOWED: dict[str, set[str]] = {
 #: Modules of the client that may reach further, inside functions only: the first key of a service
 #: is written without it.
 STARTERS = {"client/cli/keys.py"}
-#: Imported inside functions only, so it may reach further at its top.
-LOADED_LATE = {"client/harvest/training.py"}
 STARTERS_MAY = {"broker", "workers"}
 
 #: Folder → its rooms (and the modules beside them) from top to bottom, those of one line side by
@@ -60,7 +58,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "cli",
         "render",
         "sdk",
-        "captures harvest vectors",
+        "captures vectors",
         "values probes texts",
         "notebook durations extras frames images",
     ),
@@ -68,7 +66,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "__main__ remote",
         "app",
         "serving",
-        "surveys remote_control",
+        "remote_control",
         "engines",
         "engine",
         "runner",
@@ -122,7 +120,7 @@ OWNERS: dict[str, set[str]] = {
     "litestar": {"api"},
     "uvicorn": {"api"},
     "vllm": {"workers"},
-    "torch": {"workers", "kernels", "client/harvest/training.py"},
+    "torch": {"workers", "kernels"},
     "triton": {"kernels", "workers"},
     "transformers": {"workers"},
     "celery": {"broker", "workers"},
@@ -187,11 +185,7 @@ def test_a_folder_imports_only_folders_below_it(folder: str) -> None:
             may = (
                 ALLOWED[folder]
                 | {folder}
-                | (
-                    STARTERS_MAY
-                    if name in LOADED_LATE or (name in STARTERS and found.lazy)
-                    else set()
-                )
+                | (STARTERS_MAY if name in STARTERS and found.lazy else set())
             )
             if parts[1] not in may:
                 wrong.append(f"{found.where} imports {found.module}")
@@ -330,11 +324,7 @@ LIGHT = {
 
 @pytest.mark.parametrize("package", LIGHT)
 def test_importing_every_module_of_a_light_package_loads_nothing_heavy(package: str) -> None:
-    modules = [
-        module_name(path)
-        for path in sources(package)
-        if path.name != "__main__.py" and str(path.relative_to(ROOT)) not in LOADED_LATE
-    ]
+    modules = [module_name(path) for path in sources(package) if path.name != "__main__.py"]
     assert loaded_by(modules) & LIGHT[package] == set()
 
 

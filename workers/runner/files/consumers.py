@@ -15,7 +15,7 @@ from importlib.metadata import entry_points
 import numpy as np
 
 from ....schemas.base.dtypes import DTYPES, widened
-from ....schemas.jobs.harvest_names import HARVEST
+from ....schemas.packages import offered
 from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import memory_bytes
 from ..base.helper_threads import HelperThread, LateError
@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 lines = logging.getLogger("midstream.captures")
 
 ENTRY_POINTS = "midstream.capture_consumers"
+#: Entry points of consumers that no request may name: a package's own jobs do, with a place for the
+#: rows (`StoredCapture.place`). They may return files, and a failure fails the capture.
+PLACING = "midstream.placing_consumers"
 BUILT_IN = ("filesystem", "memory", "logging")  # built-in consumers that requests may name
 #: Seconds that an installed consumer may take for a group; then the writer continues without it.
 PATIENCE_S = 10.0
@@ -168,8 +171,9 @@ def installed() -> dict[str, Installed]:
     A consumer that cannot be loaded or created is logged and skipped.
     """
     consumers: dict[str, Installed] = {}
+    reserved = (*BUILT_IN, *placing(), READER)
     for entry in entry_points(group=ENTRY_POINTS):
-        if entry.name in (*BUILT_IN, HARVEST, READER) or entry.name in consumers:
+        if entry.name in reserved or entry.name in consumers:
             logger.error(
                 "capture consumer %s of %s skipped: the name is already in use",
                 entry.name,
@@ -186,6 +190,11 @@ def installed() -> dict[str, Installed]:
                 "capture consumer %s (%s) skipped: it cannot be loaded", entry.name, entry.value
             )
     return consumers
+
+
+def placing() -> list[str]:
+    """Return the names of the consumers that only packages' jobs may use."""
+    return offered(PLACING)
 
 
 def available() -> list[str]:

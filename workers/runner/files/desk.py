@@ -264,7 +264,7 @@ class Desk:
         *,
         begin: Callable[[], None] = lambda: None,
         readings: Consumer | None = None,
-        works: tuple[WriterWork, ...] = ("writer", "harvest", "reading"),
+        works: tuple[WriterWork, ...] = ("writer", "placed", "reading"),
     ) -> None:
         """`backlog`, `begin`, `readings`, `works`: see `Writer`."""
         store = open_store(config.capture_root)

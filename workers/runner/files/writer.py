@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from ....schemas.jobs.harvest_names import HARVEST
 from ....schemas.jobs.receipts import STORE_UNAVAILABLE, CapturedFile, Consumed, Receipt
+from ....schemas.packages import load
 from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import WriterWork
 from ....storage.capture_usage import CaptureUsage
 from ....storage.store import ArtifactStore
 from ..base.backlog import Backlog
-from .consumers import BUILT_IN, Logging, MemoryConsumer, installed
+from .consumers import BUILT_IN, PLACING, Logging, MemoryConsumer, installed, placing
 from .finished_rows import Consumer, FinishedCapture, Outcome
-from .harvest_shards import OpenShards
 from .layouts import Filesystem, StoreConfig, each
 from .receipt_outbox import ReceiptOutbox
 
@@ -32,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 #: Limits of a group, which is one durable commit: requests, and approximate bytes. A request with a
 #: reading is a group of its own, so that no other receipt waits for its computation.
-GROUP_REQUESTS: dict[WriterWork, int] = {"writer": 256, "harvest": 256, "reading": 1}
+GROUP_REQUESTS: dict[WriterWork, int] = {"writer": 256, "placed": 256, "reading": 1}
 GROUP_BYTES = 64 << 20
 #: Consumers whose failure fails the capture, because its rows are lost. Failures of other consumers
 #: only make it partial.
-ESSENTIAL = frozenset({"filesystem", "memory", HARVEST, READER})
+ESSENTIAL = frozenset({"filesystem", "memory", READER, *placing()})
 #: The most positions that a message names.
 _POSITIONS = 16
 #: The most characters that it has.
@@ -145,9 +144,9 @@ _Jobs = queue.SimpleQueue[WriteJob | _Part | None] | _Turns
 class CaptureWriter:
     """Threads that pass captures to their consumers in groups, and then receipts to the outbox.
 
-    Harvests have threads of their own: their stores are elsewhere, and other requests would lose
-    their receipts while one of those does not answer. So have readings, because they may compute
-    for minutes.
+    Rows with a place have threads of their own: their stores are elsewhere, and other requests
+    would lose their receipts while one of those does not answer. So have readings, because they may
+    compute for minutes.
     """
 
     def __init__(
@@ -159,7 +158,7 @@ class CaptureWriter:
         begin: Callable[[], None] = lambda: None,
         readings: Consumer | None = None,
         backlog: Backlog | None = None,
-        works: Sequence[WriterWork] = ("writer", "harvest", "reading"),
+        works: Sequence[WriterWork] = ("writer", "placed", "reading"),
     ) -> None:
         """`threads`: of each kind of work. `memory_limit`: bytes that the consumer `memory` may put
         into a receipt. `begin`: called first in each thread. `readings`: the consumer that computes
@@ -173,8 +172,8 @@ class CaptureWriter:
             raise ValueError(f"a writer has {threads} threads, and needs at least one")
         self._begin = begin
         self._outbox = outbox
-        # Harvests and readings have threads of their own: behind shards that were tried for 20 s
-        # each, other jobs lost their receipts.
+        # Rows with a place, and readings, have threads of their own: behind shards that were tried
+        # for 20 s each, other jobs lost their receipts.
         self._queues: dict[WriterWork, _Jobs] = {
             work: _Turns() if work == "reading" else queue.SimpleQueue() for work in works
         }
@@ -189,7 +188,7 @@ class CaptureWriter:
         self._shared: dict[str, Consumer] = {
             "memory": MemoryConsumer(memory_limit),
             "logging": Logging(),
-            HARVEST: OpenShards(),
+            **{name: load(PLACING, name)() for name in placing()},
             **installed(),
         }
         if readings is not None:
@@ -461,7 +460,7 @@ def make_writer(
     begin: Callable[[], None] = lambda: None,
     readings: Consumer | None = None,
     backlog: Backlog | None = None,
-    works: Sequence[WriterWork] = ("writer", "harvest", "reading"),
+    works: Sequence[WriterWork] = ("writer", "placed", "reading"),
 ) -> CaptureWriter:
     """Return the writer of a rank, whose rows go to `captures`; see `CaptureWriter`."""
     store = StoreConfig(

@@ -44,7 +44,7 @@ if overdue(job) then
   fail(job, 'not_started_in_time', LATE, nil, 'aborted')
   return {'refused', job.state}
 end
--- Compared here because every attempt begins here, of jobs, sweeps and parts of harvests alike. A
+-- Compared here because every attempt begins here, of all kinds alike. A
 -- record without an identity is of a version that had none: it matches no model.
 if args.identity == '' or job.identity ~= args.identity then
   refuse_model(job)
@@ -58,7 +58,7 @@ if args.unreachable ~= '' and redis.call('EXISTS', key('capture', id)) == 1 then
   await_store(job, args.unreachable)
   return {'refused', job.state}
 end
-if args.crowded and redis.call('HEXISTS', hash, 'survey') == 1 then
+if args.crowded and redis.call('HEXISTS', hash, 'side') == 1 then
   redis.call('SREM', turn('sent', job.model, job.line), id) -- the next message of the line takes its place
   shelve(job)
   -- All are due at one moment, and the reaper then sends them by their ids, which is by age: who came first gets the free place.

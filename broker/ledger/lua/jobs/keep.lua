@@ -1,22 +1,24 @@
--- Keep the records of units that a job has computed, each once, and what else a part of a harvest reports, if its attempt is current.
+-- Keep the records of units that a job has computed, each once, and what else it reports of the whole that it is a part of, if its attempt
+-- is current.
 -- They outlive the attempt.
 -- args: id, attempt, place (key of the records), units: {field, packed record, counts (counter -> what is added; false: readers see no
 --       change), its event (JSON, or false if it has none), requests (whose receipts the record was made of)} of each, ranks, stages
---       of a part of a harvest, which has the counters: harvest, survey (true for one, or nil), set (field -> value, or nil),
---       clear (fields, or nil), done (key of the units that the part's manifest has now, or nil)
--- returns 'unknown' | 'stale' | 'cancelling' (cancellation was requested, or the harvest has ended: nothing is kept) | 'kept'
-local id, harvest = args.id, args.harvest
+--       of a part: whole (key of the record of the whole, which has the counters, or nil), open (key of the side jobs that have not ended,
+--       of which this is one, or nil), set (field -> value, or nil), clear (fields, or nil), done (key of records that are no longer needed,
+--       or nil)
+-- returns 'unknown' | 'stale' | 'cancelling' (cancellation was requested, or the whole has ended: nothing is kept) | 'kept'
+local id, whole = args.id, args.whole
 local job, why = job_of(id, args.attempt)
 if not job then
   return why
 end
 local owner, tenant = key('job', id), job.tenant
-if harvest then
-  local state, wanted
-  owner = key('harvest', harvest)
-  state, wanted, tenant = unpack(redis.call('HMGET', owner, 'state', 'wanted', 'tenant'))
-  -- Only a survey is recorded once the harvest has ended, and nothing once it is deleted or being cancelled.
-  if not state or (OVER[state] and not args.survey) or wanted == 'cancel' then
+if whole then
+  local finished, wanted
+  owner = whole
+  finished, wanted, tenant = unpack(redis.call('HMGET', whole, 'finished', 'wanted', 'tenant'))
+  -- Only a side job is recorded once the whole has ended, and nothing once it is deleted or being cancelled.
+  if not tenant or (finished and not args.open) or wanted == 'cancel' then
     move(job, 'cancelling') -- no other attempt follows
   end
 end
@@ -53,9 +55,9 @@ if shown then
   for name, more in pairs(sums) do
     redis.call('HINCRBY', owner, name, more)
   end
-  redis.call('HDEL', owner, 'store_away', 'trouble') -- why a job, or a harvest, waited for its store
+  redis.call('HDEL', owner, 'store_away', 'trouble') -- why a job, or the whole, waited for its store
 end
-if not harvest then
+if not whole then
   if shown then
     tally_cells(job, -(sums.cells or 0))
     changed(job)
@@ -63,11 +65,11 @@ if not harvest then
   return 'kept'
 end
 tally(owner, tenant, 'bytes', sums.bytes or 0)
-if args.survey then
-  redis.call('SREM', key('harvest-surveying', harvest), id)
+if args.open then
+  redis.call('SREM', args.open, id)
 end
 if args.done then
-  redis.call('DEL', args.done) -- Redis holds only the units of parts under way
+  redis.call('DEL', args.done)
 end
 for name, value in pairs(args.set or {}) do
   redis.call('HSET', owner, name, value)

@@ -1,8 +1,9 @@
--- Recount usage from unfinished jobs, stored captures and harvests, in slices, because Redis serves no other client during a script.
+-- Recount usage from unfinished jobs, stored captures and what packages charge, in slices, because Redis serves no other client during a script.
 -- Items already counted are in `ms:recount-seen`: a change of their usage updates both counts (`tally`). Other items are
 -- counted as they are when their turn comes, and new ones from their creation. So the final count is that of its last moment.
 -- It also adds queued jobs to the reaper's list and all jobs to the lists of their states: other versions may not have done so.
--- args: name (of this count), which ('live', 'captures', 'harvests' or 'jobs'), cursor ('0' at first), many (how many to examine)
+-- args: name (of this count), which ('live', 'captures', 'jobs' or a set of a package), family (of the records in a package's set), cursor
+--       ('0' at first), many (how many to examine)
 -- returns the next cursor, '0' when all were examined; '' if another count has replaced this one, or Redis has restarted
 local name, which, cursor = of_this_start(args.name), args.which, args.cursor
 if redis.call('HGET', RECOUNT, 'name') ~= name then
@@ -56,17 +57,19 @@ function look.jobs(id, created)
     list_job(id, state, tenant or 'default', created)
   end
 end
-function look.harvests(id, created)
-  local tenant, bytes = unpack(redis.call('HMGET', key('harvest', id), 'tenant', 'bytes'))
-  if tenant and redis.call('SADD', SEEN, key('harvest', id)) == 1 then
+local function charged(id, created)
+  local record = key(args.family, id)
+  local tenant, bytes = unpack(redis.call('HMGET', record, 'tenant', 'bytes'))
+  if tenant and redis.call('SADD', SEEN, record) == 1 then
     add(tenant, 'bytes', tonumber(bytes) or 0)
-    redis.call('ZADD', key('harvests', tenant), created, id) -- versions without this list wrote some
+    redis.call('ZADD', key(which, tenant), created, id) -- versions without this list wrote some
   end
 end
 
 local after, members = unpack(redis.call('ZSCAN', 'ms:' .. which, cursor, 'COUNT', args.many))
+local examine = look[which] or charged
 for at = 1, #members, 2 do
-  look[which](members[at], members[at + 1])
+  examine(members[at], members[at + 1])
 end
 for field, by in pairs(is) do
   redis.call('HINCRBY', RECOUNT, field, by)

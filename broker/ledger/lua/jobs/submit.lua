@@ -3,25 +3,25 @@
 --       body (its body's sha256), blob_ttl, tags (JSON list of the tags under which captures become files, or nil), packed_run (of the
 --       source run that it makes, or nil), files (whether its user has files written), charged (whether their
 --       bytes count as they arrive), limits (defaults where the tenant has none of
---       its own), blobs: {sha256, bytes, or false to take the pinned tensor} of each
+--       its own), side (of a side job: record, kept, open, limit, see `schemas/jobs/works.py`; or nil), blobs: {sha256, bytes, or false to
+--       take the pinned tensor} of each
 -- ARGV[2]: memory usage of Redis, in percent, sampled with the arguments and what this job and all others may still take.
 -- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
 --         | {'refused', name of the limit, used, allowed, seconds until it would be accepted ('' if unknown)}
 local id, spec, record, tags, idem = args.id, args.spec, args.record, args.tags, args.idem
 local model, tenant, created = record.model, record.tenant, record.created
 local redis_fill = tonumber(ARGV[2])
-local surveys = key('harvest-surveys', record.survey or '')
-local surveying = key('harvest-surveying', record.survey or '')
+local side = args.side
 
--- How many surveys its harvest has: those that are kept, and those whose jobs have not ended.
-local function count_surveys()
-  for _, other in ipairs(redis.call('SMEMBERS', surveying)) do
+-- How many side jobs there are: those whose results are kept, and those that have not ended.
+local function count_side()
+  for _, other in ipairs(redis.call('SMEMBERS', side.open)) do
     local state = redis.call('HGET', key('job', other), 'state')
     if not state or TERMINAL[state] then
-      redis.call('SREM', surveying, other)
+      redis.call('SREM', side.open, other)
     end
   end
-  return redis.call('HLEN', surveys) + redis.call('SCARD', surveying)
+  return redis.call('HLEN', side.kept) + redis.call('SCARD', side.open)
 end
 
 -- The first limit that a submission exceeds; if none, charges its cost to the rates and returns nil. A rate is a leaky
@@ -38,7 +38,7 @@ local function over_limit(limits)
     {'jobs_in_flight', jobs, 1, 1},
     {'sweep_cells', cells, record.cells_expected, 1},
     {'sweep_cells_waiting', all_cells, record.cells_expected, 1},
-    {'surveys', record.survey and count_surveys(), record.survey and 1 or 0, 1},
+    {side and side.limit or '', side and count_side(), side and 1 or 0, 1},
     {'webhooks_pending', record.callback and redis.call('SCARD', 'ms:hook-pending:' .. tenant), record.callback and 1 or 0, 1},
     {'capture_mib', bytes, args.files and 1 or 0, MIB}, -- their size is unknown in advance: accepted until the limit is reached
   }) do
@@ -91,8 +91,8 @@ for _, blob in ipairs(args.blobs) do
     return {'missing', name} -- its module was changed or deleted since the look-up
   end
 end
-if record.survey and redis.call('EXISTS', key('harvest', record.survey)) == 0 then
-  return {'missing', record.survey} -- deleted since the look-up
+if side and redis.call('EXISTS', side.record) == 0 then
+  return {'missing', side.record} -- deleted since the look-up
 end
 local limits, own = limits_for(tenant)
 if redis_fill >= limits.redis_fill then
@@ -134,8 +134,8 @@ end
 if idem then
   redis.call('SET', key('idem', idem), id .. ':' .. args.body, 'EX', args.result_ttl)
 end
-if record.survey then
-  redis.call('SADD', surveying, id)
+if side then
+  redis.call('SADD', side.open, id)
 end
 local job = read(id)
 list_job(id, 'queued', tenant, created)

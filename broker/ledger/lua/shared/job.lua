@@ -37,15 +37,17 @@ local function read(id)
   return job
 end
 
--- The job or harvest accepted under this Idempotency-Key: {'created' (this very call, repeated), 'repeated' or 'mismatch', its id}; nil
--- if there is none.
-local function accepted_before(idem, body, id)
+-- What was accepted under this Idempotency-Key: {'created' (this very call, repeated), 'repeated' or 'mismatch', its id}; nil
+-- if there is none. `family`: of the records of what is being accepted, if that is no job.
+local function accepted_before(idem, body, id, family)
   local first = idem and redis.call('GET', key('idem', idem))
   if not first then
     return nil
   end
   local first_id, first_body = string.match(first, '^([^:]+):(.*)$')
-  if redis.call('EXISTS', key('job', first_id), key('harvest', first_id)) == 0 then
+  -- What is no job removes its key with its record.
+  local of = string.sub(first_id, 1, 4) == 'job_' and 'job' or family
+  if of and redis.call('EXISTS', key(of, first_id)) == 0 then
     return nil
   end
   return {first_body ~= body and 'mismatch' or first_id == id and 'created' or 'repeated', first_id}

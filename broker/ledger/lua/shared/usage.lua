@@ -49,7 +49,7 @@ local function tally_from_here(of)
 end
 
 -- Change a tenant's usage of `jobs`, `cells` or `bytes`; the total over all tenants has no tenant's name. `of`: the key of the job,
--- capture or harvest that causes the change.
+-- capture or other record that causes the change.
 local function tally(of, tenant, what, by)
   if by ~= 0 then
     redis.call('HINCRBY', 'ms:usage', tenant .. '/' .. what, by)

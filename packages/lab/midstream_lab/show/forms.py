@@ -7,7 +7,7 @@ from typing import Any
 from msgspec.structs import asdict
 from rich.markup import escape
 
-from midstream.client.render.forms import Form
+from midstream.client.render.forms import Form, Shown
 from midstream.client.render.records import effect, training
 from midstream.client.render.steering import DIGEST
 
@@ -43,12 +43,14 @@ FORMS: dict[type, Form] = {
     ),
     FitResult: Form(
         lines=lambda result: map(asdict, result.training.sites),
-        facts={
-            "module": _registered,
-            "learned": lambda result: training(result.training),
-            "effect": lambda result: effect(result.training),
-            "reason": lambda result: escape(result.reason),
-        },
+        shown=Shown(
+            facts={
+                "module": _registered,
+                "learned": lambda result: training(result.training),
+                "effect": lambda result: effect(result.training),
+                "reason": lambda result: escape(result.reason),
+            }
+        ),
     ),
     Grid: Form(plot=grid_figure, html=notebook.grid_html),
     LensFitResult: Form(lines=_lens_fit),

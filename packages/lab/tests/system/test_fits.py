@@ -18,7 +18,6 @@ from refusal_kit import refuses
 from stack import Stack, stack_with
 
 from midstream import Client
-from midstream.broker.ledger.recovery.harvests import LedgerHarvests
 from midstream.schemas.base.edit_sizes import EditSizes
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import State
@@ -26,6 +25,7 @@ from midstream.schemas.jobs.models import GradientInfo
 from midstream.schemas.jobs.queues import GRADIENTS
 from midstream.schemas.requests.trainings import FitEffect, FitPoint, FitSite, Training
 from midstream.workers.engine.requests import prompt_request
+from midstream_harvest.ledger.harvests import LedgerHarvests
 from midstream_lab.records.doses import DoseCell, DoseResult, DoseWork
 from midstream_lab.records.fits import (
     FitRequest,

@@ -18,7 +18,6 @@ from test_extreme_requests import EDIT, EXTREMES, VECTOR, calls_by_turn
 from test_large_bodies import MODEL, SETTINGS, WORDS, codec
 
 from midstream.api.context import AppContext
-from midstream.api.resolve.admission.harvests import plan_harvest
 from midstream.api.resolve.admission.names import NO_NAMES
 from midstream.api.resolve.edits.features import NONE
 from midstream.api.resolve.edits.model_state import ModelState
@@ -37,7 +36,6 @@ from midstream.schemas.base import limits
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.json_bounds import check_json
 from midstream.schemas.base.records import from_json, to_json, to_msgpack
-from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import Job, JobRequest
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest
 from midstream.schemas.prompts.tokens import DetokenizeRequest, TokenizeRequest
@@ -50,6 +48,8 @@ from midstream.schemas.requests.steering import (
     ModuleRequest,
     content_digest,
 )
+from midstream_harvest.api.admission import plan_harvest
+from midstream_harvest.records.harvests import HarvestRequest
 from midstream_lab.admit.plan import plan_sweep
 from midstream_lab.records.attributions import AttributionRequest
 from midstream_lab.records.doses import DoseRequest

@@ -21,7 +21,6 @@ from midstream import (
     CaptureReader,
     MidstreamError,
     PatchStudy,
-    harvest,
     matrix,
     probes,
     samples,
@@ -34,11 +33,12 @@ from midstream.client.sdk.readings import Features, lens_of
 from midstream.schemas.artifacts.conditions import Condition, Decision, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.base.records import Result
-from midstream.schemas.jobs.harvests import SurveyEntry
 from midstream.schemas.readings.features import FeaturesReading
 from midstream.schemas.readings.lens import LensReading
-from midstream.schemas.requests.harvest_work import Survey
-from midstream.storage.surveys import Surveyed
+from midstream_harvest.client import shown as harvests_shown
+from midstream_harvest.files.surveys import Surveyed
+from midstream_harvest.records.harvests import SurveyEntry
+from midstream_harvest.records.work import Survey
 from midstream_lab.client.attribution import Attribution
 from midstream_lab.client.grid import grid_of
 from midstream_lab.records.doses import DoseCell, DoseEffect, DoseResult, StoredDose
@@ -350,12 +350,14 @@ def test_a_jobs_data_frame_has_what_its_policies_decided() -> None:
     assert len(job_result(probes=[SCORED, *probes]).to_pandas()) == 2, "the scores of its probe"
 
 
-CLASSES = sorted({*PLOTS, *LINES, PatchStudy}, key=lambda kind: kind.__name__)
+DRAWN = {**PLOTS, **harvests_shown.PLOTS}
+LISTED = {**LINES, **harvests_shown.LINES}
+CLASSES = sorted({*DRAWN, *LISTED, PatchStudy}, key=lambda kind: kind.__name__)
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_every_class_of_results_has_a_data_frame_and_a_short_form(kind: Any) -> None:
-    assert kind in LINES or kind.to_pandas is not Result.to_pandas
+    assert kind in LISTED or kind.to_pandas is not Result.to_pandas
     assert "dataclasses" not in kind.__repr__.__code__.co_filename, "it would print its arrays"
 
 
@@ -458,9 +460,9 @@ def test_every_kind_is_drawn_by_plot_and_other_names_say_so() -> None:
     ):
         with pytest.raises(AttributeError, match=says):
             getattr(drawn, name)
-    kinds = {kind.__name__ for kind in PLOTS}
+    kinds = {kind.__name__ for kind in DRAWN}
     assert {"Attention", "CaptureReader", "Harvest", "Lens", "SweepResult"} <= kinds
-    assert all(hasattr(kind, "plot") for kind in [*PLOTS, PatchStudy, harvest.Harvest])
+    assert all(hasattr(kind, "plot") for kind in [*DRAWN, PatchStudy])
 
 
 def test_rows_of_a_matrix_know_their_site_and_a_fit_keeps_it(tmp_path: Path) -> None:

@@ -20,9 +20,10 @@ from midstream.client.sdk import fields
 from midstream.client.sdk.calls import Awaits, Blocks, Calls, M, call, finish, iterate, stream
 from midstream.client.sdk.transport import AwaitingTransport, BlockingTransport
 from midstream.schemas.artifacts.probes import ProbeRequest
-from midstream.schemas.jobs.harvests import HarvestRequest
 from midstream.schemas.jobs.jobs import JobRequest, Sampling
 from midstream.schemas.jobs.openai import ChatRequest, CompletionRequest, Unserved
+from midstream_harvest.client.fields import HarvestFields
+from midstream_harvest.records.harvests import HarvestRequest
 from midstream_lab.client import fields as lab
 from midstream_lab.records.attributions import AttributionRequest
 from midstream_lab.records.fits import FitRequest, LensFitRequest
@@ -78,7 +79,7 @@ KEYWORDS: dict[Any, tuple[Any, set[str]]] = {
     fields.JobFields: (JobRequest, set()),
     lab.SweepFields: (SweepRequest, set()),
     lab.AttributionFields: (AttributionRequest, set()),
-    fields.HarvestFields: (HarvestRequest, set()),
+    HarvestFields: (HarvestRequest, set()),
     lab.FitFields: (FitRequest, set()),
     lab.LensFitFields: (LensFitRequest, set()),
     fields.CompletionFields: (CompletionRequest, {"model", "prompt"}),
@@ -107,7 +108,7 @@ def test_help_of_a_call_lists_its_keywords_within_a_screen() -> None:
     assert sum(len(textwrap.wrap(line, 80)) or 1 for line in shown.splitlines()) <= 35
 
 
-@pytest.mark.parametrize("module", ["midstream", "midstream.client", "midstream.client.harvest"])
+@pytest.mark.parametrize("module", ["midstream", "midstream.client", "midstream_harvest.reader"])
 def test_lazy_modules_list_their_names(module: str) -> None:
     lazy = import_module(module)
     assert {*lazy.__all__} <= {*dir(lazy)}

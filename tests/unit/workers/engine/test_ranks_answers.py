@@ -242,7 +242,7 @@ async def test_writers_that_are_behind_stop_the_admission_of_their_kind_of_work(
     engine = engine_of_ranks({}, {"behind": ["reading"]})
     await engine.steering_status()
     admitted = {work: event.is_set() for work, event in engine._keeps_up.items()}
-    assert admitted == {"writer": True, "harvest": True, "reading": False}
+    assert admitted == {"writer": True, "placed": True, "reading": False}
 
 
 @pytest.mark.parametrize(("silent_s", "trouble"), [(0.4, ""), (7.2, "answered for 7 s")])

@@ -24,14 +24,14 @@ def test_others_see_a_ranks_backlog_which_begins_at_zero_at_each_start(tmp_path:
     assert seen.waiting("writer") == (4 << 32) + 7
     far = Backlog.of(first, 0, frees=True)
     own.send(9, "reading")
-    own.send(11, "harvest")
+    own.send(11, "placed")
     far.free(2)
-    far.free(3, "harvest")
+    far.free(3, "placed")
     assert seen.freed("writer") == (1 << 32) + 2
-    assert seen.freed("harvest") == 3
-    assert {work: seen.waiting(work) for work in ("writer", "harvest", "reading")} == {
+    assert seen.freed("placed") == 3
+    assert {work: seen.waiting(work) for work in ("writer", "placed", "reading")} == {
         "writer": (4 << 32) + 5,
-        "harvest": 8,
+        "placed": 8,
         "reading": 9,
     }
     assert seen.size == (4 << 32) + 5 + 9 + 8

@@ -123,7 +123,7 @@ def test_a_receipt_says_ok_when_its_files_are_there(
     )
 
 
-@pytest.mark.parametrize("work", ["harvest", "reading"])
+@pytest.mark.parametrize("work", ["placed", "reading"])
 def test_captures_do_not_wait_for_the_store_of_a_harvest_or_for_readings(
     desk: Desk, work: str
 ) -> None:
@@ -140,10 +140,10 @@ def test_captures_do_not_wait_for_the_store_of_a_harvest_or_for_readings(
 def test_rows_that_leave_early_are_work_of_their_requests_kind(desk: Desk) -> None:
     """So that a harvest's store that does not answer fills no queue but its own."""
     threads = list[str]()
-    desk.writer.stream(lambda: threads.append(threading.current_thread().name), 8, "harvest")
+    desk.writer.stream(lambda: threads.append(threading.current_thread().name), 8, "placed")
     desk.close()
-    assert threads == ["midstream-harvest-0"]
-    assert desk.writer.backlog.freed("harvest") == 8
+    assert threads == ["midstream-placed-0"]
+    assert desk.writer.backlog.freed("placed") == 8
     assert desk.writer.backlog.size == 0
 
 

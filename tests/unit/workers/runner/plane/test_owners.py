@@ -23,16 +23,17 @@ from midstream.schemas.artifacts.conditions import Condition, Schedule, StoredPo
 from midstream.schemas.artifacts.loras import LoraUse
 from midstream.schemas.artifacts.probes import StoredProbe
 from midstream.schemas.base.edit_sizes import EditLimit
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.base.tensors import content_hash, from_numpy
-from midstream.schemas.jobs.harvest_names import HARVEST
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import HOOKS, Span, select
 from midstream.schemas.prompts.windows import Around, HeadAndTail, Trigger, When
-from midstream.schemas.requests.harvest_work import HarvestPlace
 from midstream.schemas.requests.interventions import FAMILIES, FAMILY, TENSORS
 from midstream.schemas.requests.specs import StoredSteering, probe_captures
 from midstream.schemas.requests.steering import SteeringTemplate
+from midstream_harvest.names import HARVEST
+from midstream_harvest.records.work import HarvestPlace
 from midstream_lab.admit.doses import expanded
 from midstream_lab.records.doses import DoseRequest
 
@@ -140,7 +141,9 @@ def harvested(asked: Asked) -> None:
         spans=[(0, 0, 0, TOTAL - 1)],
     )
     asked.captures.append(
-        msgspec.structs.replace(capture(), tag=HARVEST, consumers=[HARVEST], harvest=place)
+        msgspec.structs.replace(
+            capture(), tag=HARVEST, consumers=[HARVEST], place=to_msgpack(place)
+        )
     )
 
 

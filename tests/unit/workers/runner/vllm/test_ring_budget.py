@@ -89,9 +89,9 @@ def of_writers(*sizes: int, limit: int = 100, work: WriterWork = "writer") -> li
     return [overloads("block", limit, backlog) for backlog in backlogs]
 
 
-@pytest.mark.parametrize("full", ["reading", "harvest", "writer"])
+@pytest.mark.parametrize("full", ["reading", "placed", "writer"])
 def test_only_requests_of_the_kind_of_work_whose_queue_is_full_wait(full: WriterWork) -> None:
-    kinds = ("reading", "harvest", "writer")
+    kinds = ("reading", "placed", "writer")
     ring = budget(
         0, queues=of_writers(101, work=full), **{kind: (40, [capture()], kind) for kind in kinds}
     )

@@ -1,0 +1,1 @@
+"""Harvests: rows of a corpus, as shards."""

@@ -1,0 +1,1 @@
+"""Calls, commands, bridge, figures."""

@@ -1,0 +1,1 @@
+"""Shards, surveys, sources."""

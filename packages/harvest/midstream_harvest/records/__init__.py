@@ -1,0 +1,1 @@
+"""Requests, plans, manifests."""

@@ -1,0 +1,8 @@
+"""Fixtures of the core's system tests."""
+
+from fixtures import (
+    redis_session as redis_session,
+    redis_url as redis_url,
+    rig as rig,
+)
+from stack import client as client

@@ -1,1 +1,0 @@
-"""Harvests: documents, cut into sequences, and their shards."""
