@@ -18,7 +18,7 @@ from litestar.types import Message, Scope
 from ..schemas import packages
 from ..schemas.base.records import learn_records
 from ..schemas.base.version import __version__
-from ..schemas.jobs.kinds import KINDS
+from ..schemas.jobs.kinds import KINDS, of_kinds
 from ..schemas.packages import part
 from ..schemas.settings.settings import Settings
 from . import openapi
