@@ -46,7 +46,7 @@ EXTRAS: dict[str, Extra] = {
     "plots": Extra("import matplotlib.pyplot, pandas"),
     "notebook": Extra("import pandas, xarray, midstream.client.captures.tables"),
     "probes": Extra("import midstream.client.probes, sklearn.linear_model"),
-    "harvest": Extra("import midstream.client.harvest, pyarrow.parquet"),
+    "harvest": Extra("import midstream_harvest.reader, pyarrow.parquet"),
     "lens": Extra("import transformer_lens", "lens.lock", torch=True),
     "sae": Extra("import sae_lens, midstream; midstream.Client", "sae.lock", torch=True),
     "bridges": Extra(

@@ -545,7 +545,7 @@ def test_an_orphan_ends_even_if_the_parent_died_first(tmp_path: Path, when: str)
 
 
 HELPERS = {
-    "midstream.workers.serving.harvests.process": ["2048", "600"],
+    "midstream_harvest.run.process": ["2048", "600"],
     "midstream.workers.engine.prompts.format_check": ["none", "1", "1", "0", "1"],
     "midstream.api.resolve.prompts.tokenizer_pool": ["1"],
 }
