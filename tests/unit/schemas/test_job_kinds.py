@@ -66,7 +66,7 @@ def test_a_row_loads_no_part_by_itself() -> None:
     assert "nothing.there" not in sys.modules
 
 
-@pytest.mark.parametrize("name", ["sweep", "two words", "Upper", "", "9", "a'b"])
+@pytest.mark.parametrize("name", ["chat", "two words", "Upper", "", "9", "a'b"])
 def test_a_name_that_is_taken_or_no_name_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="cannot be the name"):
         _by_name([*OWN, JobKind(name)])

@@ -27,6 +27,7 @@ from midstream import (
 )
 from midstream.client.captures.patterns import Attention
 from midstream.client.render.figures import PLOTS
+from midstream.client.render.forms import added
 from midstream.client.render.lines import LINES
 from midstream.client.sdk.mapping.map import Mapped
 from midstream.client.sdk.readings import Features, lens_of
@@ -35,7 +36,6 @@ from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.base.records import Result
 from midstream.schemas.readings.features import FeaturesReading
 from midstream.schemas.readings.lens import LensReading
-from midstream_harvest.client import shown as harvests_shown
 from midstream_harvest.files.surveys import Surveyed
 from midstream_harvest.records.harvests import SurveyEntry
 from midstream_harvest.records.work import Survey
@@ -350,14 +350,14 @@ def test_a_jobs_data_frame_has_what_its_policies_decided() -> None:
     assert len(job_result(probes=[SCORED, *probes]).to_pandas()) == 2, "the scores of its probe"
 
 
-DRAWN = {**PLOTS, **harvests_shown.PLOTS}
-LISTED = {**LINES, **harvests_shown.LINES}
-CLASSES = sorted({*DRAWN, *LISTED, PatchStudy}, key=lambda kind: kind.__name__)
+DRAWN = {*PLOTS, *(kind for kind, form in added().items() if form.plot)}
+WRITTEN = {*LINES, *(kind for kind, form in added().items() if form.lines)}
+CLASSES = sorted({*DRAWN, *WRITTEN, PatchStudy}, key=lambda kind: kind.__name__)
 
 
 @pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
 def test_every_class_of_results_has_a_data_frame_and_a_short_form(kind: Any) -> None:
-    assert kind in LISTED or kind.to_pandas is not Result.to_pandas
+    assert kind in WRITTEN or kind.to_pandas is not Result.to_pandas
     assert "dataclasses" not in kind.__repr__.__code__.co_filename, "it would print its arrays"
 
 

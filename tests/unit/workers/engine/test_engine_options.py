@@ -193,7 +193,7 @@ def test_the_fake_engine_takes_no_options_of_vllm() -> None:
                 ({"hooks": "post_blok"}, "hooks: 'post_blok' is not a hook point"),
                 ({"extensions": "nothing-of-it"}, "nothing-of-it"),
                 ({"tool_parser": "hermes2"}, "tool_parser='hermes2': vLLM has no such parser"),
-                ({"engine": "fak"}, "engine='fak': unknown engine; valid: vllm, gradients, fake"),
+                ({"engine": "fak"}, "engine='fak': unknown engine; valid: vllm, fake, gradients"),
             )
         ),
         *(
