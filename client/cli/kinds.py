@@ -10,27 +10,29 @@ from typing import Annotated, Any, NamedTuple
 
 import httpx2
 import msgspec
-import numpy as np
 
 from ...schemas.access.keys import Limits
 from ...schemas.base.errors import MidstreamError, Translated, invalid, suggestion
 from ...schemas.base.records import to_json
 from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import JobView, State
-from ...schemas.requests.steering import Dynamic, GlobalView, ModuleView
+from ...schemas.packages import part
+from ...schemas.requests.artifact_kinds import ARTIFACTS
+from ...schemas.requests.steering import Dynamic, GlobalView
 from ...schemas.service.health import Health
 from ..render import figures, jobs, readings, records, steering
 from ..render.lines import computed
 from ..sdk import wire
 from ..sdk.bridge import bridge, target_of
 from ..sdk.client import Client
-from . import captures, fits, keys, options
+from . import captures, keys, options
 from .jobs import print_result, words_of
 from .terminal import Connector, err, out, print_json, say
 
 #: The beginning of a text that a spreadsheet would run as a formula: what is no number.
 _FORMULA = r"\A[=+\-@\t\r](?![\d.]*\Z)"
-#: A call of the client, such as `modules.get`, or a function of `Connector`, names and fields.
+#: A call of the client, such as `modules.get`, or a function of `Connector`, names and fields, or
+#: where that is, as `module:name`.
 Act = str | Callable[..., Any]
 
 
@@ -64,17 +66,12 @@ def _export_job(
     """Write a job's result."""
     result = connect().result(job)
     words = words_of(connect(), result.model, readings.tokens(result))
-    written = _written(result, job, path, words=words or None, pair=pair)
+    written = write_result(result, job, path, words=words or None, pair=pair)
     rows = written and not computed(result) and result.capture_results.files
     return f"{written}, without its rows: midstream export capture {job}" if rows else written
 
 
-def _export_probe(connect: Connector, name: str, path: str = "-", /, **fields: Any) -> str:
-    """Write what is known of a probe, such as its ROC curve."""
-    return _written(connect().probes.get(name, **fields), name, path)
-
-
-def _written(
+def write_result(
     result: Any,
     name: str,
     path: str,
@@ -130,31 +127,6 @@ def _check_harvest(connect: Connector, uri: str, /) -> None:
 
 
 # --- Named things
-
-
-def _put_module(connect: Connector, name: str, /, *files: str, **fields: Any) -> ModuleView:
-    return connect().modules.put(name, options.steering(files, "FILE"), **fields)
-
-
-def _export_module(connect: Connector, name: str, path: str, /, **fields: Any) -> str:
-    return f"{name} written to {path} as {connect().modules.export(name, path, **fields)}"
-
-
-def _put_probe(connect: Connector, name: str, file: str = "", /, **fields: Any) -> Any:
-    """Register the weights of a `.npz` file with `weight` [k, hidden] and, optionally, `bias`."""
-    if file:
-        allowed = "a .npz file with `weight` and, optionally, `bias`"
-        # numpy parses a file's header as a Python literal, which can raise many kinds of errors
-        with (
-            Translated(
-                Exception, lambda error: invalid("FILE", f"{file}: {error}", allowed=allowed)
-            ),
-            np.load(file, allow_pickle=False) as arrays,
-        ):
-            fields |= {key: np.array(arrays[key]) for key in ("weight", "bias") if key in arrays}
-        if "weight" not in fields:
-            raise invalid("FILE", f"{file} has no array `weight`")
-    return connect().probes.put(name, **fields)
 
 
 def _put_global(connect: Connector, /, *entries: str, **fields: Any) -> GlobalView:
@@ -237,24 +209,10 @@ KINDS = (
         },
         paged=True,
     ),
-    Kind(
-        "module",
-        "modules",
-        _calls("modules", *_NAMED)
-        | {"put": _put_module, "export": _export_module, "fit": fits.module},
+    *(
+        Kind(row.command, plural, {**_calls(plural, *_NAMED), **row.acts})
+        for plural, row in ARTIFACTS.items()
     ),
-    Kind("lora", "loras", _calls("loras", *_NAMED)),
-    Kind("sae", "saes", _calls("saes", *_NAMED)),
-    Kind("lens", "lenses", _calls("lenses", *_NAMED)),
-    Kind("jacobian", "jacobians", _calls("jacobians", *_NAMED) | {"fit": fits.lens}),
-    Kind(
-        "probe",
-        "probes",
-        _calls("probes", *_NAMED)
-        | {"put": _put_probe, "export": _export_probe}
-        | {"fit": fits.probe},
-    ),
-    Kind("policy", "policies", _calls("policies", *_NAMED, "change")),
     Kind("run", "runs", _calls("source_runs", "list", "get", "delete"), paged=True),
     Kind(
         "global",
@@ -305,4 +263,5 @@ def find(name: str, verb: str) -> tuple[Kind, Act]:
             f"{verb!r} is not for {kind.plural}",
             allowed=f"{', '.join(kind.acts)} {kind.name}",
         )
-    return kind, kind.acts[verb]
+    act = kind.acts[verb]
+    return kind, part(act) if isinstance(act, str) and ":" in act else act

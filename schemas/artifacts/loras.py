@@ -76,6 +76,8 @@ LORAS = ArtifactKind(
     noun="adapter",
     record=Lora,
     request=LoraRequest,
-    key="ms:loras:",
+    takes="`path` is a folder below `loras` in `artifacts_dir`, as PEFT saves an adapter.",
+    make="midstream.api.routes.registered:make_lora",
+    calls="midstream.client.sdk.registered:Loras",
     limit=MAX_LORAS,
 )

@@ -75,6 +75,10 @@ SAES = ArtifactKind(
     noun="sparse autoencoder",
     record=Sae,
     request=SaeRequest,
-    key="ms:saes:",
+    takes="`path` is a folder below `saes` in `artifacts_dir` with `cfg.json` and "
+    "`sae_weights.safetensors` (SAELens), or with `params.npz` (Gemma Scope), which requires "
+    "`hook` and `layer`.",
+    make="midstream.api.routes.registered:make_sae",
+    calls="midstream.client.sdk.registered:Saes",
     limit=MAX_SAES,
 )

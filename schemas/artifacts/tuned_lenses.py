@@ -47,6 +47,10 @@ TUNED_LENSES = ArtifactKind(
     noun="tuned lens",
     record=TunedLens,
     request=TunedLensRequest,
-    key="ms:lenses:",
+    takes="tuned lenses. `path` is a folder below `lenses` in `artifacts_dir` with "
+    "`lens.safetensors`: `{layer}.weight` and `{layer}.bias` of each layer.",
+    make="midstream.api.routes.registered:make_tuned",
+    name="lens",
+    calls="midstream.client.sdk.registered:Lenses",
     limit=MAX_TUNED,
 )

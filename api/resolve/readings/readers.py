@@ -5,7 +5,9 @@ what the model's ranks declare.
 from collections.abc import Callable
 from typing import Any
 
-from ....schemas.extensions import Extension, ReaderTerms
+import msgspec
+
+from ....schemas.extensions import Extension, ReaderTerms, artifacts_named
 from ....schemas.model.banks import RESIDUAL, banks_of
 from ....schemas.prompts.selectors import Hook, PositionSelector, SelectorError, resolve_sites
 from ....schemas.readings.installed import OptionValue, ReaderSpec, StoredReader
@@ -83,11 +85,19 @@ def resolve_reader(
     """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
     made = apply_rules(RULES, spec, bounds, at)
     extension, terms = made["name"]
+    artifacts = {
+        option: bounds.found.known(kind, name, f"{at}.options.{option}")
+        for option, (kind, name) in artifacts_named(spec, [extension])
+    }
     reading = StoredReader(
         name=spec.name,
         digest=extension.digest,
         row_bytes=terms.size(made["options"]),
         fixed_bytes=terms.fixed_bytes,
         options=made["options"],
+        artifacts={
+            option: msgspec.to_builtins(record, builtin_types=(bytes,))
+            for option, record in artifacts.items()
+        },
     )
     return reading, made["hooks"], made["positions"]
