@@ -15,8 +15,10 @@ from ...schemas.access.webhooks import DeliveryAttempt, WebhookDelivery
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
+from ...schemas.artifacts.registered import Registered
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
+from ...schemas.base.errors import shortened
 from ...schemas.base.limits import POLICY_DAYS
 from ...schemas.jobs.captures import CaptureEntry
 from ...schemas.jobs.fits import FitResult
@@ -25,6 +27,7 @@ from ...schemas.jobs.jobs import JobView, Output
 from ...schemas.jobs.kinds import kind_of
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
+from ...schemas.requests.artifact_kinds import ARTIFACTS
 from ...schemas.requests.policies import Policy
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
@@ -51,18 +54,18 @@ class Shown:
 
 def listed(records: Iterable[Any], kind: type) -> Table:
     """Return a table with one line per record."""
-    shown = SHOWN[kind]
+    shown = layout(kind)
     return lines(shown.title, shown.columns, records)
 
 
 def one(record: Any) -> Table:
     """Return a table of one record's facts, without its details."""
-    return facts(*((name, cell(record)) for name, cell in SHOWN[type(record)].facts.items()))
+    return facts(*((name, cell(record)) for name, cell in layout(type(record)).facts.items()))
 
 
 def parts(record: Any) -> list[Table]:
     """Return the tables of one record: facts and details."""
-    return [one(record), *SHOWN[type(record)].details(record)]
+    return [one(record), *layout(type(record)).details(record)]
 
 
 def survey(view: SurveyView, words: Mapping[int, str]) -> list[Table | Text]:
@@ -100,6 +103,11 @@ def outcome(attempt: DeliveryAttempt | None) -> str:
 def _text(name: str) -> Cell:
     """Return a cell with the text of a field."""
     return lambda record: escape(getattr(record, name))
+
+
+def _in_brief(name: str) -> Cell:
+    """Return a cell with the beginning of a field of any type."""
+    return lambda record: escape(shortened(str(getattr(record, name)), _URL))
 
 
 def _digest(record: Any) -> str:
@@ -218,28 +226,54 @@ def _day(at: float) -> str:
     return time.strftime("%Y-%m-%d", time.localtime(at))
 
 
+def _registered(
+    title: str, noun: str, columns: Mapping[str, Cell], own: Mapping[str, Cell], **more: Any
+) -> Shown:
+    """Return how registered artifacts of a kind are shown. `own`: the facts that others lack."""
+    return Shown(
+        title,
+        {"name": _text("name"), **columns},
+        {
+            noun: _text("name"),
+            "model": _text("model"),
+            "digest": _digest,
+            **own,
+            "description": _text("description"),
+        },
+        **more,
+    )
+
+
 def _lens(noun: str, **own: Cell) -> Shown:
     """Return how lenses of a kind are shown. `own`: the facts that other kinds lack."""
-    return Shown(
+    return _registered(
         f"{noun[0].upper()}{noun[1:]}es",
+        noun,
         {
-            "name": _text("name"),
             "reads": _text("hook"),
             "layers": lambda lens: as_ranges(lens.layers),
             "bytes": _bytes,
             "path": _text("path"),
         },
         {
-            noun: _text("name"),
-            "model": _text("model"),
-            "digest": _digest,
             "path": _text("path"),
             "reads": lambda lens: f"{lens.hook} of layers {as_ranges(lens.layers)}",
             **own,
             "file": _bytes,
-            "description": _text("description"),
         },
     )
+
+
+def layout(kind: type) -> Shown:
+    """Return the layout of a type of record, empty if it has none. Artifacts of installed kinds are
+    shown by their fields.
+    """
+    if kind in SHOWN or not issubclass(kind, Registered):
+        return SHOWN.get(kind, Shown())
+    own = {name: _in_brief(name) for name in kind.__struct_fields__ if name not in _OF_ALL}
+    (row,) = (row for row in ARTIFACTS.values() if row.view is kind)
+    columns = {"digest": _short_digest, "since": _since, "description": _text("description")}
+    return _registered(row.plural.capitalize(), row.noun, columns, own)
 
 
 def _of(used: int, allowed: int | None) -> str:
@@ -250,6 +284,8 @@ def _size_of(used: int, allowed_mib: int | None) -> str:
     return f"{size(used)} / {f'{allowed_mib} MiB' if allowed_mib else '∞'}"
 
 
+#: Fields that every registered artifact has.
+_OF_ALL = frozenset(Registered.__struct_fields__)
 #: What a tenant has used → the figure and its limit.
 _USAGE: dict[str, Cell] = {
     "jobs in flight": lambda view: _of(view.usage.jobs_in_flight, view.limits.jobs_in_flight),
@@ -308,10 +344,10 @@ _CONDITION: dict[str, Cell] = {
 
 #: Record type → how it is shown.
 SHOWN: dict[type, Shown] = {
-    ModuleView: Shown(
+    ModuleView: _registered(
         "Modules",
+        "module",
         {
-            "name": _text("name"),
             "digest": _short_digest,
             "what": lambda view: what(view.entries),
             "bytes": _bytes,
@@ -319,18 +355,14 @@ SHOWN: dict[type, Shown] = {
             "description": _text("description"),
         },
         {
-            "module": _text("name"),
-            "model": _text("model"),
-            "digest": _digest,
             "tensors": lambda view: (
                 f"{len({tensor for entry in view.entries for tensor in entry.tensors})}, "
                 f"{size(view.bytes)}"
             ),
             "learned": lambda view: _training(view.training) if view.training else "",
             "effect": lambda view: _effect(view.training) if view.training else "",
-            "description": _text("description"),
         },
-        lambda view: [entries(view.entries)],
+        details=lambda view: [entries(view.entries)],
     ),
     FitResult: Shown(
         facts={
@@ -343,10 +375,10 @@ SHOWN: dict[type, Shown] = {
             "reason": _text("reason"),
         }
     ),
-    Lora: Shown(
+    Lora: _registered(
         "Adapters",
+        "adapter",
         {
-            "name": _text("name"),
             "digest": _short_digest,
             "rank": lambda lora: str(lora.rank),
             "bytes": _bytes,
@@ -355,20 +387,16 @@ SHOWN: dict[type, Shown] = {
             "description": _text("description"),
         },
         {
-            "adapter": _text("name"),
-            "model": _text("model"),
-            "digest": _digest,
             "path": _text("path"),
             "rank": lambda lora: str(lora.rank),
             "modules": lambda lora: escape(", ".join(lora.modules)),
             "weights": _bytes,
-            "description": _text("description"),
         },
     ),
-    Sae: Shown(
+    Sae: _registered(
         "Sparse autoencoders",
+        "autoencoder",
         {
-            "name": _text("name"),
             "kind": _sae_kind,
             "reads": lambda sae: escape(f"{sae.hook} {sae.layer}"),
             "features": lambda sae: f"{sae.form.d_sae:,}",
@@ -376,16 +404,12 @@ SHOWN: dict[type, Shown] = {
             "path": _text("path"),
         },
         {
-            "autoencoder": _text("name"),
-            "model": _text("model"),
             "trained on": _text("trained_on"),
-            "digest": _digest,
             "path": _text("path"),
             "kind": _sae_kind,
             "reads": lambda sae: f"{sae.hook} of layer {sae.layer}",
             "features": lambda sae: f"{sae.form.d_sae:,} of rows of width {sae.form.d_in:,}",
             "weights": _bytes,
-            "description": _text("description"),
         },
     ),
     TunedLens: _lens(
@@ -396,29 +420,22 @@ SHOWN: dict[type, Shown] = {
         fit=_fit,
         edits=lambda lens: f"{lens.vocabulary:,} tokens" if lens.vocabulary else "none",
     ),
-    Probe: Shown(
+    Probe: _registered(
         "Probes",
+        "probe",
         {
-            "name": _text("name"),
             "digest": _short_digest,
             "site": _site,
             "labels": _labels,
             "description": _text("description"),
         },
         {
-            "probe": _text("name"),
-            "model": _text("model"),
-            "digest": lambda probe: (
-                probe.digest[:DIGEST]
-                + (f" (replaced {probe.replaced[:DIGEST]})" if probe.replaced else "")
-            ),
             "site": _site,
             "labels": _thresholds,
             "aggregation": lambda probe: (
                 probe.content.aggregation
                 + (f", decay {probe.content.decay:g}" if probe.content.decay else "")
             ),
-            "description": _text("description"),
         },
     ),
     # the actions are below each other, for the same reason as the jobs of runs

@@ -76,14 +76,14 @@ class Verbs(Calls[M]):
         self.jobs: Jobs[M] = Jobs(io, blocking)
         self.captures: Captures[M] = Captures(io, blocking)
         self.readings: Readings[M] = Readings(io, blocking)
+        for plural, kind in ARTIFACTS.items():
+            setattr(self, plural, calls_of(kind)(io, blocking))
         self.global_steering: GlobalSteeringCalls[M] = GlobalSteeringCalls(io, blocking)
         self.source_runs: SourceRuns[M] = SourceRuns(io, blocking)
         self.keys: Keys[M] = Keys(io, blocking)
         self.tenants: Tenants[M] = Tenants(io, blocking)
         self.webhooks: Webhooks[M] = Webhooks(io, blocking)
         self.secrets: Secrets[M] = Secrets(io, blocking)
-        for plural, kind in ARTIFACTS.items():
-            setattr(self, plural, calls_of(kind)(io, blocking))
         for name, path in _GROUPS.items():
             setattr(self, name, part(path)(io, blocking))
 

@@ -73,7 +73,7 @@ class RegisteredFolder(Registered, kw_only=True):
 T = TypeVar("T", bound=Registered)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class ArtifactKind(Generic[T]):
     """A kind of registered artifact."""
 
