@@ -15,7 +15,7 @@ import numpy as np
 from .artifacts.registered import NamedArtifact
 from .base.records import Published
 from .readings.installed import ArrayDType, OptionValue, ReaderSpec
-from .requests.artifact_kinds import artifact_kind
+from .requests.artifact_kinds import ARTIFACTS
 
 
 class Option(Published):
@@ -121,15 +121,16 @@ class Extension(Published):
 def artifacts_named(
     spec: ReaderSpec, extensions: Iterable[Extension]
 ) -> Iterator[tuple[str, NamedArtifact]]:
-    """Yield (option, artifact) of the registered artifacts that options of a reader name. Raises
-    `not_found` for one of a kind that is not installed here.
+    """Yield (option, artifact) of the registered artifacts that options of a reader name, as far as
+    their kinds are installed here.
     """
     for extension in extensions:
         if extension.name != spec.name or extension.reader is None:
             continue
         for name, option in extension.reader.options.items():
-            if option.artifact and (asked := spec.options.get(name, option.default)):
-                yield name, (artifact_kind(option.artifact, name), str(asked))
+            asked = spec.options.get(name, option.default)
+            if option.artifact in ARTIFACTS and asked:
+                yield name, (ARTIFACTS[option.artifact], str(asked))
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,7 @@ def artifact_routes() -> list[Any]:
     page: Any = Union[tuple(row.page for row in ARTIFACTS.values())]  # noqa: UP007
 
     changes = needs("steer-global") | {
-        "scope_of": lambda params: artifact_kind(params["kind"], "kind").scope
+        "scope_of": lambda params: artifact_kind(params["kind"]).scope
     }
 
     @dataclass
@@ -196,7 +196,7 @@ def artifact_routes() -> list[Any]:
 
     @put(
         "/v1/artifacts/{kind:str}/{name:str}",
-        opt=changes | {"body": lambda params: body_of(artifact_kind(params["kind"], "kind"))},
+        opt=changes | {"body": lambda params: body_of(artifact_kind(params["kind"]))},
         status_code=200,
         summary="Register or replace an artifact",
         description="Requests accepted earlier keep the previous content, which its digest "
@@ -221,7 +221,7 @@ def artifact_routes() -> list[Any]:
             QueryParameter(max_length=MAX_DESCRIPTION, description="If the body is a file"),
         ] = None,
     ) -> Response[record]:
-        row = artifact_kind(kind, "kind")
+        row = artifact_kind(kind)
         info = await context.served.the_model(data.model or model)
         data = msgspec.structs.replace(data, description=description or data.description)
         stored = row.key_of(caller.tenant, name)
@@ -248,7 +248,7 @@ def artifact_routes() -> list[Any]:
     async def list_artifacts(
         kind: KindParameter, context: AppContext, caller: Caller, info: ModelInfo
     ) -> page:
-        of = artifact_kind(kind, "kind")
+        of = artifact_kind(kind)
         every = await completed(context, of, await Registry(context.ledger, of).of_model(info.name))
         found = [
             each.shown_to(caller)
@@ -266,7 +266,7 @@ def artifact_routes() -> list[Any]:
     async def get_artifact(
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> record:
-        of = artifact_kind(kind, "kind")
+        of = artifact_kind(kind)
         found = await Registry(context.ledger, of).known(info.name, of.key_of(caller.tenant, name))
         return (await completed(context, of, [found]))[0].shown_to(caller)
 
@@ -282,7 +282,7 @@ def artifact_routes() -> list[Any]:
     async def delete_artifact(
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> None:
-        of = artifact_kind(kind, "kind")
+        of = artifact_kind(kind)
         registry = Registry(context.ledger, of)
         stored = of.key_of(caller.tenant, name)
         policies = await Registry(context.ledger, POLICIES).of_model(info.name)

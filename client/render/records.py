@@ -27,16 +27,19 @@ from ...schemas.jobs.jobs import JobView, Output
 from ...schemas.jobs.kinds import kind_of
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
+from ...schemas.readings.installed import ReaderReading, ReaderResult
 from ...schemas.requests.artifact_kinds import ARTIFACTS
 from ...schemas.requests.policies import Policy
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
 from ...schemas.requests.trainings import Training
-from .jobs import Cell, coloured, count, facts, lines, minute, run_prompts, seconds, size
+from .jobs import Cell, coloured, count, facts, lines, minute, run_prompts, seconds, size, table
 from .steering import DIGEST, entries, what
 
 #: The most characters of a URL in a list: about as many as the id of a webhook above it has.
 _URL = 48
+#: The most values of an array that a reader returned.
+_VALUES = 6
 #: The most labels of a probe in a list.
 _LABELS = 4
 
@@ -193,6 +196,18 @@ def _thresholds(probe: Probe) -> str:
             for label, threshold in zip(probe.content.labels, probe.content.thresholds, strict=True)
         )
     )
+
+
+def _arrays(part: ReaderResult) -> Table:
+    """Return the arrays that a reader returned on a pipeline stage, and what each begins with."""
+    sites = ", ".join(f"{hook} {as_ranges(layers)}" for hook, layers in part.sites.items())
+    shown = table(sites, "array", "type", "shape", "values")
+    for name, array in part.arrays.items():
+        values = [f"{value:.4g}" for value in array.numpy().flat[: _VALUES + 1]]
+        if len(values) > _VALUES:
+            values[-1] = "…"
+        shown.add_row(escape(name), array.dtype, f"{array.shape}", " ".join(values))
+    return shown
 
 
 def _training(training: Training) -> str:
@@ -586,6 +601,17 @@ SHOWN: dict[type, Shown] = {
             "tokens": lambda output: str(len(output.token_ids)),
             "finish": lambda output: output.finish_reason,
         },
+    ),
+    ReaderReading: Shown(
+        facts={
+            "reader": lambda reading: escape(
+                f"{reading.name} of {reading.package} {reading.version}, prompt {reading.request}"
+            ),
+            "options": lambda reading: escape(
+                ", ".join(f"{name}={value}" for name, value in reading.options.items())
+            ),
+        },
+        details=lambda reading: [_arrays(part) for part in reading.parts],
     ),
     # the receiver is below the webhook's id, for the same reason
     WebhookDelivery: Shown(

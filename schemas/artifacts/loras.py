@@ -67,7 +67,7 @@ class Lora(RegisteredFolder, kw_only=True):
     modules: list[str]  # names of the modules that it changes, with `*` for the layer's number
 
     def stored(self) -> StoredLora:
-        return StoredLora(name=self.name, digest=self.digest, path=self.path, bytes=self.bytes)
+        return self.as_kept(StoredLora)
 
 
 LORAS = ArtifactKind(

@@ -11,8 +11,11 @@ import msgspec
 
 from ..access.keys import Caller, Scope, scoped
 from ..base.limits import MAX_DESCRIPTION, MAX_PATH, Name
-from ..base.records import Record
+from ..base.records import Record, now
 from ..packages import part
+
+T = TypeVar("T", bound="Registered")
+S = TypeVar("S", bound=Record)
 
 
 class Registration(Record):
@@ -21,12 +24,19 @@ class Registration(Record):
     model: Name | None = None  # null: the only served model
     description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
 
+    def registered(self, record: type[T], name: str, model: str, **own: Any) -> T:
+        """Return what is registered for it. `own`: the fields that are not of every artifact."""
+        return record(name=name, model=model, created=now(), description=self.description, **own)
+
 
 class FolderRequest(Registration, kw_only=True):
     """Fields of every registration of a folder on the server. A kind adds its own as `kw_only`."""
 
     # the folder's path, relative to the setting of its kind
     path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+
+    def registered(self, record: type[T], name: str, model: str, **own: Any) -> T:
+        return super().registered(record, name, model, path=self.path, **own)
 
 
 class Registered(Record):
@@ -43,6 +53,10 @@ class Registered(Record):
     def tensors(self) -> list[str]:
         """The content hashes of its tensors; those of folders stay in their files."""
         return []
+
+    def as_kept(self, kind: type[S]) -> S:
+        """Return what a job stores of it: a record whose fields are some of its own."""
+        return msgspec.convert(self, kind, from_attributes=True)
 
     def shown_to(self, caller: Caller) -> "Registered":
         """Return the artifact as the caller sees it."""
@@ -68,9 +82,6 @@ class RegisteredFolder(Registered, kw_only=True):
 
     path: str
     bytes: int
-
-
-T = TypeVar("T", bound=Registered)
 
 
 @dataclass(frozen=True, eq=False)

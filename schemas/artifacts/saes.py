@@ -59,14 +59,7 @@ class Sae(RegisteredFolder, kw_only=True):
     trained_on: str = ""  # the model, as the files name it
 
     def stored(self) -> StoredSae:
-        return StoredSae(
-            name=self.name,
-            digest=self.digest,
-            path=self.path,
-            hook=self.hook,
-            layer=self.layer,
-            bytes=self.bytes,
-        )
+        return self.as_kept(StoredSae)
 
 
 SAES = ArtifactKind(

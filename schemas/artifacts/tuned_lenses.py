@@ -36,9 +36,7 @@ class TunedLens(RegisteredFolder, kw_only=True):
     hidden_size: int
 
     def stored(self) -> StoredTuned:
-        return StoredTuned(
-            name=self.name, digest=self.digest, path=self.path, residual=self.residual
-        )
+        return self.as_kept(StoredTuned)
 
 
 TUNED_LENSES = ArtifactKind(

@@ -39,13 +39,13 @@ def _by_plural(rows: list[ArtifactKind[Any]]) -> dict[str, ArtifactKind[Any]]:
 ARTIFACTS = _by_plural([*OWN, *load_all(GROUP)])
 
 
-def artifact_kind(plural: str, field: str) -> ArtifactKind[Any]:
-    """Return the row of a kind. Raises `not_found` naming `field`."""
+def artifact_kind(plural: str) -> ArtifactKind[Any]:
+    """Return the row of a kind. Raises `not_found`."""
     if plural not in ARTIFACTS:
         raise MidstreamError(
             "not_found",
             f"unknown kind of artifact {plural!r}",
-            field=field,
+            field="kind",
             allowed=", ".join(ARTIFACTS),
             hint=suggestion(plural, ARTIFACTS),
         )

@@ -11,6 +11,7 @@ from ....schemas.extensions import Extension, ReaderTerms, artifacts_named
 from ....schemas.model.banks import RESIDUAL, banks_of
 from ....schemas.prompts.selectors import Hook, PositionSelector, SelectorError, resolve_sites
 from ....schemas.readings.installed import OptionValue, ReaderSpec, StoredReader
+from ....schemas.requests.artifact_kinds import ARTIFACTS
 from ..positions.captures import SITE_RULES, Bounds, apply_rules, positions_of_each
 
 
@@ -43,6 +44,8 @@ def _options(spec: ReaderSpec, bounds: Bounds) -> dict[str, OptionValue]:
             terms.options[name].checked(value)
         except ValueError as error:
             raise SelectorError(str(error), f".{name}") from error
+        if (kind := terms.options[name].artifact) and kind not in ARTIFACTS:
+            raise SelectorError(f"no package that is installed here has {kind}", f".{name}")
     return {
         name: option.checked(spec.options.get(name, option.default))
         for name, option in terms.options.items()

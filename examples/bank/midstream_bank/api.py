@@ -8,7 +8,7 @@ from midstream.api.context import AppContext
 from midstream.api.routes.steering import Made
 from midstream.schemas.access.keys import Caller
 from midstream.schemas.base.errors import invalid
-from midstream.schemas.base.records import now, to_msgpack
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.models import ModelInfo
 
 from . import Bank, BankRequest
@@ -23,15 +23,8 @@ async def make(
     ]
     labels = list(data.directions)
     raw = np.array(units, dtype="<f4").tobytes()
-    bank = Bank(
-        name=name,
-        model=info.name,
-        digest=hashlib.sha256(to_msgpack([labels, raw])).hexdigest(),
-        created=now(),
-        description=data.description,
-        labels=labels,
-        units=raw,
-    )
+    digest = hashlib.sha256(to_msgpack([labels, raw])).hexdigest()
+    bank = data.registered(Bank, name, info.name, digest=digest, labels=labels, units=raw)
     return lambda _: bank, {}
 
 
