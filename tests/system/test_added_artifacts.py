@@ -20,6 +20,7 @@ from stack import Stack
 from tree import ROOT, tracked
 
 from midstream.client import CaptureReader, Client
+from midstream.schemas.base.limits import MAX_DESCRIPTION, MAX_PROMPTS
 from midstream.schemas.jobs.jobs import State
 from midstream.schemas.requests.artifact_kinds import ARTIFACTS
 
@@ -194,6 +195,16 @@ def test_a_reading_that_names_none_is_refused_by_field(
 ) -> None:
     body = JOB | {"readers": [READER | {"options": options}]}
     refused(http.post("/v1/jobs", json=body), 400, field, says)
+
+
+def test_what_a_reader_is_given_for_all_prompts_is_bounded(http: httpx2.Client) -> None:
+    labels = {f"{'x' * 190}-{number}": DIRECTIONS["first"] for number in range(16)}
+    body = {"directions": labels, "description": "x" * MAX_DESCRIPTION}
+    assert http.put(f"{PATH}/large", json=body).status_code == 201
+    reader = READER | {"options": {"bank": "large"}}
+    body = JOB | {"prompts": ["hello"] * MAX_PROMPTS, "readers": [reader]}
+    refused(http.post("/v1/jobs", json=body), 400, "readers[0].options", "4096 prompts")
+    http.delete(f"{PATH}/large")
 
 
 def test_without_a_bank_the_reader_has_no_direction(http: httpx2.Client) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 
 import msgspec
 
+from ....schemas.base.errors import invalid
+from ....schemas.base.limits import MAX_READER_ARTIFACTS
+from ....schemas.base.records import to_msgpack
 from ....schemas.extensions import Extension, ReaderTerms, artifacts_named
 from ....schemas.model.banks import RESIDUAL, banks_of
 from ....schemas.prompts.selectors import Hook, PositionSelector, SelectorError, resolve_sites
@@ -92,6 +95,13 @@ def resolve_reader(
         option: bounds.found.known(kind, name, f"{at}.options.{option}")
         for option, (kind, name) in artifacts_named(spec, [extension])
     }
+    size = len(to_msgpack(artifacts)) * len(bounds.prompts)  # each prompt has its own copy
+    if size > MAX_READER_ARTIFACTS:
+        raise invalid(
+            f"{at}.options",
+            f"what they name has {size} bytes for {len(bounds.prompts)} prompts",
+            allowed=f"at most {MAX_READER_ARTIFACTS}",
+        )
     reading = StoredReader(
         name=spec.name,
         digest=extension.digest,
