@@ -164,7 +164,7 @@ def test_the_command_line_has_its_verbs(stack: Stack, tmp_path: Path) -> None:
 
 def test_the_page_has_its_row(http: httpx2.Client) -> None:
     script = http.get("/page/lib/kinds.js").text
-    assert '"banks":["bank","bank","`directions`' in script
+    assert '"banks":{"short":"bank","command":"bank",' in script
 
 
 def test_a_reader_reads_rows_with_the_bank_that_a_request_names(
