@@ -16,6 +16,7 @@ from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.readings.readings import resolve_readings
 from midstream.broker.ledger.named.registry import NOTHING_FOUND, Lookup
 from midstream.broker.ledger.results.readings import readings
+from midstream.schemas import packages
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
@@ -247,11 +248,10 @@ def test_a_reader_reads_with_a_registered_artifact_as_it_was_accepted(
     """The cosine of each row with the directions of a bank, of which ranks hold no name."""
     host: Host = request.getfixturevalue(engine)
     monkeypatch.syspath_prepend(str(BANK))
-    from midstream_bank import BANKS, Bank
-
-    monkeypatch.setitem(ARTIFACTS, "banks", BANKS)
+    banks = packages.part("midstream_bank:BANKS")
+    monkeypatch.setitem(ARTIFACTS, "banks", banks)
     units = np.stack([VECTOR / np.linalg.norm(VECTOR), np.eye(HIDDEN, dtype=np.float32)[3]])
-    bank = Bank(
+    bank = banks.record(
         name="mine",
         model=host.info.name,
         digest="d",
