@@ -32,7 +32,7 @@ ALONG = np.eye(HIDDEN_SIZE)[0]
 DIRECTIONS = {"even": [2.0] * HIDDEN_SIZE, "first": ALONG.tolist()}
 UNITS = np.stack([np.ones(HIDDEN_SIZE) / np.sqrt(HIDDEN_SIZE), ALONG])
 READER = {"name": "bank", "layers": [0, 1], "positions": "all_prompt", "options": {"bank": "mine"}}
-JOB = {"model": "fake-model", "prompts": ["hello"], "max_tokens": 1}
+JOB = {"model": "fake-model", "prompts": ["hello"], "sampling": {"max_tokens": 1}}
 
 
 @pytest.fixture(scope="module")
@@ -218,9 +218,9 @@ def test_python_maps_with_a_bank_and_notices_another(
     """Its cache holds what was read with a bank of the same content."""
     program = (
         "import sys; from midstream import Client; client = Client(sys.argv[1]); "
-        "found = client.map(['hello'], cache=sys.argv[2], max_tokens=1, readers="
-        "{'name': 'bank', 'layers': 0, 'options': {'bank': 'mine'}}); "
-        "print(next(iter(found)).readers[0].parts[0].arrays['cosine'].shape[-1])"
+        "found = client.map(['hello'], model='fake-model', cache=sys.argv[2], max_tokens=1, "
+        "readers={'name': 'bank', 'layers': 0, 'options': {'bank': 'mine'}}); "
+        "print(next(iter(found)).result.readers[0].parts[0].arrays['cosine'].shape[-1])"
     )
     cache = str(tmp_path / "cache")
     assert with_package("-c", program, stack.url, cache).split() == ["2"]
