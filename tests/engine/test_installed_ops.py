@@ -253,14 +253,14 @@ def test_a_reader_reads_with_a_registered_artifact_as_it_was_accepted(
     units = np.stack([VECTOR / np.linalg.norm(VECTOR), np.eye(HIDDEN, dtype=np.float32)[3]])
     bank = banks.record(
         name="mine",
-        model=host.info.name,
+        model="m",
         digest="d",
         created=1.0,
         labels=["far", "third"],
         units=units.astype("<f4").tobytes(),
     )
     options = {"bank": "mine"}
-    found = Lookup(host.info.name, {("banks", "mine"): bank})
+    found = Lookup("m", {("banks", "mine"): bank})
     wish = reader(host, "bank", 20, found, layers=ALL, positions="all", options=options)
     job = host.job(prompt_of(20), max_tokens=4, capture=[capture_of(ALL, "all"), wish])
     host.run(job)
