@@ -60,7 +60,7 @@ class StoredReader(StoredReading, tag="reader", omit_defaults=True):
     options: dict[str, OptionValue] = {}  # all that it declares
     # option → fields of the registered artifact that it names, as they were when the job was
     # accepted
-    artifacts: dict[str, dict[str, Any]] = {}
+    contents: dict[str, dict[str, Any]] = {}
 
     def row_size(self) -> int:
         return self.row_bytes

@@ -153,7 +153,8 @@ def test_python_has_its_calls(stack: Stack) -> None:
 def test_the_command_line_has_its_verbs(stack: Stack, tmp_path: Path) -> None:
     body = tmp_path / "body.json"
     body.write_text(json.dumps({"directions": DIRECTIONS}))
-    made = json.loads(typed(stack, "put", "bank", "typed", "--file", str(body), "--json"))
+    file = ["--file", str(body)]
+    made = json.loads(typed(stack, "put", "bank", "typed", *file, "--json"))
     assert json.loads(typed(stack, "get", "bank", "typed", "--json")) == made
     assert made in json.loads(typed(stack, "list", "banks", "--json"))
     assert "['even', 'first']" in typed(stack, "get", "bank", "typed")

@@ -108,7 +108,7 @@ def resolve_reader(
         row_bytes=terms.size(made["options"]),
         fixed_bytes=terms.fixed_bytes,
         options=made["options"],
-        artifacts={
+        contents={
             option: msgspec.to_builtins(record, builtin_types=(bytes,))
             for option, record in artifacts.items()
         },
