@@ -17,8 +17,8 @@ from litestar.typing import FieldDefinition
 from ..schemas.access.keys import Scope
 from ..schemas.base.version import __version__
 from ..schemas.jobs.openai import OpenAIProblem
+from ..schemas.requests.artifact_kinds import ARTIFACTS
 from .routes.pages import HEADERS, Operations, Swagger
-from .routes.registered import ROWS
 from .web.auth import needs, scope_of
 from .web.problems import OPENAI_PATHS
 
@@ -58,7 +58,7 @@ class RecordSchemas(OpenAPISchemaPlugin):
         from its responses.
         """
         known = sorted(self._types)
-        bodies = [row.kind.request for row in ROWS]
+        bodies = [row.request for row in ARTIFACTS.values()]
         kinds = [OpenAIProblem, *(self._types[name] for name in known), *bodies]
         _, described = msgspec.json.schema_components(
             kinds, ref_template="#/components/schemas/{name}"

@@ -6,13 +6,16 @@ data, so that the API can check requests without installing the package.
 """
 
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
+from .artifacts.registered import NamedArtifact
 from .base.records import Published
-from .readings.installed import ArrayDType, OptionValue
+from .readings.installed import ArrayDType, OptionValue, ReaderSpec
+from .requests.artifact_kinds import ARTIFACTS
 
 
 class Option(Published):
@@ -25,6 +28,9 @@ class Option(Published):
     low: float | None = None  # range of a number, inclusive
     high: float | None = None
     choices: list[str] = []  # valid texts; empty: any
+    # plural of the kind of registered artifacts of which the text names one: the reader gets that
+    # one's fields, by name; with an empty text, it gets that
+    artifact: str = ""
     about: str = ""
 
     def checked(self, value: OptionValue) -> OptionValue:
@@ -112,6 +118,21 @@ class Extension(Published):
     checked: list[str] = []  # properties that held at startup, tested with random rows
 
 
+def artifacts_named(
+    spec: ReaderSpec, extensions: Iterable[Extension]
+) -> Iterator[tuple[str, NamedArtifact]]:
+    """Yield (option, artifact) of the registered artifacts that options of a reader name, as far as
+    their kinds are installed here.
+    """
+    for extension in extensions:
+        if extension.name != spec.name or extension.reader is None:
+            continue
+        for name, option in extension.reader.options.items():
+            asked = spec.options.get(name, option.default)
+            if option.artifact in ARTIFACTS and asked:
+                yield name, (ARTIFACTS[option.artifact], str(asked))
+
+
 @dataclass(frozen=True)
 class Rows:
     """A reader's input: the rows of one request on one pipeline stage, a read-only copy."""
@@ -121,7 +142,8 @@ class Rows:
     positions: np.ndarray  # int64 `[positions]`: absolute token positions, ascending
     token_ids: np.ndarray  # int64 `[positions]`: the token at each
     prompt_tokens: int  # lower positions belong to the prompt
-    options: dict[str, Any]  # every declared option, with its default if the request omits it
+    # every declared option, with its default if the request omits it; of an `artifact`, its fields
+    options: dict[str, Any]
     num_layers: int  # of the whole model
     stage: int = 0
     # number of stages; `sites` has only this stage's sites, and each stage returns its own part

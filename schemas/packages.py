@@ -3,7 +3,7 @@ it needs it.
 """
 
 from collections.abc import Iterator
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
 
@@ -11,9 +11,14 @@ class MissingPackageError(ModuleNotFoundError):
     """An entry point names something that cannot be loaded; the message says what is missing."""
 
 
+def entries(group: str) -> EntryPoints:
+    """Return a group's entry points, of which several may have one name."""
+    return entry_points(group=group)
+
+
 def offered(group: str) -> list[str]:
     """Return the names of a group's entry points, sorted."""
-    return sorted(entry_points(group=group).names)
+    return sorted(entries(group).names)
 
 
 def load(group: str, name: str, extra: str = "") -> Any:

@@ -2,12 +2,17 @@
 demand.
 """
 
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "extension"
 #: A kind of jobs.
 ECHO = EXAMPLE.parent / "echo"
+#: A kind of registered artifacts, and a reader that takes one.
+BANK = EXAMPLE.parent / "bank"
 
 #: `along` doubles what a row has in a direction; `unruly` does what its number says.
 OPS = """
@@ -95,6 +100,32 @@ def install_example(folder: Path, example: Path = EXAMPLE) -> Path:
         ]
     )
     return install(folder, project["name"], project["version"], sources, entries)
+
+
+def pip_install(example: Path, folder: Path) -> Path:
+    """Build a package in `examples`, and install it to a folder below this one as its users do.
+
+    Returns that folder.
+    """
+    source = folder / "source"
+    shutil.copytree(example, source)
+    site = folder / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
+    subprocess.run(
+        [*pip, "--no-build-isolation", "--target", str(site), str(source)],
+        check=True,
+        timeout=300,
+    )
+    return site
+
+
+def with_package(*arguments: str) -> str:
+    """What a Python program prints, in this process's environment."""
+    done = subprocess.run(
+        [sys.executable, *arguments], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def install_unruly(folder: Path) -> Path:

@@ -1,6 +1,6 @@
-"""Routes of what is registered, with the row of each kind, and of source runs."""
+"""Routes of what is registered, and of source runs."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Union
@@ -13,18 +13,12 @@ from litestar.openapi.spec import OpenAPIMediaType, Operation, Reference, Reques
 from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
-from ...broker.ledger.jobs.ledger import Ledger
-from ...broker.ledger.named.probes import with_days
 from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.source_runs import LedgerRuns
-from ...schemas.access.keys import Caller, Scope, unscoped
-from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES
-from ...schemas.artifacts.loras import LORAS
+from ...schemas.access.keys import Caller, unscoped
 from ...schemas.artifacts.probes import PROBES, ProbeRequest
 from ...schemas.artifacts.registered import ArtifactKind, Registered
-from ...schemas.artifacts.saes import SAES
-from ...schemas.artifacts.tuned_lenses import TUNED_LENSES
-from ...schemas.base.errors import MidstreamError, suggestion
+from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import (
     MAX_DESCRIPTION,
     MAX_MODULE_NAME,
@@ -33,6 +27,7 @@ from ...schemas.base.limits import (
     NAME_PATTERN,
 )
 from ...schemas.jobs.models import ModelInfo
+from ...schemas.requests.artifact_kinds import ARTIFACTS, artifact_kind
 from ...schemas.requests.policies import (
     POLICIES,
     Policy,
@@ -42,7 +37,6 @@ from ...schemas.requests.policies import (
     Steer,
 )
 from ...schemas.requests.source_runs import RunPage, RunView
-from ...schemas.requests.steering import MODULES
 from ...schemas.settings.settings import ArtifactFolder
 from ...storage.formats.lens_files import lens_of
 from ..context import AppContext
@@ -62,7 +56,7 @@ from ..web.aside import call_aside
 from ..web.auth import needs
 from ..web.body import FILE_TYPES, BodyForms
 from .jobs import ERRORS, PROBLEM, CursorParameter, ModelFilter, PageSize
-from .steering import CHANGE_ERRORS, Made, make_module, module_file, module_of
+from .steering import CHANGE_ERRORS, Made, module_file
 
 
 async def make_probe(
@@ -126,28 +120,6 @@ def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> 
     )
 
 
-@dataclass(frozen=True)
-class RegisteredKind:
-    """A kind for the routes: what makes an artifact of a body, and what `PUT` says of it."""
-
-    kind: ArtifactKind[Any]
-    make: Callable[[Any, str, ModelInfo, AppContext, Caller], Awaitable[Made]]
-    description: str
-    scope: Scope = "steer-global"  # that changes require
-    file: Callable[[bytes], Any] | None = None  # decodes a body that is a file
-    # raises an error for one that has no place beside the others of its kind
-    check: Callable[[ModelInfo, Any, Sequence[Any]], None] | None = None
-    # returns the records with what their answers have beside what is registered
-    complete: Callable[[Ledger, list[Any]], Awaitable[list[Any]]] | None = None
-
-    @property
-    def takes(self) -> BodyForms:
-        return BodyForms(self.kind.request, self.file)
-
-    async def completed(self, context: AppContext, found: list[Any]) -> list[Any]:
-        return found if self.complete is None else await self.complete(context.ledger, found)
-
-
 def from_folder(
     resolve: Callable[[Any, str, ModelInfo, str], Registered], folder: ArtifactFolder
 ) -> Any:
@@ -166,55 +138,19 @@ def from_folder(
     return make
 
 
-ROWS = (
-    RegisteredKind(
-        MODULES,
-        make_module,
-        "entries as in a request's `steering`, as JSON or as a safetensors file. Changes require "
-        "scope `submit` only.",
-        "submit",
-        module_of,
-    ),
-    RegisteredKind(
-        LORAS,
-        from_folder(resolve_lora, "loras"),
-        "`path` is a folder below `loras` in `artifacts_dir`, as PEFT saves an adapter.",
-    ),
-    RegisteredKind(
-        SAES,
-        from_folder(resolve_sae, "saes"),
-        "`path` is a folder below `saes` in `artifacts_dir` with `cfg.json` and "
-        "`sae_weights.safetensors` (SAELens), or with `params.npz` (Gemma Scope), which requires "
-        "`hook` and `layer`.",
-    ),
-    RegisteredKind(
-        TUNED_LENSES,
-        from_folder(resolve_tuned, "lenses"),
-        "tuned lenses. `path` is a folder below `lenses` in `artifacts_dir` with "
-        "`lens.safetensors`: `{layer}.weight` and `{layer}.bias` of each layer.",
-    ),
-    RegisteredKind(
-        JACOBIAN_LENSES,
-        from_folder(lens_of, "lenses"),
-        "Jacobian lenses. `path` is a folder below `lenses` in `artifacts_dir` with "
-        "`lens.safetensors`, as fits write it and `midstream convert` makes it of other tools' "
-        "files.",
-    ),
-    RegisteredKind(
-        PROBES,
-        make_probe,
-        "a linear map of a row to a score for each label. Policies keep the version that they "
-        "were registered with.",
-    ),
-    RegisteredKind(
-        POLICIES,
-        make_policy,
-        "a new version, if the name exists with other content. Its probe and its modules stay "
-        "those of its registration.",
-        check=check_beside,
-        complete=with_days,
-    ),
-)
+make_lora = from_folder(resolve_lora, "loras")
+make_sae = from_folder(resolve_sae, "saes")
+make_tuned = from_folder(resolve_tuned, "lenses")
+make_jacobian = from_folder(lens_of, "lenses")
+
+
+async def completed(context: AppContext, kind: ArtifactKind[Any], found: list[Any]) -> list[Any]:
+    complete = kind.load("complete")
+    return found if complete is None else await complete(context.ledger, found)
+
+
+def body_of(kind: ArtifactKind[Any]) -> BodyForms:
+    return BodyForms(kind.request, kind.load("file"))
 
 
 def name_parameter(short: str) -> PathParameter:
@@ -226,29 +162,21 @@ def name_parameter(short: str) -> PathParameter:
     )
 
 
-def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
-    """Return the routes of artifacts of these kinds."""
-    by_name = {row.kind.plural: row for row in rows}
+def artifact_routes() -> list[Any]:
+    """Return the routes of artifacts of all kinds."""
     Name = Annotated[str, name_parameter("artifact")]
     KindParameter = Annotated[
         str,
-        PathParameter(description=", ".join(f"`{each}`" for each in by_name), max_length=MAX_NAME),
+        PathParameter(
+            description=", ".join(f"`{each}`" for each in ARTIFACTS), max_length=MAX_NAME
+        ),
     ]
-    record: Any = Union[tuple(row.kind.view for row in rows)]  # noqa: UP007 (of a tuple)
-    page: Any = Union[tuple(row.kind.page for row in rows)]  # noqa: UP007
+    record: Any = Union[tuple(row.view for row in ARTIFACTS.values())]  # noqa: UP007 (of a tuple)
+    page: Any = Union[tuple(row.page for row in ARTIFACTS.values())]  # noqa: UP007
 
-    def row_of(kind: str) -> RegisteredKind:
-        if kind not in by_name:
-            raise MidstreamError(
-                "not_found",
-                f"unknown kind of artifact {kind!r}",
-                field="kind",
-                allowed=", ".join(by_name),
-                hint=suggestion(kind, by_name),
-            )
-        return by_name[kind]
-
-    changes = needs("steer-global") | {"scope_of": lambda params: row_of(params["kind"]).scope}
+    changes = needs("steer-global") | {
+        "scope_of": lambda params: artifact_kind(params["kind"]).scope
+    }
 
     @dataclass
     class PutOperation(Operation):
@@ -256,7 +184,8 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
 
         def __post_init__(self) -> None:
             bodies = [
-                Reference(f"#/components/schemas/{row.kind.request.__name__}") for row in rows
+                Reference(f"#/components/schemas/{row.request.__name__}")
+                for row in ARTIFACTS.values()
             ]
             file = Schema(type=OpenAPIType.STRING, format=OpenAPIFormat.BINARY)
             forms = {"application/json": Schema(one_of=bodies)} | dict.fromkeys(FILE_TYPES, file)
@@ -267,12 +196,12 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
 
     @put(
         "/v1/artifacts/{kind:str}/{name:str}",
-        opt=changes | {"body": lambda params: row_of(params["kind"]).takes},
+        opt=changes | {"body": lambda params: body_of(artifact_kind(params["kind"]))},
         status_code=200,
         summary="Register or replace an artifact",
         description="Requests accepted earlier keep the previous content, which its digest "
         "identifies; they fail if files of it have changed.\n\n"
-        + "\n".join(f"- `{row.kind.plural}`: {row.description}" for row in rows),
+        + "\n".join(f"- `{row.plural}`: {row.takes}" for row in ARTIFACTS.values()),
         responses={
             201: ResponseSpec(record, description="The name is new", generate_examples=False),
             **CHANGE_ERRORS,
@@ -292,14 +221,14 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
             QueryParameter(max_length=MAX_DESCRIPTION, description="If the body is a file"),
         ] = None,
     ) -> Response[record]:
-        row = row_of(kind)
+        row = artifact_kind(kind)
         info = await context.served.the_model(data.model or model)
         data = msgspec.structs.replace(data, description=description or data.description)
-        stored = row.kind.key_of(caller.tenant, name)
-        make, blobs = await row.make(data, stored, info, context, caller)
-        check = None if row.check is None else partial(row.check, info)
-        made, former = await Registry(context.ledger, row.kind).put(
-            info.name, stored, make, blobs, check
+        stored = row.key_of(caller.tenant, name)
+        make, blobs = await row.load("make")(data, stored, info, context, caller)
+        check = row.load("check")
+        made, former = await Registry(context.ledger, row).put(
+            info.name, stored, make, blobs, check and partial(check, info)
         )
         shown = made.shown_to(caller)
         if former is not None:
@@ -319,9 +248,8 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
     async def list_artifacts(
         kind: KindParameter, context: AppContext, caller: Caller, info: ModelInfo
     ) -> page:
-        row = row_of(kind)
-        of = row.kind
-        every = await row.completed(context, await Registry(context.ledger, of).of_model(info.name))
+        of = artifact_kind(kind)
+        every = await completed(context, of, await Registry(context.ledger, of).of_model(info.name))
         found = [
             each.shown_to(caller)
             for each in every
@@ -338,10 +266,9 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
     async def get_artifact(
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> record:
-        row = row_of(kind)
-        of = row.kind
+        of = artifact_kind(kind)
         found = await Registry(context.ledger, of).known(info.name, of.key_of(caller.tenant, name))
-        return (await row.completed(context, [found]))[0].shown_to(caller)
+        return (await completed(context, of, [found]))[0].shown_to(caller)
 
     @delete(
         "/v1/artifacts/{kind:str}/{name:str}",
@@ -355,7 +282,7 @@ def routes_of(rows: tuple[RegisteredKind, ...]) -> list[Any]:
     async def delete_artifact(
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> None:
-        of = row_of(kind).kind
+        of = artifact_kind(kind)
         registry = Registry(context.ledger, of)
         stored = of.key_of(caller.tenant, name)
         policies = await Registry(context.ledger, POLICIES).of_model(info.name)
@@ -467,7 +394,7 @@ async def delete_run(
 
 
 ROUTES: list[Any] = [
-    *routes_of(ROWS),
+    *artifact_routes(),
     get_artifact_file,
     patch_artifact,
     list_runs,

@@ -15,7 +15,6 @@ from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.steering import Account
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError, Translated
-from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.steering import (
@@ -66,14 +65,13 @@ async def make_module(
     content = await call_aside(
         steering.resolve_module, specs, info, await context.names.features(info, specs), data.limit
     )
-    module = Module(
-        name=name,
-        model=info.name,
+    module = data.registered(
+        Module,
+        name,
+        info.name,
         digest=content_digest(content.entries),
         entries=content.entries,
         bytes=content.size,
-        created=now(),
-        description=data.description,
         hidden_size=info.hidden_size,
         reach=content.reach,
     )

@@ -133,6 +133,8 @@ def print_result(client: Client, result: JobResult, verbose: bool = True) -> Non
     captures = result.capture_results
     if words := words_of(client, result.model, readings.tokens(result)):
         out.print(*readings.tables(result, words), sep="\n")
+    for reading in (result.readers or [])[: readings.PROMPTS]:
+        out.print(*records.parts(reading), sep="\n")
     if result.determinism is not None and (verbose or not result.determinism.consistent):
         out.print(jobs.receipts("Receipts", [(result.id, captures, result.determinism)]))
         out.print(jobs.determinism_line(result.determinism), soft_wrap=True)

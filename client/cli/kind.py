@@ -12,7 +12,8 @@ from ...schemas.jobs.kinds import of_kinds
 from ...schemas.packages import part
 from .terminal import Connector
 
-#: A call of the client, such as `modules.get`, or a function of `Connector`, names and fields.
+#: A call of the client, such as `modules.get`, or a function of `Connector`, names and fields, or
+#: where that is, as `module:name`.
 Act = str | Callable[..., Any]
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 import httpx2
-import numpy as np
 
 from ...schemas.access.handling import Handling
 from ...schemas.access.keys import Limits
@@ -16,13 +15,14 @@ from ...schemas.base.version import __version__
 from ...schemas.jobs.jobs import JobView, State
 from ...schemas.jobs.kinds import KINDS as ROWS
 from ...schemas.packages import part
-from ...schemas.requests.steering import Dynamic, GlobalView, ModuleView
+from ...schemas.requests.artifact_kinds import ARTIFACTS
+from ...schemas.requests.steering import Dynamic, GlobalView
 from ...schemas.service.health import Health
 from ..render import figures, readings, records, steering
 from ..render.lines import computed
 from ..sdk import wire
 from ..sdk.client import Client
-from . import captures, fits, keys, options
+from . import captures, keys, options
 from .jobs import print_result, words_of
 from .kind import Act, Kind, added, calls_of
 from .terminal import Connector, err, out, print_json, say
@@ -48,17 +48,12 @@ def _export_job(
     """Write a job's result."""
     result = connect().result(job)
     words = words_of(connect(), result.model, readings.tokens(result))
-    written = _written(result, job, path, words=words or None, pair=pair)
+    written = write_result(result, job, path, words=words or None, pair=pair)
     rows = written and not computed(result) and result.capture_results.files
     return f"{written}, without its rows: midstream export capture {job}" if rows else written
 
 
-def _export_probe(connect: Connector, name: str, path: str = "-", /, **fields: Any) -> str:
-    """Write what is known of a probe, such as its ROC curve."""
-    return _written(connect().probes.get(name, **fields), name, path)
-
-
-def _written(
+def write_result(
     result: Any,
     name: str,
     path: str,
@@ -82,31 +77,6 @@ def _written(
 
 
 # --- Named things
-
-
-def _put_module(connect: Connector, name: str, /, *files: str, **fields: Any) -> ModuleView:
-    return connect().modules.put(name, options.steering(files, "FILE"), **fields)
-
-
-def _export_module(connect: Connector, name: str, path: str, /, **fields: Any) -> str:
-    return f"{name} written to {path} as {connect().modules.export(name, path, **fields)}"
-
-
-def _put_probe(connect: Connector, name: str, file: str = "", /, **fields: Any) -> Any:
-    """Register the weights of a `.npz` file with `weight` [k, hidden] and, optionally, `bias`."""
-    if file:
-        allowed = "a .npz file with `weight` and, optionally, `bias`"
-        # numpy parses a file's header as a Python literal, which can raise many kinds of errors
-        with (
-            Translated(
-                Exception, lambda error: invalid("FILE", f"{file}: {error}", allowed=allowed)
-            ),
-            np.load(file, allow_pickle=False) as arrays,
-        ):
-            fields |= {key: np.array(arrays[key]) for key in ("weight", "bias") if key in arrays}
-        if "weight" not in fields:
-            raise invalid("FILE", f"{file} has no array `weight`")
-    return connect().probes.put(name, **fields)
 
 
 def _put_global(connect: Connector, /, *entries: str, **fields: Any) -> GlobalView:
@@ -171,7 +141,7 @@ def _show_server(connect: Connector, health: Health) -> None:
 
 def _with_added(kind: Kind) -> Kind:
     """Return a kind with what the rows of kinds of jobs add to its acts."""
-    more = {verb: part(path) for (verb, of), path in _ADDED.items() if of == kind.name}
+    more = {verb: path for (verb, of), path in _ADDED.items() if of == kind.name}
     return kind._replace(acts={**kind.acts, **more})
 
 
@@ -192,23 +162,10 @@ _OWN = (
         },
         paged=True,
     ),
-    Kind(
-        "module",
-        "modules",
-        calls_of("modules", *_NAMED) | {"put": _put_module, "export": _export_module},
+    *(
+        Kind(row.command, plural, {**calls_of(plural, *_NAMED), **row.acts})
+        for plural, row in ARTIFACTS.items()
     ),
-    Kind("lora", "loras", calls_of("loras", *_NAMED)),
-    Kind("sae", "saes", calls_of("saes", *_NAMED)),
-    Kind("lens", "lenses", calls_of("lenses", *_NAMED)),
-    Kind("jacobian", "jacobians", calls_of("jacobians", *_NAMED)),
-    Kind(
-        "probe",
-        "probes",
-        calls_of("probes", *_NAMED)
-        | {"put": _put_probe, "export": _export_probe}
-        | {"fit": fits.probe},
-    ),
-    Kind("policy", "policies", calls_of("policies", *_NAMED, "change")),
     Kind("run", "runs", calls_of("source_runs", "list", "get", "delete"), paged=True),
     Kind(
         "global",
@@ -252,9 +209,10 @@ def keywords_of(verb: str) -> dict[str, list[str]]:
 
 def _keywords(act: Act) -> Iterator[str]:
     """Yield the keywords of a function; of `**fields: Unpack[…]`, each."""
-    if not callable(act):
+    function = _loaded(act)
+    if not callable(function):
         return
-    for parameter in signature(act).parameters.values():
+    for parameter in signature(function).parameters.values():
         if parameter.kind is Parameter.KEYWORD_ONLY:
             yield parameter.name
         elif parameter.kind is Parameter.VAR_KEYWORD:
@@ -281,4 +239,9 @@ def find(name: str, verb: str) -> tuple[Kind, Act]:
             f"{verb!r} is not for {kind.plural}",
             allowed=f"{', '.join(kind.acts)} {kind.name}",
         )
-    return kind, kind.acts[verb]
+    return kind, _loaded(kind.acts[verb])
+
+
+def _loaded(act: Act) -> Act:
+    """Return an act; of one that is named as `module:name`, the function."""
+    return part(act) if isinstance(act, str) and ":" in act else act

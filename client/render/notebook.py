@@ -52,7 +52,7 @@ def record_html(record: Any) -> str | None:
     """
     if render := _HTML.get(type(record)) or form_of(type(record)).html:
         return render(record)
-    if (shown := records.shown_of(type(record))) and shown.facts:
+    if records.layout(type(record)).facts:
         return html(*records.parts(record))
     entries = getattr(record, record.__struct_fields__[0], None)
     return listing_html(entries) if isinstance(entries, list) else None
@@ -62,7 +62,7 @@ def listing_html(listing: Sequence[Any]) -> str | None:
     """Return a list of records of one type as an HTML table; None for an empty list or a type
     without a table.
     """
-    if not listing or not (shown := records.shown_of(type(listing[0]))) or not shown.columns:
+    if not listing or not records.layout(type(listing[0])).columns:
         return None
     return html(records.listed(listing, type(listing[0])))
 

@@ -13,53 +13,48 @@ from ...schemas.access.webhooks import DeliveryAttempt, WebhookDelivery
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
 from ...schemas.artifacts.loras import Lora
 from ...schemas.artifacts.probes import Probe
+from ...schemas.artifacts.registered import Registered
 from ...schemas.artifacts.saes import Sae
 from ...schemas.artifacts.tuned_lenses import TunedLens
+from ...schemas.base.errors import shortened
 from ...schemas.base.limits import POLICY_DAYS
 from ...schemas.jobs.captures import CaptureEntry
 from ...schemas.jobs.jobs import JobView, Output
 from ...schemas.jobs.kinds import kind_of
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
+from ...schemas.readings.installed import ReaderReading, ReaderResult
+from ...schemas.requests.artifact_kinds import ARTIFACTS
 from ...schemas.requests.policies import Policy
 from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
 from ...schemas.requests.trainings import Training
 from .forms import Shown, form_of
-from .jobs import Cell, coloured, count, facts, lines, minute, run_prompts, seconds, size
+from .jobs import Cell, coloured, count, facts, lines, minute, run_prompts, seconds, size, table
 from .steering import DIGEST, entries, what
 
 #: The most characters of a URL in a list: about as many as the id of a webhook above it has.
 _URL = 48
+#: The most values of an array that a reader returned.
+_VALUES = 6
 #: The most labels of a probe in a list.
 _LABELS = 4
 
 
-def shown_of(kind: type) -> Shown | None:
-    """Return how records of a type are shown; None: they are not."""
-    return SHOWN.get(kind) or form_of(kind).shown
-
-
-def _layout(kind: type) -> Shown:
-    shown = shown_of(kind)
-    assert shown is not None, kind
-    return shown
-
-
 def listed(records: Iterable[Any], kind: type) -> Table:
     """Return a table with one line per record."""
-    shown = _layout(kind)
+    shown = layout(kind)
     return lines(shown.title, shown.columns, records)
 
 
 def one(record: Any) -> Table:
     """Return a table of one record's facts, without its details."""
-    return facts(*((name, cell(record)) for name, cell in _layout(type(record)).facts.items()))
+    return facts(*((name, cell(record)) for name, cell in layout(type(record)).facts.items()))
 
 
 def parts(record: Any) -> list[Table]:
     """Return the tables of one record: facts and details."""
-    return [one(record), *_layout(type(record)).details(record)]
+    return [one(record), *layout(type(record)).details(record)]
 
 
 def moment(at: float | None) -> str:
@@ -76,6 +71,11 @@ def outcome(attempt: DeliveryAttempt | None) -> str:
 def _text(name: str) -> Cell:
     """Return a cell with the text of a field."""
     return lambda record: escape(getattr(record, name))
+
+
+def _in_brief(name: str) -> Cell:
+    """Return a cell with the beginning of a field of any type."""
+    return lambda record: escape(shortened(str(getattr(record, name)), _URL))
 
 
 def _digest(record: Any) -> str:
@@ -163,6 +163,18 @@ def _thresholds(probe: Probe) -> str:
     )
 
 
+def _arrays(part: ReaderResult) -> Table:
+    """Return the arrays that a reader returned on a pipeline stage, and what each begins with."""
+    sites = ", ".join(f"{hook} {as_ranges(layers)}" for hook, layers in part.sites.items())
+    shown = table(sites, "array", "type", "shape", "values")
+    for name, array in part.arrays.items():
+        values = [f"{value:.4g}" for value in array.numpy().flat[: _VALUES + 1]]
+        if len(values) > _VALUES:
+            values[-1] = "…"
+        shown.add_row(escape(name), array.dtype, f"{array.shape}", " ".join(values))
+    return shown
+
+
 def training(of: Training) -> str:
     """Return how a module was learned, and its dose."""
     doses = [site.dose for site in of.sites]
@@ -194,28 +206,56 @@ def _day(at: float) -> str:
     return time.strftime("%Y-%m-%d", time.localtime(at))
 
 
+def _registered(
+    title: str, noun: str, columns: Mapping[str, Cell], own: Mapping[str, Cell], **more: Any
+) -> Shown:
+    """Return how registered artifacts of a kind are shown. `own`: the facts that others lack."""
+    return Shown(
+        title,
+        {"name": _text("name"), **columns},
+        {
+            noun: _text("name"),
+            "model": _text("model"),
+            "digest": _digest,
+            **own,
+            "description": _text("description"),
+        },
+        **more,
+    )
+
+
 def _lens(noun: str, **own: Cell) -> Shown:
     """Return how lenses of a kind are shown. `own`: the facts that other kinds lack."""
-    return Shown(
+    return _registered(
         f"{noun[0].upper()}{noun[1:]}es",
+        noun,
         {
-            "name": _text("name"),
             "reads": _text("hook"),
             "layers": lambda lens: as_ranges(lens.layers),
             "bytes": _bytes,
             "path": _text("path"),
         },
         {
-            noun: _text("name"),
-            "model": _text("model"),
-            "digest": _digest,
             "path": _text("path"),
             "reads": lambda lens: f"{lens.hook} of layers {as_ranges(lens.layers)}",
             **own,
             "file": _bytes,
-            "description": _text("description"),
         },
     )
+
+
+def layout(kind: type) -> Shown:
+    """Return the layout of a type of record, empty if it has none. Artifacts of installed kinds are
+    shown by their fields.
+    """
+    if known := SHOWN.get(kind) or form_of(kind).shown:
+        return known
+    if not issubclass(kind, Registered):
+        return Shown()
+    own = {name: _in_brief(name) for name in kind.__struct_fields__ if name not in _OF_ALL}
+    (row,) = (row for row in ARTIFACTS.values() if row.view is kind)
+    columns = {"digest": _short_digest, "since": _since, "description": _text("description")}
+    return _registered(row.plural.capitalize(), row.noun, columns, own)
 
 
 def _of(used: int, allowed: int | None) -> str:
@@ -226,6 +266,8 @@ def _size_of(used: int, allowed_mib: int | None) -> str:
     return f"{size(used)} / {f'{allowed_mib} MiB' if allowed_mib else '∞'}"
 
 
+#: Fields that every registered artifact has.
+_OF_ALL = frozenset(Registered.__struct_fields__)
 #: What a tenant has used → the figure and its limit.
 _USAGE: dict[str, Cell] = {
     "jobs in flight": lambda view: _of(view.usage.jobs_in_flight, view.limits.jobs_in_flight),
@@ -284,10 +326,10 @@ _CONDITION: dict[str, Cell] = {
 
 #: Record type → how it is shown.
 SHOWN: dict[type, Shown] = {
-    ModuleView: Shown(
+    ModuleView: _registered(
         "Modules",
+        "module",
         {
-            "name": _text("name"),
             "digest": _short_digest,
             "what": lambda view: what(view.entries),
             "bytes": _bytes,
@@ -295,23 +337,19 @@ SHOWN: dict[type, Shown] = {
             "description": _text("description"),
         },
         {
-            "module": _text("name"),
-            "model": _text("model"),
-            "digest": _digest,
             "tensors": lambda view: (
                 f"{len({tensor for entry in view.entries for tensor in entry.tensors})}, "
                 f"{size(view.bytes)}"
             ),
             "learned": lambda view: training(view.training) if view.training else "",
             "effect": lambda view: effect(view.training) if view.training else "",
-            "description": _text("description"),
         },
-        lambda view: [entries(view.entries)],
+        details=lambda view: [entries(view.entries)],
     ),
-    Lora: Shown(
+    Lora: _registered(
         "Adapters",
+        "adapter",
         {
-            "name": _text("name"),
             "digest": _short_digest,
             "rank": lambda lora: str(lora.rank),
             "bytes": _bytes,
@@ -320,20 +358,16 @@ SHOWN: dict[type, Shown] = {
             "description": _text("description"),
         },
         {
-            "adapter": _text("name"),
-            "model": _text("model"),
-            "digest": _digest,
             "path": _text("path"),
             "rank": lambda lora: str(lora.rank),
             "modules": lambda lora: escape(", ".join(lora.modules)),
             "weights": _bytes,
-            "description": _text("description"),
         },
     ),
-    Sae: Shown(
+    Sae: _registered(
         "Sparse autoencoders",
+        "autoencoder",
         {
-            "name": _text("name"),
             "kind": _sae_kind,
             "reads": lambda sae: escape(f"{sae.hook} {sae.layer}"),
             "features": lambda sae: f"{sae.form.d_sae:,}",
@@ -341,16 +375,12 @@ SHOWN: dict[type, Shown] = {
             "path": _text("path"),
         },
         {
-            "autoencoder": _text("name"),
-            "model": _text("model"),
             "trained on": _text("trained_on"),
-            "digest": _digest,
             "path": _text("path"),
             "kind": _sae_kind,
             "reads": lambda sae: f"{sae.hook} of layer {sae.layer}",
             "features": lambda sae: f"{sae.form.d_sae:,} of rows of width {sae.form.d_in:,}",
             "weights": _bytes,
-            "description": _text("description"),
         },
     ),
     TunedLens: _lens(
@@ -361,29 +391,22 @@ SHOWN: dict[type, Shown] = {
         fit=_fit,
         edits=lambda lens: f"{lens.vocabulary:,} tokens" if lens.vocabulary else "none",
     ),
-    Probe: Shown(
+    Probe: _registered(
         "Probes",
+        "probe",
         {
-            "name": _text("name"),
             "digest": _short_digest,
             "site": _site,
             "labels": _labels,
             "description": _text("description"),
         },
         {
-            "probe": _text("name"),
-            "model": _text("model"),
-            "digest": lambda probe: (
-                probe.digest[:DIGEST]
-                + (f" (replaced {probe.replaced[:DIGEST]})" if probe.replaced else "")
-            ),
             "site": _site,
             "labels": _thresholds,
             "aggregation": lambda probe: (
                 probe.content.aggregation
                 + (f", decay {probe.content.decay:g}" if probe.content.decay else "")
             ),
-            "description": _text("description"),
         },
     ),
     # the actions are below each other, for the same reason as the jobs of runs
@@ -496,6 +519,17 @@ SHOWN: dict[type, Shown] = {
             "tokens": lambda output: str(len(output.token_ids)),
             "finish": lambda output: output.finish_reason,
         },
+    ),
+    ReaderReading: Shown(
+        facts={
+            "reader": lambda reading: escape(
+                f"{reading.name} of {reading.package} {reading.version}, prompt {reading.request}"
+            ),
+            "options": lambda reading: escape(
+                ", ".join(f"{name}={value}" for name, value in reading.options.items())
+            ),
+        },
+        details=lambda reading: [_arrays(part) for part in reading.parts],
     ),
     # the receiver is below the webhook's id, for the same reason
     WebhookDelivery: Shown(

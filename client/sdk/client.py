@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NoReturn
 from ...schemas.base.errors import suggestion
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.packages import part
+from ...schemas.requests.artifact_kinds import ARTIFACTS
 from .. import notebook
 from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, added_verb, stream, verb
@@ -14,22 +15,13 @@ from .captures import Captures
 from .jobs import Completions, Jobs
 from .mapping.map import over
 from .readings import Readings
-from .registered import (
-    GlobalSteeringCalls,
-    Jacobians,
-    Lenses,
-    Loras,
-    Modules,
-    Policies,
-    Probes,
-    Saes,
-    SourceRuns,
-)
+from .registered import GlobalSteeringCalls, SourceRuns, calls_of
 from .server import ServerCalls
 from .service import Keys, Secrets, Tenants, Webhooks
 from .transport import AwaitingTransport, BlockingTransport, Transport
 
 if TYPE_CHECKING:
+    from .registered import Jacobians, Lenses, Loras, Modules, Policies, Probes, Saes
     from .typed import Attributions, Doses, Fits, Harvests, Sweeps
 
 #: First guess at what is done to a named thing → its verb, which HTTP, this client and the command
@@ -81,15 +73,10 @@ class Verbs(Calls[M]):
         self.jobs: Jobs[M] = Jobs(io, blocking)
         self.captures: Captures[M] = Captures(io, blocking)
         self.readings: Readings[M] = Readings(io, blocking)
-        self.modules: Modules[M] = Modules(io, blocking)
+        for plural, kind in ARTIFACTS.items():
+            setattr(self, plural, calls_of(kind)(io, blocking))
         self.global_steering: GlobalSteeringCalls[M] = GlobalSteeringCalls(io, blocking)
         self.source_runs: SourceRuns[M] = SourceRuns(io, blocking)
-        self.probes: Probes[M] = Probes(io, blocking)
-        self.policies: Policies[M] = Policies(io, blocking)
-        self.saes: Saes[M] = Saes(io, blocking)
-        self.lenses: Lenses[M] = Lenses(io, blocking)
-        self.jacobians: Jacobians[M] = Jacobians(io, blocking)
-        self.loras: Loras[M] = Loras(io, blocking)
         self.keys: Keys[M] = Keys(io, blocking)
         self.tenants: Tenants[M] = Tenants(io, blocking)
         self.webhooks: Webhooks[M] = Webhooks(io, blocking)
@@ -98,6 +85,13 @@ class Verbs(Calls[M]):
             setattr(self, name, part(path)(io, blocking))
 
     if TYPE_CHECKING:  # what the rows of kinds name
+        modules: Modules[M]
+        loras: Loras[M]
+        saes: Saes[M]
+        lenses: Lenses[M]
+        jacobians: Jacobians[M]
+        probes: Probes[M]
+        policies: Policies[M]
         sweep = verb(Sweeps.run)
         attribute = verb(Attributions.run)
         dose = verb(Doses.run)

@@ -9,6 +9,7 @@ safetensors files name their tensors as `storage.formats.module_files` describes
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
 from urllib.parse import quote
@@ -22,6 +23,7 @@ from ...schemas.artifacts.tuned_lenses import TUNED_LENSES, TunedLens
 from ...schemas.base.edit_sizes import EditLimit
 from ...schemas.base.errors import Translated, invalid
 from ...schemas.base.limits import PathName
+from ...schemas.packages import part
 from ...schemas.requests.policies import POLICIES, Policy, PolicyChange
 from ...schemas.requests.source_runs import RunPage, RunView
 from ...schemas.requests.specs import SteeringSpec
@@ -336,20 +338,24 @@ class Probes(NamedCalls[M, Probe]):
         return await self._put(name, **known | wire.given(**fields))
 
 
-class Policies(NamedCalls[M, Policy]):
-    """Policies, which act on the scores of probes (docs/probes.md#policies)."""
-
-    _kind = POLICIES
+class Named(NamedCalls[M, R]):
+    """Calls on the objects of a kind whose body has no form of its own here."""
 
     @call
-    async def put(self, /, name: str, **fields: Any) -> Policy:
-        """Store a policy under a name; requests use it as `policies=[name]`.
-
-        Other content than that of a policy of the name makes a new version, which applies from
-        then on. `fields`:
-        those of `PolicyRequest`.
+    async def put(self, /, name: str, **fields: Any) -> R:
+        """Store one under a name, by the fields of its body. An existing one of that name is
+        replaced (`replaced` in the record); other content of a policy makes a new version, which
+        applies from then on.
         """
         return await self._put(name, **wire.given(**fields))
+
+
+class Policies(Named[M, Policy]):
+    """Policies, which act on the scores of probes (docs/probes.md#policies); requests use one as
+    `policies=[name]`. `put` takes the fields of `PolicyRequest`.
+    """
+
+    _kind = POLICIES
 
     @call
     async def change(self, /, name: str, model: str | None = None, **fields: Any) -> Policy:
@@ -360,11 +366,13 @@ class Policies(NamedCalls[M, Policy]):
         return await self._ask(self._call("PATCH", name, model, body=body), Policy)
 
 
-#: How requests call the kind of what they name → its calls.
-BY_KIND: dict[str, Any] = {
-    calls._kind.short: calls
-    for calls in (Modules, Loras, Saes, Lenses, Jacobians, Probes, Policies)
-}
+@cache
+def calls_of(kind: ArtifactKind[Any]) -> Any:
+    """Return the class of a kind's calls."""
+    calls: Any = part(kind.calls)
+    if hasattr(calls, "_kind"):
+        return calls
+    return type(kind.plural, (calls,), {"_kind": kind, "__doc__": calls.__doc__})
 
 
 class SourceRuns(Calls[M]):

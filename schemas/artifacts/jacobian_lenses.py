@@ -92,6 +92,9 @@ JACOBIAN_LENSES = ArtifactKind(
     noun="Jacobian lens",
     record=JacobianLens,
     request=JacobianLensRequest,
-    key="ms:jacobians:",
+    takes="Jacobian lenses. `path` is a folder below `lenses` in `artifacts_dir` with "
+    "`lens.safetensors`, as fits write it and `midstream convert` makes it of other tools' files.",
+    make="midstream.api.routes.registered:make_jacobian",
+    calls="midstream.client.sdk.registered:Jacobians",
     limit=MAX_TUNED,
 )

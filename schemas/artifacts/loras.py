@@ -67,7 +67,7 @@ class Lora(RegisteredFolder, kw_only=True):
     modules: list[str]  # names of the modules that it changes, with `*` for the layer's number
 
     def stored(self) -> StoredLora:
-        return StoredLora(name=self.name, digest=self.digest, path=self.path, bytes=self.bytes)
+        return self.as_kept(StoredLora)
 
 
 LORAS = ArtifactKind(
@@ -76,6 +76,8 @@ LORAS = ArtifactKind(
     noun="adapter",
     record=Lora,
     request=LoraRequest,
-    key="ms:loras:",
+    takes="`path` is a folder below `loras` in `artifacts_dir`, as PEFT saves an adapter.",
+    make="midstream.api.routes.registered:make_lora",
+    calls="midstream.client.sdk.registered:Loras",
     limit=MAX_LORAS,
 )

@@ -156,7 +156,15 @@ PROBES = ArtifactKind(
     noun="probe",
     record=Probe,
     request=ProbeRequest,
-    key="ms:probes:",
+    takes="a linear map of a row to a score for each label. Policies keep the version that they "
+    "were registered with.",
+    make="midstream.api.routes.registered:make_probe",
+    calls="midstream.client.sdk.registered:Probes",
+    acts={
+        "put": "midstream.client.cli.named:put_probe",
+        "export": "midstream.client.cli.named:export_probe",
+        "fit": "midstream.client.cli.fits:probe",
+    },
     limit=MAX_PROBES,
 )
 

@@ -59,14 +59,7 @@ class Sae(RegisteredFolder, kw_only=True):
     trained_on: str = ""  # the model, as the files name it
 
     def stored(self) -> StoredSae:
-        return StoredSae(
-            name=self.name,
-            digest=self.digest,
-            path=self.path,
-            hook=self.hook,
-            layer=self.layer,
-            bytes=self.bytes,
-        )
+        return self.as_kept(StoredSae)
 
 
 SAES = ArtifactKind(
@@ -75,6 +68,10 @@ SAES = ArtifactKind(
     noun="sparse autoencoder",
     record=Sae,
     request=SaeRequest,
-    key="ms:saes:",
+    takes="`path` is a folder below `saes` in `artifacts_dir` with `cfg.json` and "
+    "`sae_weights.safetensors` (SAELens), or with `params.npz` (Gemma Scope), which requires "
+    "`hook` and `layer`.",
+    make="midstream.api.routes.registered:make_sae",
+    calls="midstream.client.sdk.registered:Saes",
     limit=MAX_SAES,
 )

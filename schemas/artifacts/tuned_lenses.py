@@ -36,9 +36,7 @@ class TunedLens(RegisteredFolder, kw_only=True):
     hidden_size: int
 
     def stored(self) -> StoredTuned:
-        return StoredTuned(
-            name=self.name, digest=self.digest, path=self.path, residual=self.residual
-        )
+        return self.as_kept(StoredTuned)
 
 
 TUNED_LENSES = ArtifactKind(
@@ -47,6 +45,10 @@ TUNED_LENSES = ArtifactKind(
     noun="tuned lens",
     record=TunedLens,
     request=TunedLensRequest,
-    key="ms:lenses:",
+    takes="tuned lenses. `path` is a folder below `lenses` in `artifacts_dir` with "
+    "`lens.safetensors`: `{layer}.weight` and `{layer}.bias` of each layer.",
+    make="midstream.api.routes.registered:make_tuned",
+    name="lens",
+    calls="midstream.client.sdk.registered:Lenses",
     limit=MAX_TUNED,
 )

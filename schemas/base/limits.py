@@ -134,6 +134,8 @@ MAX_TUNED_BYTES = 32 << 30  # Bytes of a tuned lens
 MAX_READERS = 8  # Installed readers of a request
 MAX_OPTIONS = 16  # Options of an installed reader
 MAX_OPTION_TEXT = 256  # An option of an installed reader that is a text
+# Bytes of the registered artifacts that the options of an installed reader name, for all prompts
+MAX_READER_ARTIFACTS = 16 << 20
 
 # --- Adapters
 

@@ -4,7 +4,7 @@ result.
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -40,7 +40,7 @@ class ReaderSpec(SitesSpec, kw_only=True):
 
     @property
     def references(self) -> list[NamedArtifact]:
-        """The registered artifacts that it names: none."""
+        """The registered artifacts that it names beside those of `options`: none."""
         return []
 
 
@@ -58,6 +58,9 @@ class StoredReader(StoredReading, tag="reader", omit_defaults=True):
     row_bytes: int  # of the answer, for each captured row, at most
     fixed_bytes: int = 0
     options: dict[str, OptionValue] = {}  # all that it declares
+    # option → fields of the registered artifact that it names, as they were when the job was
+    # accepted
+    contents: dict[str, dict[str, Any]] = {}
 
     def row_size(self) -> int:
         return self.row_bytes

@@ -239,7 +239,13 @@ POLICIES = ArtifactKind(
     noun="policy",
     record=Policy,
     request=PolicyRequest,
-    key="ms:policies:",
+    takes="a new version, if the name exists with other content. Its probe and its modules stay "
+    "those of its registration.",
+    make="midstream.api.routes.registered:make_policy",
+    check="midstream.api.resolve.readings.probes:check_beside",
+    complete="midstream.broker.ledger.named.probes:with_days",
+    calls="midstream.client.sdk.registered:Policies",
+    acts={"change": "policies.change"},
     limit=MAX_POLICIES,
     of_former=_of_former,
 )

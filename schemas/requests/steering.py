@@ -161,12 +161,21 @@ class Module(ModuleFacts, kw_only=True):
 
 
 MODULES = ArtifactKind(
-    "modules",
-    "module",
-    "module",
-    Module,
-    ModuleRequest,
-    "ms:modules:",
+    plural="modules",
+    short="module",
+    noun="module",
+    record=Module,
+    request=ModuleRequest,
+    takes="entries as in a request's `steering`, as JSON or as a safetensors file. Changes require "
+    "scope `submit` only.",
+    make="midstream.api.routes.steering:make_module",
+    scope="submit",
+    file="midstream.api.routes.steering:module_of",
+    calls="midstream.client.sdk.registered:Modules",
+    acts={
+        "put": "midstream.client.cli.named:put_module",
+        "export": "midstream.client.cli.named:export_module",
+    },
     of_tenants=True,
     shown=ModuleView,
 )

@@ -19,7 +19,6 @@ from ...schemas.artifacts.jacobian_lenses import JacobianLens, JacobianLensReque
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
 from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.limits import MAX_TUNED_BYTES
-from ...schemas.base.records import now
 from ...schemas.jobs.models import ModelInfo
 from .capture_blobs import DTYPE_NAMES, DamagedBlob, TensorPlace, read_tensors, safetensors_header
 from .folders import folder_below
@@ -235,15 +234,13 @@ def lens_of(request: JacobianLensRequest, name: str, model: ModelInfo, root: str
     Raises a 400 naming the field. Reads the file: not for an event loop.
     """
     content = check_jacobian(folder_of(root, request.path), model.num_layers, model.hidden_size)
-    return JacobianLens(
-        name=name,
-        model=model.name,
-        path=request.path,
+    return request.registered(
+        JacobianLens,
+        name,
+        model.name,
         hook="post_block",
         residual=False,
         hidden_size=model.hidden_size,
-        created=now(),
-        description=request.description,
         **content._asdict(),
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from extension_kit import install_example, install_unruly
+from extension_kit import BANK, install_example, install_unruly
 from host import Host, shared_nursery
 from nursery import PACKAGES, Nursery
 from reference import Reference
@@ -131,14 +131,14 @@ def nursery(nurseries: Callable[[str], Nursery]) -> Nursery:
 
 
 #: Packages that the engines load which have `with_extensions`.
-EXTENSIONS = "row_geometry, unruly"
+EXTENSIONS = "row_geometry, midstream-bank, unruly"
 
 
 def with_extensions(site: Path, env: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment of an engine beside which packages with readers and ops are installed; `env`:
     what it has otherwise.
     """
-    install_unruly(install_example(site))
+    install_unruly(install_example(install_example(site), BANK))
     return {**(env or {}), PACKAGES: str(site)}
 
 

@@ -8,16 +8,20 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from extension_kit import BANK
 from host import Host, capture_of, prompt_of
 from tiny import HIDDEN, LAYERS
 
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.readings.readings import resolve_readings
+from midstream.broker.ledger.named.registry import NOTHING_FOUND, Lookup
 from midstream.broker.ledger.results.readings import readings
+from midstream.schemas import packages
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.readings.installed import ReaderReading, ReaderSpec
+from midstream.schemas.requests.artifact_kinds import ARTIFACTS
 from midstream.schemas.requests.specs import SteeringSpec, StoredCapture
 from midstream.workers.runner.readings.installed_readers import PATIENCE_S
 
@@ -137,11 +141,15 @@ def test_what_an_op_does_wrong_fails_its_request_alone(v1: Host) -> None:
         assert np.isfinite(v1.capture(beside).array(layer)).all()
 
 
-def reader(host: Host, name: str, tokens: int, **fields: Any) -> StoredCapture:
+def reader(
+    host: Host, name: str, tokens: int, found: Lookup = NOTHING_FOUND, **fields: Any
+) -> StoredCapture:
     """As the API stores it."""
     info = msgspec.convert(host.info, ModelInfo)
     parsed: Any = SimpleNamespace(readings={"readers": [ReaderSpec(name=name, **fields)]})
-    ((_, (stored,)),) = resolve_readings(parsed, Bounds(info, [PromptFacts(tokens)], 8))
+    ((_, (stored,)),) = resolve_readings(
+        parsed, Bounds(info, [PromptFacts(tokens)], 8, found=found)
+    )
     return stored
 
 
@@ -231,3 +239,36 @@ def test_a_reader_that_hangs_fails_its_request_after_its_time(v1: Host) -> None:
     after = v1.job(prompt_of(12), capture=reader(v1, "row-geometry", 12))
     v1.run(after)
     assert read(v1, after)[0].parts[0].arrays["norm"].numpy().shape == (LAYERS, 1)
+
+
+@pytest.mark.parametrize("engine", ["v1", "tp2", "pp2"])
+def test_a_reader_reads_with_a_registered_artifact_as_it_was_accepted(
+    engine: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cosine of each row with the directions of a bank, of which ranks hold no name."""
+    host: Host = request.getfixturevalue(engine)
+    monkeypatch.syspath_prepend(str(BANK))
+    banks = packages.part("midstream_bank:BANKS")
+    monkeypatch.setitem(ARTIFACTS, "banks", banks)
+    units = np.stack([VECTOR / np.linalg.norm(VECTOR), np.eye(HIDDEN, dtype=np.float32)[3]])
+    bank = banks.record(
+        name="mine",
+        model="m",
+        digest="d",
+        created=1.0,
+        labels=["far", "third"],
+        units=units.astype("<f4").tobytes(),
+    )
+    options = {"bank": "mine"}
+    found = Lookup("m", {("banks", "mine"): bank})
+    wish = reader(host, "bank", 20, found, layers=ALL, positions="all", options=options)
+    job = host.job(prompt_of(20), max_tokens=4, capture=[capture_of(ALL, "all"), wish])
+    host.run(job)
+    stored = host.capture(job)
+    for part in read(host, job)[0].parts:
+        for layer, cosines in zip(
+            part.sites["post_block"], part.arrays["cosine"].numpy(), strict=True
+        ):
+            rows = stored.array(layer)
+            wanted = rows @ units.T / np.linalg.norm(rows, axis=-1, keepdims=True)
+            np.testing.assert_allclose(cosines, wanted, rtol=1e-4, atol=1e-5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from docs_page import Page, environment_of, pages, parts
-from extension_kit import ECHO, install_example
+from extension_kit import BANK, ECHO, install_example
 from ports import free_port, three_ports
 from tree import ROOT
 from up_kit import Up
@@ -54,8 +54,10 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
     (data / "saes").symlink_to(ROOT / "examples" / "data" / "saes")
     with pytest.MonkeyPatch.context() as patch:  # also for the commands of pages
         site = install_example(tmp_path_factory.mktemp("site"))
-        patch.setenv("PYTHONPATH", str(install_example(site, ECHO)))
-        patch.setenv("MIDSTREAM_EXTENSIONS", "row-geometry")
+        for example in (ECHO, BANK):
+            install_example(site, example)
+        patch.setenv("PYTHONPATH", str(site))
+        patch.setenv("MIDSTREAM_EXTENSIONS", "row-geometry,midstream-bank")
         options = {
             "hooks": "all,inside",
             # In bfloat16 the tokens depend on the processor, in float32 they do not.

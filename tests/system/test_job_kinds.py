@@ -4,17 +4,13 @@ the core changed. It is built and installed as its users do, beside the stack.
 
 import json
 import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import pytest
 from edge import refused
-from extension_kit import ECHO
+from extension_kit import ECHO, pip_install, with_package
 from stack import Stack
 from tree import ROOT, tracked
 
@@ -31,16 +27,7 @@ WANTED = {"layer": 1, "texts": ["hello", "you"]}
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder that pip has installed the package to."""
-    source = tmp_path_factory.mktemp("source") / "echo"
-    shutil.copytree(ECHO, source)
-    folder = tmp_path_factory.mktemp("site")
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index"]
-    subprocess.run(
-        [*pip, "--no-build-isolation", "--target", str(folder), str(source)],
-        check=True,
-        timeout=300,
-    )
-    return folder
+    return pip_install(ECHO, tmp_path_factory.mktemp("echo"))
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +51,6 @@ def stack(tmp_path_factory: pytest.TempPathFactory, site: Path) -> Iterator[Stac
 def http(stack: Stack) -> Iterator[httpx2.Client]:
     with httpx2.Client(base_url=stack.url, timeout=60.0) as client:
         yield client
-
-
-def run(stack: Stack, *arguments: str) -> Any:
-    """What a Python program prints as JSON that has the package and speaks to the stack."""
-    done = subprocess.run(
-        [sys.executable, *arguments], check=True, capture_output=True, text=True, timeout=120
-    )
-    return json.loads(done.stdout)
 
 
 def test_the_example_has_six_files() -> None:
@@ -110,12 +89,12 @@ def test_python_has_its_call(stack: Stack) -> None:
         "assert client.result(found.id) == found; "
         "print(to_json(found.echo).decode())"
     )
-    assert run(stack, "-c", program, stack.url) == WANTED
+    assert json.loads(with_package("-c", program, stack.url)) == WANTED
 
 
 def test_the_command_line_has_its_verb(stack: Stack) -> None:
     verb = ["-m", "midstream.client", "echo", "hello", "you", "--layer", "1", "--json"]
-    assert run(stack, *verb, "--url", stack.url)["echo"] == WANTED
+    assert json.loads(with_package(*verb, "--url", stack.url))["echo"] == WANTED
 
 
 def test_a_killed_attempt_is_made_again(stack: Stack, http: httpx2.Client) -> None:

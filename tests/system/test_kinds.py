@@ -1,6 +1,6 @@
 """The battery that every registered kind passes: over HTTP, from Python and on the command line.
 
-A kind has a row in `KINDS`. The engine is a fake.
+A kind has an example in `KINDS`. The engine is a fake.
 """
 
 import asyncio
@@ -21,13 +21,12 @@ from redis.asyncio.connection import AbstractConnection
 from refusal_kit import refuses
 from stack import Stack
 
-from midstream.api import app, openapi
+from midstream.api import app
 from midstream.api.openapi import document
 from midstream.api.resolve.admission.names import Names
 from midstream.api.resolve.admission.served import Served
 from midstream.api.resolve.prompts.request_parsing import parse_job
 from midstream.api.routes import registered
-from midstream.api.routes.registered import ROWS, RegisteredKind, from_folder, routes_of
 from midstream.broker.ledger.named.registry import (
     PUT_TRIES,
     Registry,
@@ -37,14 +36,14 @@ from midstream.broker.ledger.named.registry import (
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.client import Client
 from midstream.client.cli.kinds import KINDS as COMMANDS
-from midstream.client.render.records import layouts
-from midstream.client.sdk.registered import BY_KIND
+from midstream.client.render.records import layout
+from midstream.client.sdk.registered import Named, calls_of
 from midstream.schemas.access.keys import EVERYBODY
 from midstream.schemas.artifacts.registered import ArtifactKind, FolderRequest, Registered
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import JobRequest
-from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.requests.artifact_kinds import ARTIFACTS, OWN
 from midstream.schemas.requests.policies import POLICIES, Policy
 from midstream.schemas.settings.settings import Settings
 
@@ -111,7 +110,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=[row.kind for row in ROWS], ids=lambda kind: kind.plural)
+@pytest.fixture(params=OWN, ids=lambda kind: kind.plural)
 def kind(request: pytest.FixtureRequest) -> ArtifactKind[Any]:
     return request.param
 
@@ -127,9 +126,9 @@ def given(kind: ArtifactKind[Any], client: Client, installed: Any, nameless: Non
 def test_a_kind_has_its_rows_everywhere(kind: ArtifactKind[Any]) -> None:
     (command,) = (each for each in COMMANDS if each.plural == kind.plural)
     assert {"list", "get", "put", "delete"} <= command.acts.keys()
-    assert kind.view in layouts()
-    assert BY_KIND[kind.short]._kind is kind
-    assert KINDS.keys() == {row.kind.plural for row in ROWS}
+    assert layout(kind.view).columns
+    assert calls_of(kind)._kind is kind
+    assert KINDS.keys() == {row.plural for row in OWN}
 
 
 def test_a_name_is_put_replaced_listed_and_deleted(
@@ -347,7 +346,7 @@ def test_a_request_looks_up_all_names_together(
     assert climbs == 1 + 4
 
 
-# --- A further kind: its description for the ledger and a row for its routes are all that it takes
+# --- A further kind: its row is all that it takes
 
 
 class Ruler(Registered, kw_only=True):
@@ -368,17 +367,14 @@ RULERS = ArtifactKind(
     noun="ruler",
     record=Ruler,
     request=RulerRequest,
-    key="ms:rulers:",
+    takes="A ruler.",
+    make="nowhere:make",
     limit=2,
 )
 
 
 def ruler(name: str, digest: str = "d") -> Ruler:
     return Ruler(name=name, model=OTHER, digest=digest, created=1.0, inches=12)
-
-
-def resolve_ruler(request: RulerRequest, name: str, model: ModelInfo, root: str) -> Ruler:
-    return Ruler(name=name, model=model.name, digest="d", created=1.0, inches=request.inches)
 
 
 async def test_a_model_has_a_limited_number_of_a_kind(redis_url: str, tmp_path: Path) -> None:
@@ -420,13 +416,13 @@ async def test_changes_at_once_each_build_on_the_one_before(redis_url: str, tmp_
 
 
 def test_a_further_kind_is_served_by_its_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = RegisteredKind(RULERS, from_folder(resolve_ruler, "lenses"), "A ruler.")
-    rows = (*registered.ROWS, row)
-    monkeypatch.setattr(openapi, "ROWS", rows)
+    monkeypatch.setitem(ARTIFACTS, "rulers", RULERS)
     others = [route for route in app.ROUTES if route not in registered.ROUTES]
-    monkeypatch.setattr(app, "ROUTES", [*others, *routes_of(rows)])
+    monkeypatch.setattr(app, "ROUTES", [*others, *registered.artifact_routes()])
     described = json.loads(document(app.make_app(Settings())))
     put = described["paths"]["/v1/artifacts/{kind}/{name}"]["put"]
     assert "- `rulers`: A ruler." in put["description"]
     assert {"Ruler", "RulerRequest", "RulerPage"} <= described["components"]["schemas"].keys()
     assert "#/components/schemas/RulerRequest" in json.dumps(put["requestBody"])
+    with Client("http://127.0.0.1:1") as client:
+        assert isinstance(client.rulers, Named)

@@ -523,7 +523,7 @@ def _contents(
     """Return the value of `Job.contents`."""
     contents = {
         f"{kind.short}/{name}": found.known(kind, name, kind.short).digest
-        for kind, name in artifacts_of(parsed)
+        for kind, name in artifacts_of(parsed, model.extensions)
     }
     for probe in probes:
         kind, used = ("probe", probe) if probe.policy is None else ("policy", probe.policy)

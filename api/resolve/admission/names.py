@@ -20,6 +20,7 @@ from ....schemas.access.keys import Caller, own, scoped, shown
 from ....schemas.artifacts.loras import LORAS, StoredLora
 from ....schemas.artifacts.probes import PROBES, ProbeUse, StoredProbe
 from ....schemas.artifacts.registered import ArtifactKind, NamedArtifact, references
+from ....schemas.extensions import Extension
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.policies import POLICIES, Policy
 from ....schemas.requests.specs import PatchSpec, SteeringSpec
@@ -92,7 +93,8 @@ class Names:
         patch = parsed.patch
         guards = ((POLICIES, name) for name in watching)
         modules = [(MODULES, scoped(caller.tenant, name)) for name in modules_of(parsed)]
-        found = await self.look_up(info, *artifacts_of(parsed), *guards, *modules)
+        named = artifacts_of(parsed, info.extensions)
+        found = await self.look_up(info, *named, *guards, *modules)
         lora = named_lora(parsed.lora, info, found)
         probes = probes_of(parsed.probes, info, found)
         of_all_traffic = found.present(POLICIES, watching)
@@ -204,16 +206,18 @@ def modules_of(parsed: ParsedRequest) -> list[str]:
 def names_something(parsed: ParsedRequest) -> bool:
     """Return whether the request names what may change or be deleted after it is accepted."""
     return bool(
-        artifacts_of(parsed) or parsed.readings or modules_of(parsed) or runs_of(parsed.patch)
+        artifacts_of(parsed, ()) or parsed.readings or modules_of(parsed) or runs_of(parsed.patch)
     )
 
 
-def artifacts_of(parsed: ParsedRequest) -> list[NamedArtifact]:
-    """Return the registered artifacts that the request names, besides modules."""
+def artifacts_of(parsed: ParsedRequest, extensions: Sequence[Extension]) -> list[NamedArtifact]:
+    """Return the registered artifacts that the request names, besides modules. `extensions`: those
+    of the model.
+    """
     probes = (use.probe if isinstance(use, ProbeUse) else use for use in parsed.probes)
     return [
         *references((LORAS, parsed.lora)),
-        *artifacts_read(parsed),
+        *artifacts_read(parsed, extensions),
         *((PROBES, name) for name in probes),
         *((POLICIES, name) for name in parsed.policies),
         *(parsed.capture.references if parsed.capture else ()),

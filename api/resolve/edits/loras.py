@@ -5,7 +5,6 @@ adapter that a request names.
 from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.loras import LORAS, Lora, LoraRequest, LoraSupport, StoredLora
 from ....schemas.base.errors import invalid
-from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....storage.formats.lora_files import check_on, folder_of
 
@@ -17,16 +16,14 @@ def resolve_lora(lora_request: LoraRequest, name: str, model: ModelInfo, root: s
     """
     support = _support(model)  # first: without it there may be no folder to look for
     content, facts = check_on(folder_of(root, lora_request.path), support)
-    return Lora(
-        name=name,
-        model=model.name,
+    return lora_request.registered(
+        Lora,
+        name,
+        model.name,
         digest=content.digest,
-        path=lora_request.path,
         rank=facts.rank,
         modules=facts.modules,
         bytes=content.bytes,
-        created=now(),
-        description=lora_request.description,
     )
 
 

@@ -11,7 +11,6 @@ from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLens
 from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TunedLens, TunedLensRequest
 from ....schemas.base.errors import Translated, invalid
-from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import (
     Hook,
@@ -47,18 +46,16 @@ def resolve_tuned(
     digest, layers, size = check_on(
         folder_of(root, tuned_lens_request.path), model.num_layers, model.hidden_size
     )
-    return TunedLens(
-        name=name,
-        model=model.name,
+    return tuned_lens_request.registered(
+        TunedLens,
+        name,
+        model.name,
         digest=digest,
-        path=tuned_lens_request.path,
         hook=hook,
         residual=tuned_lens_request.residual,
         layers=layers,
         hidden_size=model.hidden_size,
         bytes=size,
-        created=now(),
-        description=tuned_lens_request.description,
     )
 
 

@@ -118,15 +118,14 @@ def resolve_probe(
         aggregation=probe_request.aggregation,
         decay=probe_request.decay or 0.0,
     )
-    return Probe(
-        name=name,
-        model=model.name,
+    return probe_request.registered(
+        Probe,
+        name,
+        model.name,
         digest=content.digest,
         content=content,
         hidden_size=width,
         bytes=sum(len(tensor.data) for tensor in tensors),
-        created=now(),
-        description=probe_request.description,
         held_out=probe_request.held_out,
     ), {content_hash(tensor): to_msgpack(tensor) for tensor in tensors}
 

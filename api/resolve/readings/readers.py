@@ -5,10 +5,16 @@ what the model's ranks declare.
 from collections.abc import Callable
 from typing import Any
 
-from ....schemas.extensions import Extension, ReaderTerms
+import msgspec
+
+from ....schemas.base.errors import invalid
+from ....schemas.base.limits import MAX_READER_ARTIFACTS
+from ....schemas.base.records import to_msgpack
+from ....schemas.extensions import Extension, ReaderTerms, artifacts_named
 from ....schemas.model.banks import RESIDUAL, banks_of
 from ....schemas.prompts.selectors import Hook, PositionSelector, SelectorError, resolve_sites
 from ....schemas.readings.installed import OptionValue, ReaderSpec, StoredReader
+from ....schemas.requests.artifact_kinds import ARTIFACTS
 from ..positions.captures import SITE_RULES, Bounds, apply_rules, positions_of_each
 
 
@@ -41,6 +47,8 @@ def _options(spec: ReaderSpec, bounds: Bounds) -> dict[str, OptionValue]:
             terms.options[name].checked(value)
         except ValueError as error:
             raise SelectorError(str(error), f".{name}") from error
+        if (kind := terms.options[name].artifact) and kind not in ARTIFACTS:
+            raise SelectorError(f"no package that is installed here has {kind}", f".{name}")
     return {
         name: option.checked(spec.options.get(name, option.default))
         for name, option in terms.options.items()
@@ -83,11 +91,26 @@ def resolve_reader(
     """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
     made = apply_rules(RULES, spec, bounds, at)
     extension, terms = made["name"]
+    artifacts = {
+        option: bounds.found.known(kind, name, f"{at}.options.{option}")
+        for option, (kind, name) in artifacts_named(spec, [extension])
+    }
+    size = len(to_msgpack(artifacts)) * len(bounds.prompts)  # each prompt has its own copy
+    if size > MAX_READER_ARTIFACTS:
+        raise invalid(
+            f"{at}.options",
+            f"what they name has {size} bytes for {len(bounds.prompts)} prompts",
+            allowed=f"at most {MAX_READER_ARTIFACTS}",
+        )
     reading = StoredReader(
         name=spec.name,
         digest=extension.digest,
         row_bytes=terms.size(made["options"]),
         fixed_bytes=terms.fixed_bytes,
         options=made["options"],
+        contents={
+            option: msgspec.to_builtins(record, builtin_types=(bytes,))
+            for option, record in artifacts.items()
+        },
     )
     return reading, made["hooks"], made["positions"]

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ....schemas.artifacts.registered import NamedArtifact
 from ....schemas.base.errors import invalid
+from ....schemas.extensions import Extension, artifacts_named
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import Hook, PositionSelector, RequestedPositions
+from ....schemas.readings.installed import ReaderSpec
 from ....schemas.readings.readings import READINGS, AnyStoredReading
 from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import StoredCapture
@@ -55,9 +57,14 @@ def readings_of(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
             yield field, field, spec
 
 
-def artifacts_read(parsed: "ParsedRequest") -> list[NamedArtifact]:
-    """Return the registered artifacts that readings name."""
-    return [reference for _, _, spec in readings_of(parsed) for reference in spec.references]
+def artifacts_read(parsed: "ParsedRequest", extensions: Sequence[Extension]) -> list[NamedArtifact]:
+    """Return the registered artifacts that readings name. `extensions`: those of the model."""
+    found: list[NamedArtifact] = []
+    for _, _, spec in readings_of(parsed):
+        found += spec.references
+        if isinstance(spec, ReaderSpec):
+            found += [artifact for _, artifact in artifacts_named(spec, extensions)]
+    return found
 
 
 async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedRequest":

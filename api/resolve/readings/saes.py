@@ -5,7 +5,6 @@ name against what is registered.
 from ....broker.ledger.named.registry import Lookup
 from ....schemas.artifacts.saes import SAES, Sae, SaeRequest
 from ....schemas.base.errors import invalid
-from ....schemas.base.records import now
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import resolve_hook
 from ....storage.formats.sae_files import check_on, folder_of, size_of
@@ -25,18 +24,16 @@ def resolve_sae(sae_request: SaeRequest, name: str, model: ModelInfo, root: str)
         model.num_layers,
         model.hidden_size,
     )
-    return Sae(
-        name=name,
-        model=model.name,
+    return sae_request.registered(
+        Sae,
+        name,
+        model.name,
         digest=content.digest,
-        path=sae_request.path,
         hook=hook,
         layer=layer,
         form=content.form,
         bytes=size_of(content.form),
-        created=now(),
         trained_on=content.trained_on,
-        description=sae_request.description,
     )
 
 

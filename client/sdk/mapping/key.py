@@ -12,8 +12,10 @@ from ....schemas.access.handling import Handling
 from ....schemas.artifacts.probes import ProbeUse
 from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.version import __version__
+from ....schemas.extensions import Extension, artifacts_named
 from ....schemas.jobs.jobs import JobRequest, JobView
 from ....schemas.jobs.openai import ChatRequest
+from ....schemas.readings.installed import ReaderSpec
 from ....schemas.readings.readings import READINGS
 from ....schemas.requests.policies import Policy
 
@@ -27,9 +29,10 @@ ArtifactRef = tuple[str, str]
 NamedRequest = JobRequest | ChatRequest
 
 
-def named(request: NamedRequest) -> Iterator[ArtifactRef]:
+def named(request: NamedRequest, card: dict[str, Any]) -> Iterator[ArtifactRef]:
     """Yield what the request names: modules, autoencoders, source runs, tuned and Jacobian lenses,
-    probes, policies and an adapter.
+    probes, policies, an adapter, and artifacts in options of installed readers. `card`: the
+    model's, of `/v1/models`.
     """
     for entry in request.steering:
         yield from (("module", entry.module),) if entry.module else ()
@@ -46,6 +49,10 @@ def named(request: NamedRequest) -> Iterator[ArtifactRef]:
         asked = getattr(request, field) or []
         specs += asked if isinstance(asked, list) else [asked]
     yield from ((kind.short, name) for spec in specs for kind, name in spec.references)
+    extensions = msgspec.convert(card.get("extensions", []), list[Extension])
+    for spec in specs:
+        if isinstance(spec, ReaderSpec):
+            yield from ((kind.short, name) for _, (kind, name) in artifacts_named(spec, extensions))
     if request.lora:
         yield "lora", request.lora
 

@@ -28,6 +28,7 @@ from ....schemas.jobs.jobs import (
 )
 from ....schemas.jobs.results import JobResult
 from ....schemas.readings.readings import READINGS
+from ....schemas.requests.artifact_kinds import ARTIFACTS
 from ....schemas.requests.steering import GlobalView
 from ... import notebook, values
 from ...captures.reader import CaptureReader
@@ -38,7 +39,7 @@ from ..calls import Awaits, Calls
 from ..captures import Captures
 from ..fields import MapFields
 from ..jobs import Jobs
-from ..registered import BY_KIND, GlobalSteeringCalls, Policies, SourceRuns
+from ..registered import GlobalSteeringCalls, Policies, SourceRuns, calls_of
 from ..server import ServerCalls
 from ..transport import Transport
 from . import key as map_key
@@ -252,7 +253,7 @@ async def standing(
     model = request.model
     card = await ServerCalls[Awaits](io).model(model)
     watching = map_key.operators(card, await Policies[Awaits](io).list(model))
-    named = sorted(set(map_key.named(request)))
+    named = sorted(set(map_key.named(request, card)))
     names = watching | {item: await _digest(io, item, model) for item in named}
     return map_key.identity(card), names, await GlobalSteeringCalls[Awaits](io).get(model)
 
@@ -262,7 +263,8 @@ async def _digest(io: Transport, named: map_key.ArtifactRef, model: str) -> str:
     kind, name = named
     if kind == "run":
         return (await SourceRuns[Awaits](io).get(name, model)).job
-    return str((await BY_KIND[kind](io).get(name, model)).digest)
+    (row,) = (row for row in ARTIFACTS.values() if row.short == kind)
+    return str((await calls_of(row)(io).get(name, model)).digest)
 
 
 class _Mapping:

@@ -3,6 +3,7 @@
 All that it loads is served here, under a CSP without exceptions.
 """
 
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Annotated, Any
@@ -25,24 +26,33 @@ from midstream.api.web.body import JsonRequest
 from midstream.schemas.base.errors import MidstreamError, shortened
 from midstream.schemas.base.records import to_json
 from midstream.schemas.jobs.kinds import KINDS
+from midstream.schemas.requests.artifact_kinds import ARTIFACTS
 
 #: What the page shows jobs of a kind by; the other fields of a row say where its parts are.
 OF_KINDS = ("queue", "grid", "slow")
+#: What it lists registered artifacts of a kind by.
+OF_ARTIFACTS = ("short", "command", "takes", "of_tenants")
 
 
 @cache
 def page_files() -> dict[str, ServedFile]:
     """Return all files of the page that are served, by path below `assets`; with the kinds of
-    jobs, as a module that exports what the page needs of a kind.
+    jobs and of registered artifacts, as a module that exports what the page needs of a kind.
     """
-    rows = to_json(
-        {kind: {name: getattr(row, name) for name in OF_KINDS} for kind, row in KINDS.items()}
-    )
+    rows = (_facts(KINDS, OF_KINDS), _facts(ARTIFACTS, OF_ARTIFACTS))
     script = (
-        b"export const KINDS = %b;\nexport const kindOf = (name) => KINDS[name] || {};\n" % rows
+        b"export const KINDS = %b;\nexport const kindOf = (name) => KINDS[name] || {};\n"
+        b"export const ARTIFACTS = %b;\n" % rows
     )
     folder = resources.files(__package__).joinpath("assets")
     return {**dict(files_below(folder)), "lib/kinds.js": packed(PAGE_TYPES[".js"], script)}
+
+
+def _facts(rows: Mapping[str, Any], names: Sequence[str]) -> bytes:
+    """Return these fields of each row, as JSON."""
+    return to_json(
+        {kind: {name: getattr(row, name) for name in names} for kind, row in rows.items()}
+    )
 
 
 def _send(request: JsonRequest, name: str) -> Response[bytes]:

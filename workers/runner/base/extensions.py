@@ -13,7 +13,7 @@ import hashlib
 import importlib.util
 import re
 from collections.abc import Sequence
-from importlib.metadata import EntryPoint, PackageNotFoundError, distribution, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, distribution
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -23,6 +23,7 @@ import numpy as np
 
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.extensions import Extension, OpTerms, ReaderTerms
+from ....schemas.packages import entries
 from ....schemas.settings.settings import SettingsError
 
 Terms = TypeVar("Terms", ReaderTerms, OpTerms)
@@ -66,7 +67,7 @@ def offered() -> list[Offer]:
     offers = {
         Offer(kind, entry.name, normal(entry.dist.name), entry.dist.version, entry)
         for group, kind in GROUPS.items()
-        for entry in entry_points(group=group)
+        for entry in entries(group)
         if entry.dist is not None
     }
     return sorted(offers, key=lambda offer: offer[:4])

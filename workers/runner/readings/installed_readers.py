@@ -221,7 +221,7 @@ def _rows(capture: FinishedCapture, stored_reader: StoredReader) -> Rows:
         positions=frozen(np.array(capture.positions, dtype=np.int64)),
         token_ids=frozen(np.array(capture.token_ids, dtype=np.int64)),
         prompt_tokens=capture.spec.prompt_tokens,
-        options=dict(stored_reader.options),
+        options=stored_reader.options | stored_reader.contents,
         num_layers=capture.num_layers,
         stage=capture.pp,
         stages=capture.stages,

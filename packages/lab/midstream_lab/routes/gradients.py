@@ -33,5 +33,5 @@ async def submit(parsed: ParsedRequest, submission: Submission) -> str:
 
 async def _named(parsed: ParsedRequest, info: ModelInfo, context: AppContext) -> Referents:
     """Return what a request of gradient rows names: it runs the model as it is."""
-    found = await context.names.look_up(info, *artifacts_of(parsed))
+    found = await context.names.look_up(info, *artifacts_of(parsed, info.extensions))
     return Referents(found=found._replace(gradients=await context.ledger.gradients(info.name)))

@@ -499,7 +499,7 @@ def test_what_a_request_names_is_what_jobs_say_that_they_used() -> None:
         "probe": ["doubt", "lies"],
     }
     kinds |= {"tuned": ["lens"], "lora": ["french"]}
-    assert sorted(map_key.named(request)) == sorted(
+    assert sorted(map_key.named(request, {})) == sorted(
         (kind, name) for kind, names in kinds.items() for name in names
     )
 

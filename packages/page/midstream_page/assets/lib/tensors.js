@@ -22,6 +22,20 @@ const READ = {
   I64: (view, at) => Number(view.getBigInt64(at * 8, true)),
 };
 
+const ARRAYS = {
+  float32: Float32Array,
+  float64: Float64Array,
+  int32: Int32Array,
+  int64: BigInt64Array,
+  uint8: Uint8Array,
+  bool: Uint8Array,
+};
+/** The numbers of an array that an installed reader returned. */
+export const numbersOf = ({ dtype, data }) => {
+  const bytes = Uint8Array.from(atob(data), (each) => each.charCodeAt(0));
+  return Array.from(new ARRAYS[dtype](bytes.buffer), Number);
+};
+
 /** bfloat16 is the upper half of a float32. */
 function brain(view, count) {
   const bits = new Uint32Array(count);

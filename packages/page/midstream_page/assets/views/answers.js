@@ -5,6 +5,23 @@ import { AttentionResult } from "./attention.js";
 import { FeaturesResult } from "./features.js";
 import { LensResult } from "./lens.js";
 import { ProbeResult } from "./probes.js";
+import { short } from "../lib/chips.js";
+import { numbersOf } from "../lib/tensors.js";
+
+const SHOWN = 12;
+/** The arrays that an installed reader returned on one pipeline stage, and what each begins with. */
+const arraysOf = ({ sites, arrays }) =>
+  Object.entries(arrays).map(([name, array]) => {
+    const numbers = numbersOf(array);
+    const at = Object.entries(sites).map(([hook, layers]) => `${hook} ${layers.join(", ")}`);
+    return html`
+      <dt>${name}</dt>
+      <dd>
+        ${array.dtype} [${array.shape.join(", ")}] at ${at.join("; ")}:${" "}
+        ${numbers.slice(0, SHOWN).map(short).join(" ")}${numbers.length > SHOWN && " …"}
+      </dd>
+    `;
+  });
 
 /**
  * The lens, features, scores and attention patterns of one prompt of a job, where it has them.
@@ -42,6 +59,12 @@ export default function Answers({ result, view, attention }) {
       (reading) => html`
         <h3>Features of ${reading.sae}</h3>
         <${FeaturesResult} key=${`${reading.sae} ${request}`} reading=${reading} model=${model} />
+      `,
+    )}
+    ${of("readers").map(
+      (reading) => html`
+        <h3>${reading.name}</h3>
+        <dl class="facts">${reading.parts.flatMap(arraysOf)}</dl>
       `,
     )}
     ${of("probes").map(

@@ -118,7 +118,13 @@ export function JobDetails({ id, job, session, onClose }) {
   );
   const outcome = result && ["fit", "dose"].find((kind) => result[kind]);
   const readings = Boolean(
-    result && (outcome || result.lens || result.features || (result.probes || []).length || attention),
+    result &&
+    (outcome ||
+      result.lens ||
+      result.features ||
+      result.readers ||
+      (result.probes || []).length ||
+      attention),
   );
   useTask(
     (signal) => {

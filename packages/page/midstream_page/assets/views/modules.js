@@ -3,7 +3,8 @@
 import { del } from "../lib/api.js";
 import { Button, Problem, html, useRef, useState } from "../lib/ui.js";
 import { EmptyState, Section } from "../lib/parts.js";
-import { age, bytes, count, number, percent } from "../lib/format.js";
+import { age, bytes, count, identity, number, percent } from "../lib/format.js";
+import { ARTIFACTS } from "../lib/kinds.js";
 import { short } from "../lib/chips.js";
 import { useAnswer, useJobs, useModels } from "../lib/ask.js";
 
@@ -39,17 +40,13 @@ const entry = ({ op, hook, layers, positions, scale, norm_match, rank }) =>
 const within = (prefix) => (job, name) => Boolean(job.contents && job.contents[`${prefix}/${name}`]);
 
 /**
- * Kinds of what is registered: where they are listed, under which name, what a line says (`what`) and
- * what details there are (`facts`). `open`: the view that uses one; `used`: whether a job does; `own`:
- * each tenant has its own.
+ * Forms of what is registered, by kind: what a line says (`what`) and what details there are (`facts`).
+ * `open`: the view that uses one. Null: it has a view of its own.
  */
-const KINDS = [
-  {
+const FORMS = {
+  policies: null,
+  modules: {
     title: "Steering modules",
-    path: "/v1/artifacts/modules",
-    own: true,
-    used: (job, name) => Boolean(job.modules && job.modules[name]),
-    list: "modules",
     open: (name) => ["playground", "module", name],
     file: true,
     empty:
@@ -78,11 +75,8 @@ const KINDS = [
       ["Digest", digest],
     ],
   },
-  {
+  probes: {
     title: "Probes",
-    path: "/v1/artifacts/probes",
-    used: within("probe"),
-    list: "probes",
     open: (name) => ["probes", "probe", name],
     empty: "Linear probes that score every token.",
     command: "midstream fit probe",
@@ -98,11 +92,8 @@ const KINDS = [
       ["Digest", digest],
     ],
   },
-  {
+  saes: {
     title: "Sparse autoencoders",
-    path: "/v1/artifacts/saes",
-    used: within("sae"),
-    list: "saes",
     open: (name) => ["features", "sae", name],
     empty: "Dictionaries of features, from a folder below artifacts_dir/saes.",
     command: "midstream put sae NAME PATH",
@@ -116,11 +107,8 @@ const KINDS = [
       ["Digest", digest],
     ],
   },
-  {
+  lenses: {
     title: "Tuned lenses",
-    path: "/v1/artifacts/lenses",
-    used: within("tuned"),
-    list: "lenses",
     open: (name) => ["lens", "through", name],
     empty: "Maps that make early layers readable, from a folder below artifacts_dir/lenses.",
     command: "midstream put lens NAME PATH",
@@ -132,11 +120,8 @@ const KINDS = [
       ["Digest", digest],
     ],
   },
-  {
+  jacobians: {
     title: "Jacobian lenses",
-    path: "/v1/artifacts/jacobians",
-    used: within("jacobian"),
-    list: "jacobians",
     open: (name) => ["lens", "through", `^${name}`],
     empty: "Maps from a row to what it makes the model say later. A gradient worker fits one to a corpus.",
     command: "midstream fit jacobian NAME FILE",
@@ -150,11 +135,8 @@ const KINDS = [
       ["Digest", digest],
     ],
   },
-  {
+  loras: {
     title: "LoRA adapters",
-    path: "/v1/artifacts/loras",
-    used: within("lora"),
-    list: "loras",
     empty: "Trained changes of linear layers, from a folder below artifacts_dir/loras.",
     command: "midstream put lora NAME PATH",
     what: ({ rank, modules }) => `rank ${rank} · ${count(modules.length, "linear layer")}`,
@@ -165,22 +147,57 @@ const KINDS = [
       ["Digest", digest],
     ],
   },
-  {
-    title: "Source runs",
-    path: "/v1/runs",
-    own: true,
-    used: (job, name) => Boolean(job.runs && job.runs[name]),
-    list: "runs",
-    empty: "Captures under a name, whose rows other requests can be patched with.",
-    what: ({ state, tag, in_use }) =>
-      `${state} · tag ${tag}${in_use ? ` · used by ${count(in_use, "job")}` : ""}`,
-    facts: ({ job, bytes: size, detail }) => [
-      ["Job", html`<a href=${`#/jobs/${job}`}>${job}</a>`],
-      ["Size", bytes(size)],
-      ...(detail ? [["Detail", detail]] : []),
-    ],
-  },
-];
+};
+
+/** Where each kind is listed, under which name, whether a job uses one, and whether each tenant has its own. */
+const RUNS = {
+  title: "Source runs",
+  path: "/v1/runs",
+  own: true,
+  used: (job, name) => Boolean(job.runs && job.runs[name]),
+  list: "runs",
+  empty: "Captures under a name, whose rows other requests can be patched with.",
+  what: ({ state, tag, in_use }) =>
+    `${state} · tag ${tag}${in_use ? ` · used by ${count(in_use, "job")}` : ""}`,
+  facts: ({ job, bytes: size, detail }) => [
+    ["Job", html`<a href=${`#/jobs/${job}`}>${job}</a>`],
+    ["Size", bytes(size)],
+    ...(detail ? [["Detail", detail]] : []),
+  ],
+};
+
+const OF_ALL = ["name", "model", "digest", "created", "description", "replaced", "uses"];
+const brief = (value) => {
+  const text = typeof value === "string" ? value : JSON.stringify(value);
+  return text.length > 200 ? `${text.slice(0, 200)}…` : text;
+};
+
+/** The form of a kind of an installed package: its own fields, in brief. */
+const plain = (plural, { command, takes }) => ({
+  title: plural[0].toUpperCase() + plural.slice(1),
+  empty: takes,
+  command: `midstream put ${command} NAME`,
+  what: ({ digest }) => identity(digest),
+  facts: (item) =>
+    Object.entries(item)
+      .filter(([name]) => !OF_ALL.includes(name))
+      .map(([name, value]) => [name, brief(value)])
+      .concat([["Digest", item.digest]]),
+});
+
+const KINDS = Object.keys({ ...FORMS, ...ARTIFACTS })
+  .filter((plural) => FORMS[plural] !== null)
+  .map((plural) => {
+    const row = ARTIFACTS[plural];
+    return {
+      ...(FORMS[plural] || plain(plural, row)),
+      path: `/v1/artifacts/${plural}`,
+      list: plural,
+      own: row.of_tenants,
+      used: plural === "modules" ? (job, name) => Boolean(job.modules && job.modules[name]) : within(row.short),
+    };
+  })
+  .concat([RUNS]);
 
 function Kind({ kind, model, find, jobs, owner }) {
   const [gone, setGone] = useState([]); // names that were deleted here
