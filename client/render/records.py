@@ -1,7 +1,7 @@
 """Renders records as terminal tables; `SHOWN` has the columns and facts of each type."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from operator import attrgetter
 from typing import Any
 
