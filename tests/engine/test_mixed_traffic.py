@@ -40,7 +40,7 @@ def crowded(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[H
         llama,
         **{"engine.num_gpu_blocks_override": 8, "engine.max_num_batched_tokens": 256},
         **{
-            "tuning.steering_rows": 1,
+            "tuning.steering_rows": 2,  # two entries at two places need as many
             "tuning.steering_entries": 24,
             "tuning.capture_queue_mib": 64,
         },
