@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...schemas.base.errors import suggestion
 from ...schemas.jobs.kinds import KINDS
-from ...schemas.packages import part
+from ...schemas.packages import installing, part
 from ...schemas.requests.artifact_kinds import ARTIFACTS
 from .. import notebook
+from ..extras import CALLS
 from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, added_verb, stream, verb
 from .captures import Captures
@@ -117,6 +118,8 @@ class Verbs(Calls[M]):
                 if call in words
             ]
             hint = f"did you mean {meant[0]!r}?" if meant else _MEANT.get(name)
+            if name in CALLS:
+                hint = installing(CALLS[name])
             hint = hint or suggestion(name, dir(self))
             raise AttributeError(
                 f"{type(self).__name__} has no attribute {name!r}" + (f"; {hint}" if hint else ""),

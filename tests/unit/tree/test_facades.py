@@ -5,8 +5,9 @@ named.
 import subprocess
 import sys
 
-from midstream.client.extras import PACKAGED
-from midstream.schemas.packages import installing
+from midstream.client.extras import CALLS, PACKAGED
+from midstream.schemas.jobs.kinds import EXTRAS, GROUP
+from midstream.schemas.packages import installing, load, offered
 
 #: As on an installation without the packages beside the core.
 ALONE = """
@@ -42,6 +43,19 @@ def test_a_class_whose_package_is_absent_names_the_extra() -> None:
     done = alone("from midstream import PatchStudy")
     assert done.stderr.splitlines()[-1] == (
         f"ImportError: midstream.PatchStudy needs the package midstream-lab: {installing('lab')}"
+    )
+
+
+def test_the_extras_of_kinds_and_of_their_calls_are_those_of_the_rows() -> None:
+    rows = [load(GROUP, name) for name in offered(GROUP) if name in EXTRAS]
+    assert {row.name for row in rows} == {*EXTRAS}
+    assert {name: EXTRAS[row.name] for row in rows for name in row.calls} == CALLS
+
+
+def test_a_call_whose_package_is_absent_names_the_extra() -> None:
+    done = alone("import midstream; midstream.Client('http://127.0.0.1:1').sweep")
+    assert done.stderr.splitlines()[-1] == (
+        f"AttributeError: Client has no attribute 'sweep'; {installing('lab')}"
     )
 
 
