@@ -45,13 +45,11 @@ PACKAGED = {
 #: Name of the client that a package beside this one offers → the extra that installs it.
 FACADES = {"AsyncPatchStudy": "lab", "PatchStudy": "lab"}
 #: Attribute of a client that a package beside this one adds → the extra that installs it.
-CALLS = dict.fromkeys(
-    (
-        *("attribute", "attributions", "dose", "doses", "fit_lens", "fit_module", "fits"),
-        *("sweep", "sweeps"),
-    ),
-    "lab",
-)
+CALLS = {
+    **dict.fromkeys(("attribute", "attributions", "dose", "doses"), "lab"),
+    **dict.fromkeys(("fit_lens", "fit_module", "fits", "sweep", "sweeps"), "lab"),
+    "harvests": "harvest",
+}
 #: Extras that name packages beside this one.
 WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest")
 #: Missing modules that an error names; more are counted.
