@@ -2,7 +2,7 @@
 
     python tools/pages/kernel_costs.py
 
-Prints the table of `docs/kernels.md`, from `workers/runner/hooks/site_costs.py`. Needs no GPU, and
+Prints the table of `docs/kernels.md`, from `packages/ops/midstream_ops/site_costs.py`. Needs no GPU, and
 measures nothing.
 """
 
@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 
 from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.workers.runner.hooks.architectures import ARCHITECTURES
-from midstream.workers.runner.hooks.site_costs import (
+from midstream_ops.site_costs import (
     CASES,
     RankShape,
     StepCost,

@@ -3,7 +3,7 @@ step, bytes to the disk, binding limits.
 
 Pure, without torch and vLLM, so that `midstream doctor --plan` works before anything is started.
 The memory of a rank's buffers is exact (tests compare it with the buffers); times are estimates,
-see `runner.hooks.site_costs`.
+see `site_costs`.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,9 +21,9 @@ from midstream.workers.runner.hooks.architectures import (
     Variant,
     variant_of,
 )
-from midstream.workers.runner.hooks.site_costs import CASES, RankShape, StepCost, step_cost
 
 from .plan_inside import Inside, inside_of
+from .site_costs import CASES, RankShape, StepCost, step_cost
 
 #: Copies of constants in `kernels.plan`, which imports torch; a test compares them.
 PLAN_COLUMNS = 17

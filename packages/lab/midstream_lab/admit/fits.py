@@ -8,7 +8,6 @@ import msgspec
 import numpy as np
 
 from midstream.api.resolve.admission.admission import tokenise, too_long
-from midstream.api.resolve.admission.continuations import added_tokens
 from midstream.api.resolve.admission.costs import check_examples
 from midstream.api.resolve.edits.steering import resolve_module
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt
@@ -39,6 +38,7 @@ from midstream.schemas.requests.steering import SteeringTemplate
 from midstream.schemas.requests.trainings import BY_GRADIENT
 
 from ..records.fits import FitRequest, FitTokens, LensFitRequest, StoredModuleFit
+from .continuations import added_tokens
 
 #: Lists of examples of the methods from rows.
 FROM_ROWS = ("positive", "negative")

@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from midstream.api.resolve.admission.continuations import Continuation, ReadPrompt, continue_prompts
 from midstream.api.resolve.admission.costs import (
     ENTRY_COST,
     RESOLVE_LIMIT,
@@ -59,6 +58,7 @@ from .alignment import (
     match_spans,
 )
 from .columns import ColumnPart, columns_on, parts_of
+from .continuations import Continuation, ReadPrompt, continue_prompts
 from .limits import check_limits, too_many_cells
 from .paths import resolve_path
 from .prompts import read_prompts

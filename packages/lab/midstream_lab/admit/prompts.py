@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import anyio.to_thread
 
 from midstream.api.resolve.admission.admission import EMPTY_ONCE_TOKENISED, tokenise, too_long
-from midstream.api.resolve.admission.continuations import ReadPrompt
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt
 from midstream.api.resolve.prompts.tokenizer import Codec, Encoded, TooLong, found_map
 from midstream.schemas.base.errors import Translated, invalid
@@ -15,6 +14,7 @@ from midstream.schemas.base.limits import MAX_SWEEP_TEXT
 from midstream.schemas.jobs.models import ModelInfo
 
 from ..records.sweeps import SweepPair
+from .continuations import ReadPrompt
 
 #: The fields of a pair that are text or token ids.
 TEXTS = ("clean", "corrupt", "answer", "foil")

@@ -11,7 +11,6 @@ from plan_kit import CLEAN, ablated, model, pair, plan, refusal
 from refusal_kit import refuses
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from midstream.api.resolve.admission.continuations import ReadPrompt, continue_prompts
 from midstream.api.resolve.prompts.tokenizer import Codec, CodecAnswer, CodecQuestion
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.base.tensors import Tensor, to_numpy
@@ -19,6 +18,7 @@ from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.model.banks import RowShape
 from midstream.schemas.requests.specs import dims_name, dims_named
 from midstream_lab.admit import prompts as sweep_prompts
+from midstream_lab.admit.continuations import ReadPrompt, continue_prompts
 from midstream_lab.admit.limits import room_of_cell
 from midstream_lab.records.sweep_units import Units
 

@@ -32,7 +32,7 @@ from midstream.workers.runner.hooks.architectures import (
     describe,
     launch_groups,
 )
-from midstream.workers.runner.hooks.site_costs import CASES, launches, step_cost
+from midstream_ops.site_costs import CASES, launches, step_cost
 
 
 def adapter(name: str):

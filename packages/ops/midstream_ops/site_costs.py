@@ -9,8 +9,8 @@ and bytes follow from the table of architectures and from what the kernel reads 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from ....schemas.prompts.selectors import HOOKS, Hook
-from .architectures import Variant, launch_groups, stream_group
+from midstream.schemas.prompts.selectors import HOOKS, Hook
+from midstream.workers.runner.hooks.architectures import Variant, launch_groups, stream_group
 
 
 @dataclass(frozen=True)

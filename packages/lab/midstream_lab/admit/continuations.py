@@ -5,13 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ....broker.prompts.text_spans import TextMap
-from ....schemas.base.errors import Translated, invalid
-from ....schemas.base.limits import MAX_ANSWER_TOKENS
-from ....schemas.jobs.models import ModelInfo
-from ..prompts.request_parsing import ParsedPrompt
-from ..prompts.tokenizer import Codec, TooLong
-from .admission import tokenise
+from midstream.api.resolve.admission.admission import tokenise
+from midstream.api.resolve.prompts.request_parsing import ParsedPrompt
+from midstream.api.resolve.prompts.tokenizer import Codec, TooLong
+from midstream.broker.prompts.text_spans import TextMap
+from midstream.schemas.base.errors import Translated, invalid
+from midstream.schemas.base.limits import MAX_ANSWER_TOKENS
+from midstream.schemas.jobs.models import ModelInfo
 
 #: Number of tokens that an error shows before the first that differs.
 SHOWN_TOKENS = 3
