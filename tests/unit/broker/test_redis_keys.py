@@ -8,6 +8,8 @@ import re
 from redis_keys import documented
 from tree import ROOT, part_of, tracked
 
+from midstream.schemas.requests.artifact_kinds import OWN
+
 #: A channel, and prefixes of ACL patterns.
 NO_KEYS = {"changed", "hook-"}
 
@@ -23,6 +25,7 @@ def named() -> dict[str, str]:
         if path.suffix == ".lua":
             families += re.findall(r"\b(?:key|turn)\('([a-z-]+)'", text)
         found |= dict.fromkeys(families, str(path))
+    found |= dict.fromkeys((row.plural for row in OWN), "schemas/requests/artifact_kinds.py")
     return {name: place for name, place in found.items() if name not in NO_KEYS}
 
 

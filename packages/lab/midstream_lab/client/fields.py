@@ -86,7 +86,7 @@ class FitOptions(TypedDict, total=False):
     description: str | None
 
 
-class Named(Handled, total=False):
+class FitNamed(Handled, total=False):
     """What a fit learns, and from which model."""
 
     model: str
@@ -108,7 +108,7 @@ class ModuleFitOptions(FitOptions, total=False):
     register: RegisterWhen | None
 
 
-class FitFields(ModuleFitOptions, Named, total=False):
+class FitFields(ModuleFitOptions, FitNamed, total=False):
     """`POST /v1/modules/fit`."""
 
     positive: Sequence[PromptInput] | None
@@ -125,7 +125,7 @@ class LensFitOptions(FitOptions, total=False):
     max_tokens: int | None
 
 
-class LensFitFields(LensFitOptions, Named, total=False):
+class LensFitFields(LensFitOptions, FitNamed, total=False):
     """`POST /v1/jacobians/fit`."""
 
     prompts: Sequence[PromptInput]

@@ -525,7 +525,7 @@ WITHOUT = {
         LORA_BYTES SAE_CONFIG SAE_BYTES SAE_WIDTH FEATURES
         """,
     "a product of other limits, which is computed once": """
-        READING_WORK SURVEY_BYTES PROBE_TOKENS DOSE_WORK
+        READING_WORK SURVEY_BYTES PROBE_TOKENS DOSE_WORK READER_ARTIFACTS
         """,
     "a number of records, which Redis counts": """
         TUNED LORAS SAES SURVEYS PROBES POLICIES POLICY_VERSIONS HARVESTS_KEPT
