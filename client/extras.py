@@ -45,7 +45,7 @@ PACKAGED = {
 #: Name of the client that a package beside this one offers → the extra that installs it.
 FACADES = {"AsyncPatchStudy": "lab", "PatchStudy": "lab"}
 #: Extras that name packages beside this one.
-WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest")
+WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest", "probes")
 #: Missing modules that an error names; more are counted.
 NAMED = 5
 

@@ -45,7 +45,7 @@ EXTRAS: dict[str, Extra] = {
     ),
     "plots": Extra("import matplotlib.pyplot, pandas"),
     "notebook": Extra("import pandas, xarray, midstream.client.captures.tables"),
-    "probes": Extra("import midstream.client.probes, sklearn.linear_model"),
+    "probes": Extra("import midstream; midstream.probes.fit; import sklearn.linear_model"),
     "harvest": Extra("import midstream_harvest.reader, pyarrow.parquet"),
     "lens": Extra("import transformer_lens", "lens.lock", torch=True),
     "sae": Extra("import sae_lens, midstream; midstream.Client", "sae.lock", torch=True),

@@ -5,9 +5,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...schemas.artifacts.probes import Probe, ProbeResult
+from ...schemas.artifacts.probes import ProbeResult
 from ...schemas.base.errors import invalid
-from ..probes import Fit
 from .drawing import BLUE, RED, side_by_side
 from .readings import shown
 
@@ -56,9 +55,9 @@ def probe_figure(
     return figure
 
 
-def training_figure(trained: Fit | Probe, label: int = 0) -> "Figure":
-    """Draw the ROC curve of each label on held-out rows, and the histogram of both classes of
-    `label`, with its threshold.
+def training_figure(trained: Any, label: int = 0) -> "Figure":
+    """Draw the ROC curve of each label of a probe on held-out rows, and the histogram of both
+    classes of `label`, with its threshold. `trained`: registered, or what `fit` returned.
     """
     content: Any = getattr(trained, "content", trained)
     held_out = trained.held_out

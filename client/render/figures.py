@@ -12,7 +12,6 @@ from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.results import JobResult
 from ..captures.patterns import Attention
 from ..captures.reader import CaptureReader
-from ..probes import Fit
 from ..sdk.readings import Features, Lens
 from . import curves
 from .attention import Panel, panels_of, written
@@ -222,7 +221,6 @@ PLOTS: dict[type, Callable[..., "Figure"]] = {
     Attention: attention_figure,
     CaptureReader: capture_figure,
     Features: features_figure,
-    Fit: curves.training_figure,
     JobResult: job_figure,
     Lens: lens_figure,
     Probe: curves.training_figure,

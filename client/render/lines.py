@@ -13,7 +13,6 @@ from ...schemas.jobs.results import JobResult
 from ...schemas.packages import part
 from .. import frames
 from ..captures.patterns import Attention
-from ..probes import Fit
 from ..sdk.mapping.map import Mapped
 from ..sdk.readings import Features, Lens, lens_of
 from ..sdk.wire import Answer
@@ -100,7 +99,10 @@ def _lens(lens: Lens) -> Lines:
             )
 
 
-def _held_out(trained: Fit | Probe, *, roc: bool = False) -> Lines:
+def held_out(trained: Any, *, roc: bool = False) -> Lines:
+    """Yield the bins of a probe's held-out scores, or the points of its ROC curves. `trained`:
+    registered, or what `fit` returned.
+    """
     content: Any = getattr(trained, "content", trained)
     for label, each in zip(content.labels, trained.held_out, strict=False):
         bins = each.histogram
@@ -159,11 +161,10 @@ LINES: dict[type, Callable[..., Any]] = {
     Answer: _answer,
     Attention: _attention,
     Features: _features,
-    Fit: _held_out,
     JobResult: _job,
     Lens: _lens,
     Mapped: lambda item, **options: _job(item.result, **options),
-    Probe: _held_out,
+    Probe: held_out,
     ProbeResult: _scores,
 }
 

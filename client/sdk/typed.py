@@ -12,4 +12,5 @@ if TYPE_CHECKING:
         AsyncPatchStudy as AsyncPatchStudy,
         PatchStudy as PatchStudy,
     )
+    from midstream_lab.client.probes import Fit as Fit
     from midstream_lab.client.sweeps import Attributions as Attributions, Sweeps as Sweeps

@@ -5,6 +5,8 @@ named.
 import subprocess
 import sys
 
+import pytest
+
 from midstream.client.extras import PACKAGED
 from midstream.schemas.packages import installing
 
@@ -85,11 +87,11 @@ def test_a_gradient_worker_without_its_engine_names_the_extra() -> None:
     assert installing("lab") in done.stderr.splitlines()[-1]
 
 
-def test_a_room_whose_package_is_absent_names_the_extra() -> None:
-    done = alone("import midstream; midstream.harvest")
+@pytest.mark.parametrize(("room", "extra"), [("harvest", "harvest"), ("probes", "lab")])
+def test_a_room_whose_package_is_absent_names_the_extra(room: str, extra: str) -> None:
+    done = alone(f"import midstream; midstream.{room}")
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: midstream.harvest needs the package midstream-harvest: "
-        f"{installing('harvest')}"
+        f"ImportError: midstream.{room} needs the package midstream-{extra}: {installing(extra)}"
     )
 
 

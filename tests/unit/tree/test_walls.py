@@ -59,7 +59,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "render",
         "sdk",
         "captures vectors",
-        "values probes texts",
+        "values texts",
         "notebook durations extras frames images",
     ),
     "workers": (

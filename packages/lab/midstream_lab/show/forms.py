@@ -7,12 +7,15 @@ from typing import Any
 from msgspec.structs import asdict
 from rich.markup import escape
 
+from midstream.client.render.curves import training_figure
 from midstream.client.render.forms import Form, Shown
+from midstream.client.render.lines import held_out
 from midstream.client.render.records import effect, training
 from midstream.client.render.steering import DIGEST
 
 from ..client.attribution import Attribution
 from ..client.grid import Grid, records
+from ..client.probes import Fit
 from ..records.doses import DoseResult
 from ..records.fits import FitResult, LensFitResult
 from ..records.sweeps import SweepResult
@@ -41,6 +44,7 @@ FORMS: dict[type, Form] = {
         lines=lambda result: map(asdict, [result.unsteered, *result.cells]),
         html=notebook.dose_html,
     ),
+    Fit: Form(plot=training_figure, lines=held_out),
     FitResult: Form(
         lines=lambda result: map(asdict, result.training.sites),
         shown=Shown(
