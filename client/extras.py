@@ -43,7 +43,7 @@ PACKAGED = {
     **dict.fromkeys(("harvest", "survey", "pause", "resume"), ("midstream-harvest", "harvest")),
 }
 #: Name of the client that a package beside this one offers → the extra that installs it.
-FACADES = {"AsyncPatchStudy": "lab", "PatchStudy": "lab"}
+FACADES = dict.fromkeys(("AsyncPatchStudy", "Mapped", "PatchStudy"), "lab")
 #: Extras that name packages beside this one.
 WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest", "probes")
 #: Missing modules that an error names; more are counted.

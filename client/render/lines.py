@@ -13,7 +13,6 @@ from ...schemas.jobs.results import JobResult
 from ...schemas.packages import part
 from .. import frames
 from ..captures.patterns import Attention
-from ..sdk.mapping.map import Mapped
 from ..sdk.readings import Features, Lens, lens_of
 from ..sdk.wire import Answer
 from .forms import form_of
@@ -163,7 +162,6 @@ LINES: dict[type, Callable[..., Any]] = {
     Features: _features,
     JobResult: _job,
     Lens: _lens,
-    Mapped: lambda item, **options: _job(item.result, **options),
     Probe: held_out,
     ProbeResult: _scores,
 }

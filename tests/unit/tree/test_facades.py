@@ -40,10 +40,19 @@ def test_a_facade_whose_package_is_absent_names_the_extra() -> None:
     )
 
 
-def test_a_class_whose_package_is_absent_names_the_extra() -> None:
-    done = alone("from midstream import PatchStudy")
+@pytest.mark.parametrize("name", ["PatchStudy", "Mapped"])
+def test_a_class_whose_package_is_absent_names_the_extra(name: str) -> None:
+    done = alone(f"from midstream import {name}")
     assert done.stderr.splitlines()[-1] == (
-        f"ImportError: midstream.PatchStudy needs the package midstream-lab: {installing('lab')}"
+        f"ImportError: midstream.{name} needs the package midstream-lab: {installing('lab')}"
+    )
+
+
+def test_a_call_whose_package_is_absent_names_the_extra() -> None:
+    done = alone("from midstream import Client; Client('http://127.0.0.1:1').map(['a'])")
+    assert done.stderr.splitlines()[-1] == (
+        "AttributeError: Client has no attribute 'map'; its package is not installed: "
+        f"{installing('lab')}"
     )
 
 

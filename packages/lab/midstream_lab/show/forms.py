@@ -15,6 +15,7 @@ from midstream.client.render.steering import DIGEST
 
 from ..client.attribution import Attribution
 from ..client.grid import Grid, records
+from ..client.mapping.map import Mapped
 from ..client.probes import Fit
 from ..records.doses import DoseResult
 from ..records.fits import FitResult, LensFitResult
@@ -58,6 +59,9 @@ FORMS: dict[type, Form] = {
     ),
     Grid: Form(plot=grid_figure, html=notebook.grid_html),
     LensFitResult: Form(lines=_lens_fit),
+    Mapped: Form(
+        lines=lambda item, **options: item.result.to_pandas(**options), html=notebook.mapped_html
+    ),
     SweepResult: Form(
         plot=heatmap, lines=records, html=notebook.sweep_html, png=notebook.sweep_png
     ),
