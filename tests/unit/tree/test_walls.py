@@ -36,7 +36,7 @@ STARTERS_MAY = {"broker", "workers"}
 #: types.
 ROOMS: dict[str, tuple[str, ...]] = {
     "broker": (
-        "callbacks flower health relay",
+        "callbacks health relay",
         "receipts",
         "ledger",
         "queue artifacts prompts",
