@@ -56,6 +56,20 @@ def test_a_call_whose_package_is_absent_names_the_extra() -> None:
     )
 
 
+@pytest.mark.parametrize("call", ["plot", "to_pandas"])
+def test_what_training_measured_without_its_package_names_the_extra(call: str) -> None:
+    done = alone(
+        "from midstream import Client\n"
+        "from midstream.schemas.artifacts.probes import Probe, ProbeContent\n"
+        "content = ProbeContent(hook='post_block', layer=0, tensors=[], labels=[], thresholds=[])\n"
+        "kept = {'name': 'p', 'model': 'm', 'digest': 'd', 'created': 0.0}\n"
+        f"Probe(**kept, content=content, hidden_size=1, bytes=4).{call}()"
+    )
+    assert done.stderr.splitlines()[-1].endswith(
+        f"what draws a Probe is not installed: {installing('lab')}"
+    )
+
+
 #: Asks an API without packages for what they serve; prints status and detail of each answer.
 ASK = """
 from litestar.testing import TestClient

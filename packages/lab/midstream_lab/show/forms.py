@@ -7,11 +7,10 @@ from typing import Any
 from msgspec.structs import asdict
 from rich.markup import escape
 
-from midstream.client.render.curves import training_figure
 from midstream.client.render.forms import Form, Shown
-from midstream.client.render.lines import held_out
 from midstream.client.render.records import effect, training
 from midstream.client.render.steering import DIGEST
+from midstream.schemas.artifacts.probes import Probe
 
 from ..client.attribution import Attribution
 from ..client.grid import Grid, records
@@ -20,7 +19,7 @@ from ..client.probes import Fit
 from ..records.doses import DoseResult
 from ..records.fits import FitResult, LensFitResult
 from ..records.sweeps import SweepResult
-from . import notebook
+from . import notebook, probes
 from .dose_figure import dose_figure
 from .figures import attribution_figure, grid_figure, heatmap
 
@@ -45,7 +44,7 @@ FORMS: dict[type, Form] = {
         lines=lambda result: map(asdict, [result.unsteered, *result.cells]),
         html=notebook.dose_html,
     ),
-    Fit: Form(plot=training_figure, lines=held_out),
+    Fit: Form(plot=probes.training_figure, lines=probes.held_out),
     FitResult: Form(
         lines=lambda result: map(asdict, result.training.sites),
         shown=Shown(
@@ -62,6 +61,7 @@ FORMS: dict[type, Form] = {
     Mapped: Form(
         lines=lambda item, **options: item.result.to_pandas(**options), html=notebook.mapped_html
     ),
+    Probe: Form(plot=probes.training_figure, lines=probes.held_out),
     SweepResult: Form(
         plot=heatmap, lines=records, html=notebook.sweep_html, png=notebook.sweep_png
     ),
