@@ -7,19 +7,21 @@ from .schemas.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from midstream_harvest import reader as harvest  # noqa: F401
+    from midstream_lab.client import probes as probes
 
     from . import lens as lens
-    from .client import *  # noqa: F403 - all of its names, and one of its rooms
-    from .client import probes as probes
+    from .client import *  # noqa: F403 - all of its names
 
 #: The names of `client`, which is loaded when one is first used.
 _OF_CLIENT = (
     *("Answer", "AsyncClient", "AsyncPatchStudy", "CaptureReader", "CaptureSpec", "Client"),
     *("Mapped", "MidstreamError", "PatchSource", "PatchSpec", "PatchStudy", "ServerTimeout"),
     *("ServerUnreachable", "Span", "SteeringSpec", "UnknownArgument", "VersionMismatch"),
-    *("harvest", "matrix", "probes", "read_rows", "read_texts", "returned_rows", "samples"),
+    *("matrix", "read_rows", "read_texts", "returned_rows", "samples"),
 )
-__all__ = ["__version__", "lens", *_OF_CLIENT]
+#: Room of a package beside this one → the extra that installs it.
+_ROOMS = {"harvest": "harvest", "probes": "lab"}
+__all__ = ["__version__", "lens", *_ROOMS, *_OF_CLIENT]
 
 
 def __dir__() -> list[str]:
@@ -32,12 +34,10 @@ def __getattr__(name: str) -> Any:
     """
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "harvest":
+    if name in _ROOMS:
         from .schemas.packages import facade
 
-        return facade(name, extra="harvest")
+        return facade(name, _ROOMS[name])
     if name == "lens":
         return import_module(".lens", __name__)
-    if name == "probes":
-        return import_module(".client.probes", __name__)
     return getattr(import_module(".client", __name__), name)

@@ -1,1 +1,1 @@
-"""The processes between API and workers: `relay`, `callbacks`, `flower`, `health`."""
+"""The processes between API and workers: `relay`, `callbacks`, `health`."""

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from .captures.reader import CaptureReader as CaptureReader
     from .captures.row_matrix import matrix as matrix, samples as samples
     from .sdk.client import AsyncClient as AsyncClient, Client as Client
-    from .sdk.mapping.map import Mapped as Mapped
-    from .sdk.typed import AsyncPatchStudy as AsyncPatchStudy, PatchStudy as PatchStudy
+    from .sdk.typed import (
+        AsyncPatchStudy as AsyncPatchStudy,
+        Mapped as Mapped,
+        PatchStudy as PatchStudy,
+    )
     from .sdk.wire import (
         Answer as Answer,
         ServerTimeout as ServerTimeout,
@@ -33,7 +36,6 @@ if TYPE_CHECKING:
 _MODULES = {  # module → its public names, loaded on first use
     ".sdk.client": "AsyncClient Client",
     ".captures.reader": "CaptureReader",
-    ".sdk.mapping.map": "Mapped",
     ".sdk.wire": "Answer VersionMismatch ServerTimeout ServerUnreachable returned_rows",
     ".texts": "read_rows read_texts",
     ".values": "UnknownArgument",

@@ -43,15 +43,15 @@ PACKAGED = {
     **dict.fromkeys(("harvest", "survey", "pause", "resume"), ("midstream-harvest", "harvest")),
 }
 #: Name of the client that a package beside this one offers → the extra that installs it.
-FACADES = {"AsyncPatchStudy": "lab", "PatchStudy": "lab"}
+FACADES = dict.fromkeys(("AsyncPatchStudy", "Mapped", "PatchStudy"), "lab")
 #: Attribute of a client that a package beside this one adds → the extra that installs it.
 CALLS = {
     **dict.fromkeys(("attribute", "attributions", "dose", "doses"), "lab"),
-    **dict.fromkeys(("fit_lens", "fit_module", "fits", "sweep", "sweeps"), "lab"),
+    **dict.fromkeys(("fit_lens", "fit_module", "fits", "map", "sweep", "sweeps"), "lab"),
     "harvests": "harvest",
 }
 #: Extras that name packages beside this one.
-WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest")
+WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest", "probes", "flower")
 #: Missing modules that an error names; more are counted.
 NAMED = 5
 

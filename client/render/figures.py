@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...schemas.artifacts.probes import Probe, ProbeResult
+from ...schemas.artifacts.probes import ProbeResult
 from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.results import JobResult
 from ..captures.patterns import Attention
 from ..captures.reader import CaptureReader
-from ..probes import Fit
 from ..sdk.readings import Features, Lens
 from . import curves
 from .attention import Panel, panels_of, written
 from .drawing import check as check, new_figure, png as png, saved
-from .forms import form_of
+from .forms import form_of, formless
 from .lines import computed
 from .readings import shown
 
@@ -222,10 +221,8 @@ PLOTS: dict[type, Callable[..., "Figure"]] = {
     Attention: attention_figure,
     CaptureReader: capture_figure,
     Features: features_figure,
-    Fit: curves.training_figure,
     JobResult: job_figure,
     Lens: lens_figure,
-    Probe: curves.training_figure,
     ProbeResult: curves.probe_figure,
 }
 
@@ -239,8 +236,10 @@ def plot(value: Any, path: Path | str | None = None, **options: Any) -> "Figure"
     """Draw a result of any class in `PLOTS`, or with a form; if `path` is given, save it there, in
     the format of the extension (`.png`, `.pdf`, `.svg`, …).
 
-    Raises MidstreamError if matplotlib is missing or cannot write that format, OSError.
+    Raises MidstreamError if matplotlib or the form's package is missing, or matplotlib cannot write
+    that format; OSError.
     """
     draw = _drawing(type(value))
-    assert draw is not None
+    if draw is None:
+        raise formless(value)
     return saved(path, lambda: draw(value, **options))

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.table import Table
 
+from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.kinds import of_kinds
-from ...schemas.packages import part
+from ...schemas.packages import installing, part
 from .jobs import Cell
 
 if TYPE_CHECKING:
@@ -45,3 +46,11 @@ def added() -> dict[type, Form]:
 def form_of(kind: type) -> Form:
     """Return the form of a class; one without anything for a class of no package."""
     return added().get(kind, Form())
+
+
+def formless(value: Any) -> MidstreamError:
+    """Return the error of a result whose form is that of a package which is absent."""
+    kind = type(value).__name__
+    return MidstreamError(
+        "unavailable", f"what draws a {kind} is not installed: {installing('lab')}"
+    )

@@ -7,17 +7,15 @@ from typing import Any
 import numpy as np
 from msgspec.structs import asdict
 
-from ...schemas.artifacts.probes import Probe, ProbeResult
+from ...schemas.artifacts.probes import ProbeResult
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.results import JobResult
 from ...schemas.packages import part
 from .. import frames
 from ..captures.patterns import Attention
-from ..probes import Fit
-from ..sdk.mapping.map import Mapped
 from ..sdk.readings import Features, Lens, lens_of
 from ..sdk.wire import Answer
-from .forms import form_of
+from .forms import form_of, formless
 
 Lines = Iterable[dict[str, Any]]
 
@@ -100,24 +98,6 @@ def _lens(lens: Lens) -> Lines:
             )
 
 
-def _held_out(trained: Fit | Probe, *, roc: bool = False) -> Lines:
-    content: Any = getattr(trained, "content", trained)
-    for label, each in zip(content.labels, trained.held_out, strict=False):
-        bins = each.histogram
-        names, columns = (
-            (("fpr", "tpr"), (each.roc.fpr, each.roc.tpr))
-            if roc
-            else (
-                ("low", "high", "negative", "positive"),
-                (bins.edges, bins.edges[1:], bins.negative, bins.positive),
-            )
-        )
-        yield from (
-            {"label": label} | dict(zip(names, line, strict=True))
-            for line in zip(*columns, strict=False)
-        )
-
-
 def _scores(result: ProbeResult) -> Lines:
     if result.policy:
         of = {"prompt": result.request, "policy": result.policy.name, "acts": result.policy.acts}
@@ -159,19 +139,17 @@ LINES: dict[type, Callable[..., Any]] = {
     Answer: _answer,
     Attention: _attention,
     Features: _features,
-    Fit: _held_out,
     JobResult: _job,
     Lens: _lens,
-    Mapped: lambda item, **options: _job(item.result, **options),
-    Probe: _held_out,
     ProbeResult: _scores,
 }
 
 
 def frame(value: Any, *arguments: Any, **options: Any) -> Any:
     """Return a result of a class in `LINES`, or with a form, as a data frame. Raises an error
-    without pandas.
+    without pandas, and MidstreamError without the package that has the form.
     """
     lines = LINES.get(type(value)) or form_of(type(value)).lines
-    assert lines is not None
+    if lines is None:
+        raise formless(value)
     return frames.pandas().DataFrame(lines(value, *arguments, **options))

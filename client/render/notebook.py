@@ -10,7 +10,6 @@ from rich import markup
 from rich.console import Console, RenderableType
 from rich.segment import Segment
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
-from rich.text import Text
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import Output
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
     from ..captures.patterns import Attention
     from ..captures.reader import CaptureReader
-    from ..sdk.mapping.map import Mapped
     from ..sdk.readings import Features, Lens
     from ..sdk.wire import Answer
 
@@ -175,13 +173,6 @@ def lens_html(lens: "Lens") -> str:
 def features_html(features: "Features") -> str:
     """Return each token with its most active features."""
     return html(readings.features_table(features))
-
-
-def mapped_html(item: "Mapped") -> str:
-    """Return the prompt, and the result as that of a job with this prompt only."""
-    return html(
-        Text(f"{item.index}: {item.prompt!r}" + (" (from the cache)" if item.cached else ""))
-    ) + _job_html(item.result)
 
 
 #: Record type → the function that renders it as HTML.

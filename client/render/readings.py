@@ -10,9 +10,8 @@ from rich.text import Text
 
 from ...schemas.jobs.results import JobResult
 from ...schemas.prompts.selectors import as_ranges
-from ..probes import Metrics
 from ..sdk.readings import Features, Lens, known_tokens, lens_of
-from .jobs import facts, table
+from .jobs import table
 
 #: The most prompts whose readings are shown.
 PROMPTS = 4
@@ -149,37 +148,6 @@ def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]
         yield (
             f"… and {len(result.outputs) - PROMPTS} more prompts: midstream export job {result.id}"
         )
-
-
-def measured(metrics: Metrics) -> Table:
-    """Return a table of a probe's metrics on held-out rows, and which of two classes it scores."""
-    *others, positive = metrics.train
-    return facts(
-        *[
-            ("positive", f"{escape(positive)}; not {escape(other)}")
-            for other in others[: len(others) == 1]
-        ],
-        (
-            "AUROC",
-            (f"{metrics.auroc:.3f} held out; {metrics.baseline_auroc:.3f} with shuffled labels"),
-        ),
-        (
-            "accuracy",
-            (
-                f"{metrics.accuracy:.3f} held out; {metrics.baseline_accuracy:.3f} with "
-                "shuffled labels"
-            ),
-        ),
-        ("majority", f"{metrics.majority:.3f} for always answering the most frequent class"),
-        (
-            "trained on",
-            escape(", ".join(f"{name}: {count}" for name, count in metrics.train.items())),
-        ),
-        (
-            "held out",
-            escape(", ".join(f"{name}: {count}" for name, count in metrics.held_out.items())),
-        ),
-    )
 
 
 def scores(result: JobResult) -> Table:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from ...schemas.base.errors import suggestion
 from ...schemas.jobs.kinds import KINDS
-from ...schemas.packages import installing, part
+from ...schemas.packages import entries, installing, part
 from ...schemas.requests.artifact_kinds import ARTIFACTS
 from .. import notebook
 from ..extras import CALLS
@@ -14,7 +14,6 @@ from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, added_verb, stream, verb
 from .captures import Captures
 from .jobs import Completions, Jobs
-from .mapping.map import over
 from .readings import Readings
 from .registered import GlobalSteeringCalls, SourceRuns, calls_of
 from .server import ServerCalls
@@ -23,7 +22,7 @@ from .transport import AwaitingTransport, BlockingTransport, Transport
 
 if TYPE_CHECKING:
     from .registered import Jacobians, Lenses, Loras, Modules, Policies, Probes, Saes
-    from .typed import Attributions, Doses, Fits, Harvests, Sweeps
+    from .typed import Attributions, Doses, Fits, Harvests, Sweeps, over
 
 #: First guess at what is done to a named thing → its verb, which HTTP, this client and the command
 #: line share.
@@ -41,9 +40,13 @@ _MEANT = {
     "complete": "did you mean 'run'?",
     "adapters": "did you mean 'loras'?",
 }
-#: Attribute of a client → the group of calls, or the call of one, that the row of a kind of jobs
-#: names. They are loaded when they are used, since their modules may import this one.
-_ADDED = {name: path for row in KINDS.values() for name, path in row.calls.items()}
+#: Attribute of a client → the group of calls, or the call of one, that an entry point or the row of
+#: a kind of jobs names. They are loaded when they are used, since their modules may import this
+#: one.
+_ADDED = {
+    **{offer.name: offer.value for offer in entries("midstream.calls")},
+    **{name: path for row in KINDS.values() for name, path in row.calls.items()},
+}
 _GROUPS = {name: path for name, path in _ADDED.items() if "." not in path.partition(":")[2]}
 
 
@@ -54,7 +57,6 @@ class Verbs(Calls[M]):
     submit = verb(Jobs.submit)
     wait = verb(Jobs.wait)
     result = verb(Jobs.result)
-    map = stream(over)
     completion = verb(Completions.completion)
     chat = verb(Completions.chat)
     capture = verb(Captures.open)
@@ -85,7 +87,7 @@ class Verbs(Calls[M]):
         for name, path in _GROUPS.items():
             setattr(self, name, part(path)(io, blocking))
 
-    if TYPE_CHECKING:  # what the rows of kinds name
+    if TYPE_CHECKING:  # what the rows of kinds and entry points name
         modules: Modules[M]
         loras: Loras[M]
         saes: Saes[M]
@@ -93,6 +95,7 @@ class Verbs(Calls[M]):
         jacobians: Jacobians[M]
         probes: Probes[M]
         policies: Policies[M]
+        map = stream(over)
         sweep = verb(Sweeps.run)
         attribute = verb(Attributions.run)
         dose = verb(Doses.run)

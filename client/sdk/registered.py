@@ -44,7 +44,7 @@ from .fields import Array, ProbeFields, Steering
 from .wire import HttpCall, JobLike, of_model
 
 if TYPE_CHECKING:
-    from ..probes import Fit
+    from .typed import Fit
 
 R = TypeVar("R")
 #: The forms in which a module or global steering may be given.

@@ -163,7 +163,6 @@ PROBES = ArtifactKind(
     acts={
         "put": "midstream.client.cli.named:put_probe",
         "export": "midstream.client.cli.named:export_probe",
-        "fit": "midstream.client.cli.fits:probe",
     },
     limit=MAX_PROBES,
 )

@@ -31,7 +31,7 @@ MODULES = {
     "worker": "midstream.workers",
     "ranks": "midstream.workers",
     "api": "midstream.api",
-    "flower": "midstream.broker.flower",
+    "flower": "midstream_ops.flower",
 }
 
 

@@ -21,8 +21,7 @@ from playwright.sync_api import Page, expect, sync_playwright  # noqa: E402
 from up_kit import Up  # noqa: E402
 from web_kit import LONG_S, NARROW, WIDE, launched  # noqa: E402
 
-from midstream import Client  # noqa: E402
-from midstream.client.probes import fit  # noqa: E402
+from midstream import Client, probes  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 SEA = ["The ocean waves crash on the sandy beach", "A ship sails across the deep blue sea"]
@@ -68,7 +67,7 @@ def prepare(client: Client) -> None:
         metadata={"name": "Eight sentences"},
     )
     client.harvests.survey(client.harvests.wait(harvest), sae="words")
-    client.probes.put("water", fit(texts, labels), layer=layer, labels=["water"])
+    client.probes.put("water", probes.fit(texts, labels), layer=layer, labels=["water"])
     condition = {"aggregation": "mean", "window": 3, "at_least": 4.0, "release_below": 2.0}
     condition |= {"schedule": {"tokens": "all", "start": 1}}
     client.policies.put("sea-watch", probe="water", condition=condition, actions=["flag"])

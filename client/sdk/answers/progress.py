@@ -23,16 +23,6 @@ def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
 
 
 @contextmanager
-def mapped_bar(total: int | None) -> Iterator[Callable[[], None] | None]:
-    """Yield a bar to call once for each finished prompt of a dataset, or None as `drawn_bar` does.
-
-    `total`: the number of prompts; None if unknown.
-    """
-    with drawn_bar(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
-        yield None if drawn is None else lambda: drawn.update(1)
-
-
-@contextmanager
 def drawn_bar(**options: Any) -> Iterator[Any]:
     """Yield a bar of tqdm with these options; None if standard error is not a terminal and this is
     not a notebook.

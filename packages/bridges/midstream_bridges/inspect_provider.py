@@ -31,7 +31,7 @@ from openai import APIConnectionError, APIStatusError, AsyncOpenAI
 from midstream.client.sdk.calls import finish
 from midstream.client.sdk.client import Client
 from midstream.client.sdk.discovery import address
-from midstream.client.sdk.mapping.map import standing
+from midstream.client.sdk.standing import standing
 from midstream.client.sdk.wire import headers, openai_body
 from midstream.schemas.base.errors import MidstreamError, Translated
 from midstream.schemas.jobs.openai import ChatRequest

@@ -65,6 +65,7 @@ FIT = JobKind(
     acts={
         "fit module": "midstream_lab.cli.fits:module",
         "fit jacobian": "midstream_lab.cli.fits:lens",
+        "fit probe": "midstream_lab.cli.probes:probe",
     },
     shown="midstream_lab.cli.fits:shown",
     forms=_FORMS,

@@ -85,7 +85,7 @@ MODULES = {
 GRADIENTS = ChildSpec("midstream.workers", 60.0, longest_pause_s=30.0)
 #: Child → what it does before it is ready again.
 AFTER = {"worker": "; it loads its model, which `midstream status` follows"}
-FLOWER = ChildSpec("midstream.broker.flower", 5.0, longest_pause_s=30.0)
+FLOWER = ChildSpec("midstream_ops.flower", 5.0, longest_pause_s=30.0)
 #: Secret → the children that get it. The worker gets none, because it may run code that comes with
 #: its model.
 SECRET_HOLDERS = {

@@ -31,12 +31,12 @@ EXTRAS_OF: dict[str, tuple[str, ...]] = {
 }
 #: Inside functions, imports for which another extra is the remedy.
 LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
-    "client": ("cpu", "demo", "notebook", "plots", "probes", "harvest"),
+    "client": ("cpu", "demo", "notebook", "plots", "harvest"),
     "broker": ("otel", "up"),
     "tools": ("lens",),
     "ops": ("cpu",),
     "harvest": ("cpu", "harvest"),
-    "lab": ("notebook", "plots"),
+    "lab": ("notebook", "plots", "probes"),
 }
 #: Room of a package that only some processes load → the extra that these have.
 OF_ROOMS = {

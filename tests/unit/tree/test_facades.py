@@ -5,6 +5,8 @@ named.
 import subprocess
 import sys
 
+import pytest
+
 from midstream.client.extras import CALLS, PACKAGED
 from midstream.schemas.jobs.kinds import EXTRAS, GROUP
 from midstream.schemas.packages import installing, load, offered
@@ -39,24 +41,41 @@ def test_a_facade_whose_package_is_absent_names_the_extra() -> None:
     )
 
 
-def test_a_class_whose_package_is_absent_names_the_extra() -> None:
-    done = alone("from midstream import PatchStudy")
+@pytest.mark.parametrize("name", ["PatchStudy", "Mapped"])
+def test_a_class_whose_package_is_absent_names_the_extra(name: str) -> None:
+    done = alone(f"from midstream import {name}")
     assert done.stderr.splitlines()[-1] == (
-        f"ImportError: midstream.PatchStudy needs the package midstream-lab: {installing('lab')}"
+        f"ImportError: midstream.{name} needs the package midstream-lab: {installing('lab')}"
+    )
+
+
+@pytest.mark.parametrize("name", ["harvests", "map", "sweep"])
+def test_a_call_whose_package_is_absent_names_the_extra(name: str) -> None:
+    done = alone(f"import midstream; midstream.Client('http://127.0.0.1:1').{name}")
+    assert done.stderr.splitlines()[-1] == (
+        f"AttributeError: Client has no attribute {name!r}; {installing(CALLS[name])}"
+    )
+
+
+@pytest.mark.parametrize("call", ["plot", "to_pandas"])
+def test_what_training_measured_without_its_package_names_the_extra(call: str) -> None:
+    done = alone(
+        "from midstream import Client\n"
+        "from midstream.schemas.artifacts.probes import Probe, ProbeContent\n"
+        "content = ProbeContent(hook='post_block', layer=0, tensors=[], labels=[], thresholds=[])\n"
+        "kept = {'name': 'p', 'model': 'm', 'digest': 'd', 'created': 0.0}\n"
+        f"Probe(**kept, content=content, hidden_size=1, bytes=4).{call}()"
+    )
+    assert done.stderr.splitlines()[-1].endswith(
+        f"what draws a Probe is not installed: {installing('lab')}"
     )
 
 
 def test_the_extras_of_kinds_and_of_their_calls_are_those_of_the_rows() -> None:
     rows = [load(GROUP, name) for name in offered(GROUP) if name in EXTRAS]
     assert {row.name for row in rows} == {*EXTRAS}
-    assert {name: EXTRAS[row.name] for row in rows for name in row.calls} == CALLS
-
-
-def test_a_call_whose_package_is_absent_names_the_extra() -> None:
-    done = alone("import midstream; midstream.Client('http://127.0.0.1:1').sweep")
-    assert done.stderr.splitlines()[-1] == (
-        f"AttributeError: Client has no attribute 'sweep'; {installing('lab')}"
-    )
+    named = {name: EXTRAS[row.name] for row in rows for name in row.calls}
+    assert {**named, "map": "lab"} == CALLS
 
 
 #: Asks an API without packages for what they serve; prints status and detail of each answer.
@@ -99,11 +118,11 @@ def test_a_gradient_worker_without_its_engine_names_the_extra() -> None:
     assert installing("lab") in done.stderr.splitlines()[-1]
 
 
-def test_a_room_whose_package_is_absent_names_the_extra() -> None:
-    done = alone("import midstream; midstream.harvest")
+@pytest.mark.parametrize(("room", "extra"), [("harvest", "harvest"), ("probes", "lab")])
+def test_a_room_whose_package_is_absent_names_the_extra(room: str, extra: str) -> None:
+    done = alone(f"import midstream; midstream.{room}")
     assert done.stderr.splitlines()[-1] == (
-        "ImportError: midstream.harvest needs the package midstream-harvest: "
-        f"{installing('harvest')}"
+        f"ImportError: midstream.{room} needs the package midstream-{extra}: {installing(extra)}"
     )
 
 

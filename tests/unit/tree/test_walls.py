@@ -36,7 +36,7 @@ STARTERS_MAY = {"broker", "workers"}
 #: types.
 ROOMS: dict[str, tuple[str, ...]] = {
     "broker": (
-        "callbacks flower health relay",
+        "callbacks health relay",
         "receipts",
         "ledger",
         "queue artifacts prompts",
@@ -59,7 +59,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "render",
         "sdk",
         "captures vectors",
-        "values probes texts",
+        "values texts",
         "notebook durations extras frames images",
     ),
     "workers": (

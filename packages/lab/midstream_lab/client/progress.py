@@ -1,10 +1,10 @@
-"""The progress bar of sweeps and attributions, on a terminal or in a notebook."""
+"""Progress bars of sweeps, attributions and datasets, on a terminal or in a notebook."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from midstream.client.sdk.answers.progress import drawn_bar
+from midstream.client.sdk.answers.progress import DELAY_S, drawn_bar
 
 from ..records.attributions import EstimatedPair
 from ..records.sweeps import SweepCell, SweepStart, SweepSummary
@@ -21,6 +21,16 @@ def bar(title: str = "sweep") -> Iterator[OnSweepEvent | None]:
     """
     with drawn_bar(desc=title, unit="cell") as drawn:
         yield None if drawn is None else _Cells(drawn)
+
+
+@contextmanager
+def mapped_bar(total: int | None) -> Iterator[Callable[[], None] | None]:
+    """Yield a bar to call once for each finished prompt of a dataset, or None as `drawn_bar` does.
+
+    `total`: the number of prompts; None if unknown.
+    """
+    with drawn_bar(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
+        yield None if drawn is None else lambda: drawn.update(1)
 
 
 class _Cells:

@@ -22,7 +22,7 @@ from .estimates import at_once
 from .loading import Footprint, free_on
 from .points import ForwardPass, Points, SiteKey
 
-#: scikit-learn's C, as in `client.probes`.
+#: scikit-learn's C, as in `midstream.probes.fit`.
 STRENGTH = 1.0
 #: Tokens of one forward pass, including padding; a longer example has its own.
 PASS_TOKENS = 4096
@@ -67,7 +67,7 @@ def pca(positive: Tensor, negative: Tensor) -> Tensor:
 
 def logistic(positive: Tensor, negative: Tensor) -> Tensor:
     """Return the weight of an L2-regularised logistic regression on standardised rows, for rows
-    that are not standardised, as `client.probes.fit` computes it.
+    that are not standardised, as `midstream.probes.fit` computes it.
     """
     rows = torch.cat([positive, negative])
     scale = rows.std(0, correction=0)

@@ -10,13 +10,16 @@ from rich.markup import escape
 from midstream.client.render.forms import Form, Shown
 from midstream.client.render.records import effect, training
 from midstream.client.render.steering import DIGEST
+from midstream.schemas.artifacts.probes import Probe
 
 from ..client.attribution import Attribution
 from ..client.grid import Grid, records
+from ..client.mapping.map import Mapped
+from ..client.probes import Fit
 from ..records.doses import DoseResult
 from ..records.fits import FitResult, LensFitResult
 from ..records.sweeps import SweepResult
-from . import notebook
+from . import notebook, probes
 from .dose_figure import dose_figure
 from .figures import attribution_figure, grid_figure, heatmap
 
@@ -41,6 +44,7 @@ FORMS: dict[type, Form] = {
         lines=lambda result: map(asdict, [result.unsteered, *result.cells]),
         html=notebook.dose_html,
     ),
+    Fit: Form(plot=probes.training_figure, lines=probes.held_out),
     FitResult: Form(
         lines=lambda result: map(asdict, result.training.sites),
         shown=Shown(
@@ -54,6 +58,10 @@ FORMS: dict[type, Form] = {
     ),
     Grid: Form(plot=grid_figure, html=notebook.grid_html),
     LensFitResult: Form(lines=_lens_fit),
+    Mapped: Form(
+        lines=lambda item, **options: item.result.to_pandas(**options), html=notebook.mapped_html
+    ),
+    Probe: Form(plot=probes.training_figure, lines=probes.held_out),
     SweepResult: Form(
         plot=heatmap, lines=records, html=notebook.sweep_html, png=notebook.sweep_png
     ),

@@ -1,8 +1,11 @@
-"""Notebook output of sweeps, grids and doses."""
+"""Notebook output of sweeps, grids, doses and items of datasets."""
 
-from midstream.client.render.notebook import html, image_of, plot, png_of
+from rich.text import Text
+
+from midstream.client.render.notebook import html, image_of, plot, png_of, record_html
 
 from ..client.grid import Grid
+from ..client.mapping.map import Mapped
 from ..records.doses import DoseResult
 from ..records.sweeps import SweepResult
 from . import doses, sweeps
@@ -31,3 +34,10 @@ def grid_html(grid: Grid) -> str:
     """Return the heatmap, if matplotlib is installed, and the strongest cells."""
     drawn = png_of(lambda: plot(grid, None))
     return (image_of("heatmap", drawn) if drawn else "") + html(sweeps.strongest_of(grid))
+
+
+def mapped_html(item: Mapped) -> str:
+    """Return the prompt, and the result as that of a job with this prompt only."""
+    return html(
+        Text(f"{item.index}: {item.prompt!r}" + (" (from the cache)" if item.cached else ""))
+    ) + str(record_html(item.result))

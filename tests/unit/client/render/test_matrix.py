@@ -19,6 +19,7 @@ from sweep_kit import result
 from midstream import (
     Answer,
     CaptureReader,
+    Mapped,
     MidstreamError,
     PatchStudy,
     matrix,
@@ -29,7 +30,6 @@ from midstream.client.captures.patterns import Attention
 from midstream.client.render.figures import PLOTS
 from midstream.client.render.forms import added
 from midstream.client.render.lines import LINES
-from midstream.client.sdk.mapping.map import Mapped
 from midstream.client.sdk.readings import Features, lens_of
 from midstream.schemas.artifacts.conditions import Condition, Decision, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeResult

@@ -18,10 +18,7 @@ from refusal_kit import refuses
 
 from midstream import AsyncClient, Client, Mapped, MidstreamError
 from midstream.client import values
-from midstream.client.sdk import wire
-from midstream.client.sdk.mapping import key as map_key, map as mapping
-from midstream.client.sdk.mapping.cache import MapCache
-from midstream.client.sdk.mapping.map import sliced
+from midstream.client.sdk import standing, wire
 from midstream.schemas.artifacts.loras import LoraUse
 from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.base.errors import Problem, invalid
@@ -41,6 +38,9 @@ from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.readings.features import FeaturesReading
 from midstream.schemas.readings.installed import ReaderReading
 from midstream.schemas.readings.lens import LensReading
+from midstream_lab.client.mapping import key as map_key, map as mapping
+from midstream_lab.client.mapping.cache import MapCache
+from midstream_lab.client.mapping.map import sliced
 
 
 def mapped(jobs: Jobs, prompts: Any, **options: Any) -> list[Mapped]:
@@ -499,7 +499,7 @@ def test_what_a_request_names_is_what_jobs_say_that_they_used() -> None:
         "probe": ["doubt", "lies"],
     }
     kinds |= {"tuned": ["lens"], "lora": ["french"]}
-    assert sorted(map_key.named(request, {})) == sorted(
+    assert sorted(standing.named(request, {})) == sorted(
         (kind, name) for kind, names in kinds.items() for name in names
     )
 
@@ -558,7 +558,7 @@ def test_a_job_that_used_or_reports_anything_else_is_a_conflict(
 @pytest.mark.parametrize("card", [{}, {"identity": ""}, {"identity": None}])
 def test_a_service_that_reports_no_identity_is_not_mapped_over(card: dict[str, Any]) -> None:
     with refuses("reports no identity"):
-        map_key.identity(card)
+        standing.identity(card)
 
 
 def test_keys_cover_contents_order_and_attempts() -> None:

@@ -3,87 +3,19 @@ request.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import msgspec
 
-from ....schemas.access.handling import Handling
-from ....schemas.artifacts.probes import ProbeUse
-from ....schemas.base.errors import MidstreamError, invalid
-from ....schemas.base.version import __version__
-from ....schemas.extensions import Extension, artifacts_named
-from ....schemas.jobs.jobs import JobRequest, JobView
-from ....schemas.jobs.openai import ChatRequest
-from ....schemas.readings.installed import ReaderSpec
-from ....schemas.readings.readings import READINGS
-from ....schemas.requests.policies import Policy
+from midstream.client.sdk.standing import ArtifactRef
+from midstream.schemas.access.handling import Handling
+from midstream.schemas.base.errors import MidstreamError, invalid
+from midstream.schemas.base.version import __version__
+from midstream.schemas.jobs.jobs import JobRequest, JobView
 
 #: Fields that `base` does not digest with the rest of the request: some do not affect the results;
 #: the model and the prompts are digested separately.
 _NOT_IN_BASE = {*Handling.__struct_fields__, "metadata", "model", "prompts", "messages"}
-
-#: (kind, name) of an artifact that requests refer to by name.
-ArtifactRef = tuple[str, str]
-#: The requests whose names are looked up; both types have the same fields for them.
-NamedRequest = JobRequest | ChatRequest
-
-
-def named(request: NamedRequest, card: dict[str, Any]) -> Iterator[ArtifactRef]:
-    """Yield what the request names: modules, autoencoders, source runs, tuned and Jacobian lenses,
-    probes, policies, an adapter, and artifacts in options of installed readers. `card`: the
-    model's, of `/v1/models`.
-    """
-    for entry in request.steering:
-        yield from (("module", entry.module),) if entry.module else ()
-    for patch in request.patch:
-        yield from (("run", patch.source.run),) if patch.source.run else ()
-        yield from (("module", patch.source.module),) if patch.source.module else ()
-    for probe in request.probes:
-        yield "probe", probe.probe if isinstance(probe, ProbeUse) else probe
-        if isinstance(probe, ProbeUse) and probe.module:
-            yield "module", probe.module
-    yield from (("policy", name) for name in request.policies)
-    specs: list[Any] = [*request.steering]
-    for field in READINGS:
-        asked = getattr(request, field) or []
-        specs += asked if isinstance(asked, list) else [asked]
-    yield from ((kind.short, name) for spec in specs for kind, name in spec.references)
-    extensions = msgspec.convert(card.get("extensions", []), list[Extension])
-    for spec in specs:
-        if isinstance(spec, ReaderSpec):
-            yield from ((kind.short, name) for _, (kind, name) in artifacts_named(spec, extensions))
-    if request.lora:
-        yield "lora", request.lora
-
-
-def operators(card: dict[str, Any], policies: Sequence[Policy]) -> dict[ArtifactRef, str]:
-    """Return the digests of what the operator applies to every request to the model: extensions,
-    and policies of all traffic.
-    """
-    return {(item["kind"], item["name"]): item["digest"] for item in card.get("extensions", [])} | {
-        ("policy", policy.name): policy.digest
-        for policy in policies
-        if policy.current.content.all_traffic
-    }
-
-
-def identity(card: dict[str, Any]) -> str:
-    """Return the identity of the model on this card of `/v1/models`.
-
-    Raises MidstreamError("version_mismatch") if the service reports none: stored results could then
-    belong to another model.
-    """
-    result = card.get("identity")
-    if not result:
-        raise MidstreamError(
-            "version_mismatch",
-            (
-                f"the service reports no identity of model {card.get('id')!r}: upgrade it, "
-                "workers first"
-            ),
-        )
-    return str(result)
 
 
 def used(view: JobView) -> dict[ArtifactRef, str]:

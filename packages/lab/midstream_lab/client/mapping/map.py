@@ -17,31 +17,25 @@ from typing import Any, Unpack
 import msgspec
 import numpy as np
 
-from ....schemas.base.errors import MidstreamError, Translated, invalid
-from ....schemas.base.limits import MAX_PROMPTS
-from ....schemas.base.records import Result, to_json
-from ....schemas.jobs.jobs import (
-    JobRequest,
-    JobView,
-    Output,
-    State,
-)
-from ....schemas.jobs.results import JobResult
-from ....schemas.readings.readings import READINGS
-from ....schemas.requests.artifact_kinds import ARTIFACTS
-from ....schemas.requests.steering import GlobalView
-from ... import notebook, values
-from ...captures.reader import CaptureReader
-from .. import jobs, wire
-from ..answers import download
-from ..answers.progress import mapped_bar
-from ..calls import Awaits, Calls
-from ..captures import Captures
-from ..fields import MapFields
-from ..jobs import Jobs
-from ..registered import GlobalSteeringCalls, Policies, SourceRuns, calls_of
-from ..server import ServerCalls
-from ..transport import Transport
+from midstream.client import notebook, values
+from midstream.client.captures.reader import CaptureReader
+from midstream.client.sdk import jobs, wire
+from midstream.client.sdk.answers import download
+from midstream.client.sdk.calls import Awaits, Calls, M, stream
+from midstream.client.sdk.captures import Captures
+from midstream.client.sdk.fields import MapFields
+from midstream.client.sdk.jobs import Jobs
+from midstream.client.sdk.server import ServerCalls
+from midstream.client.sdk.standing import ArtifactRef, standing
+from midstream.client.sdk.transport import Transport
+from midstream.schemas.base.errors import MidstreamError, Translated, invalid
+from midstream.schemas.base.limits import MAX_PROMPTS
+from midstream.schemas.base.records import Result, to_json
+from midstream.schemas.jobs.jobs import JobRequest, JobView, Output, State
+from midstream.schemas.jobs.results import JobResult
+from midstream.schemas.readings.readings import READINGS
+
+from ..progress import mapped_bar
 from . import key as map_key
 from .cache import MapCache
 
@@ -103,7 +97,7 @@ class Mapped(Result):
         )
 
     def _repr_html_(self) -> str:
-        return str(notebook.rendered("mapped_html", self))
+        return str(notebook.rendered("record_html", self))
 
     def array(self, layer: int, hook: str | None = None) -> np.ndarray:
         """`[positions, hidden]` float32, as `CaptureReader.array` of its `reader`."""
@@ -139,7 +133,7 @@ class _Plan:
     request: JobRequest  # without prompts
     base: bytes
     identity: str  # of the model
-    names: dict[map_key.ArtifactRef, str]
+    names: dict[ArtifactRef, str]
     steering: int  # version of global steering
 
 
@@ -226,6 +220,12 @@ async def over(
             store.close()
 
 
+class Maps(Calls[M]):
+    """Requests over datasets."""
+
+    map = stream(over)
+
+
 async def _plan(io: Transport, fields: dict[str, Any]) -> _Plan:
     for name in ("prompts", "prompt", "messages"):
         if name in fields:
@@ -241,30 +241,6 @@ async def _plan(io: Transport, fields: dict[str, Any]) -> _Plan:
         names,
         steering.version,
     )
-
-
-async def standing(
-    io: Transport, request: map_key.NamedRequest
-) -> tuple[str, dict[map_key.ArtifactRef, str], GlobalView]:
-    """Return what decides the results of a request next to itself, now: the model's identity,
-    the content of what it names and of what applies to every request, and global steering.
-    Raises `not_found`.
-    """
-    model = request.model
-    card = await ServerCalls[Awaits](io).model(model)
-    watching = map_key.operators(card, await Policies[Awaits](io).list(model))
-    named = sorted(set(map_key.named(request, card)))
-    names = watching | {item: await _digest(io, item, model) for item in named}
-    return map_key.identity(card), names, await GlobalSteeringCalls[Awaits](io).get(model)
-
-
-async def _digest(io: Transport, named: map_key.ArtifactRef, model: str) -> str:
-    """Return the digest of a name's present content. Raises `not_found`."""
-    kind, name = named
-    if kind == "run":
-        return (await SourceRuns[Awaits](io).get(name, model)).job
-    (row,) = (row for row in ARTIFACTS.values() if row.short == kind)
-    return str((await calls_of(row)(io).get(name, model)).digest)
 
 
 class _Mapping:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from ....schemas.base.errors import Translated, invalid
-from ....schemas.base.records import from_json, to_json
-from ....schemas.jobs.results import JobResult
+from midstream.schemas.base.errors import Translated, invalid
+from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.jobs.results import JobResult
 
 #: Version of the SQLite file's tables (its `user_version`).
 _VERSION = 1

@@ -5,18 +5,19 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from ...schemas.artifacts.probes import Probe
-from ...schemas.base.errors import invalid
-from ...schemas.prompts.chat import Conversation
-from ...schemas.prompts.selectors import HookName, RequestedPositions
-from ..captures.row_matrix import samples
-from ..extras import need
-from ..probes import LEAST, check_labels, classes_of, fit
-from ..render import readings
-from ..sdk.client import Client
-from ..values import checked
-from . import options
-from .terminal import Connector, first_model, out
+from midstream.client.captures.row_matrix import samples
+from midstream.client.cli import options
+from midstream.client.cli.terminal import Connector, first_model, out
+from midstream.client.extras import need
+from midstream.client.sdk.client import Client
+from midstream.client.values import checked
+from midstream.schemas.artifacts.probes import Probe
+from midstream.schemas.base.errors import invalid
+from midstream.schemas.prompts.chat import Conversation
+from midstream.schemas.prompts.selectors import HookName, RequestedPositions
+
+from ..client.probes import LEAST, check_labels, classes_of, fit
+from ..show.probes import measured
 
 
 class TrainingLine(msgspec.Struct):
@@ -52,7 +53,7 @@ def probe(
 
     `rows`: of a text, of its last token, their mean, or all; `positions`: of these, as of a
     capture. `strength`: scikit-learn's C. `positive`: which of two classes has the high scores, see
-    `client.probes.fit`. Those after `model` are of `PUT /v1/artifacts/probes/{name}`.
+    `midstream.probes.fit`. Those after `model` are of `PUT /v1/artifacts/probes/{name}`.
     """
     need("probes", "fitting a probe")
     client = connect()
@@ -78,7 +79,7 @@ def probe(
         layer=layer,
         hook=hook,
     )
-    out.print(readings.measured(found.metrics))
+    out.print(measured(found.metrics))
     return client.probes.put(
         name,
         found,

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from ..schemas.artifacts.probes import HeldOut, Roc, ScoreHistogram
-from ..schemas.base.errors import Excluded, Translated, check_excluded, invalid
-from ..schemas.base.limits import MAX_PROBE_BINS
-from ..schemas.base.records import Plotted
-from .extras import need
+from midstream.client.extras import need
+from midstream.schemas.artifacts.probes import HeldOut, Roc, ScoreHistogram
+from midstream.schemas.base.errors import Excluded, Translated, check_excluded, invalid
+from midstream.schemas.base.limits import MAX_PROBE_BINS
+from midstream.schemas.base.records import Plotted
 
 #: The most iterations of the solver; on standardised rows it converges long before.
 _ITERATIONS = 2000

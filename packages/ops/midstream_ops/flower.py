@@ -1,4 +1,4 @@
-"""Flower, the dashboard of the task queue: `python -m midstream.broker.flower`, configured by the
+"""Flower, the dashboard of the task queue: `python -m midstream_ops.flower`, configured by the
 environment.
 
 Flower gets secrets through its environment and the Celery app, never on a command line, which
@@ -16,19 +16,19 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ..schemas.base.errors import STATUS_OF_KIND
-from ..schemas.base.records import now
-from ..schemas.settings.settings import (
+from midstream.broker.ledger.people import keys
+from midstream.broker.processes.hosts import Hosts
+from midstream.broker.processes.install import basic
+from midstream.broker.queue.celery_app import make_app
+from midstream.schemas.base.errors import STATUS_OF_KIND
+from midstream.schemas.base.records import now
+from midstream.schemas.settings.settings import (
     Settings,
     SettingsError,
     asks_for_keys,
     is_loopback,
     load_settings,
 )
-from .ledger.people import keys
-from .processes.hosts import Hosts
-from .processes.install import basic
-from .queue.celery_app import make_app
 
 EXIT_BAD_SETTINGS = 2
 #: Milliseconds between two saves of the tasks, which Flower keeps in memory: a killed Flower loses
