@@ -1,10 +1,9 @@
 """The Python client and the command line; loads no torch, vLLM or Celery."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from . import notebook as notebook  # so that results can be drawn, wherever they come from
-from .extras import FACADES, added, explained
+from .extras import FACADES, added, own
 
 if TYPE_CHECKING:
     from ..schemas.base.errors import MidstreamError as MidstreamError
@@ -55,7 +54,4 @@ def __dir__() -> list[str]:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         return added(name)
-    try:
-        return getattr(import_module(_HOMES[name], __name__), name)
-    except ModuleNotFoundError as error:
-        raise explained(error) from None
+    return own(_HOMES[name], name)

@@ -3,6 +3,7 @@ them.
 """
 
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
 
@@ -91,6 +92,16 @@ def absent(command: str) -> MissingExtraError:
     """Return an error that names the package of a command in `PACKAGED`, and its extra."""
     package, extra = PACKAGED[command]
     return MissingExtraError(_message(f"`midstream {command}` needs {package}", extra))
+
+
+def own(module: str, name: str) -> Any:
+    """Return a name of a module of this package, such as `.texts`. Raises what `explained` returns
+    if something that it imports is absent.
+    """
+    try:
+        return getattr(import_module(module, __package__), name)
+    except ModuleNotFoundError as error:
+        raise explained(error) from None
 
 
 def added(name: str) -> Any:

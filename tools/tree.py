@@ -22,7 +22,7 @@ PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pypro
 #: lines or statements. Each may grow by `ROOM`; a commit that raises a figure says what the
 #: addition is worth.
 NODES = {
-    "core": 499_645,
+    "core": 499_665,
     "bridges": 20_192,
     "harvest": 43_222,
     "lab": 100_883,

@@ -220,7 +220,7 @@ async def over(
             store.close()
 
 
-class Maps(Calls[M]):
+class Datasets(Calls[M]):
     """Requests over datasets."""
 
     map = stream(over)
