@@ -22,11 +22,11 @@ PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pypro
 #: lines or statements. Each may grow by `ROOM`; a commit that raises a figure says what the
 #: addition is worth.
 NODES = {
-    "core": 499_665,
+    "core": 497_677,
     "bridges": 20_192,
     "harvest": 43_222,
-    "lab": 100_883,
-    "ops": 33_608,
+    "lab": 101_883,
+    "ops": 34_641,
     "page": 7_560,
     "s3": 5_956,
     "webhooks": 6_722,
