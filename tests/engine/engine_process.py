@@ -5,6 +5,7 @@ Run as `python engine_process.py`; settings come from the environment. Used thro
 """
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
 import functools
@@ -18,7 +19,7 @@ import msgspec
 from refit import certify_with
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.records import from_msgpack, to_json
 from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.jobs import Job, Output
 from midstream.schemas.requests.source_runs import ZEROS, RunFiles, is_row, runs_named
@@ -192,7 +193,7 @@ async def serve(reply: Any) -> None:
     called = count_rank_calls(engine)
     reply(Answer(info=msgspec.to_builtins(engine.info)))
     for line in iter(lambda: sys.stdin.readline(), ""):
-        command = from_json(line, Command)
+        command = from_msgpack(base64.b64decode(line), Command)
         if command.call:
             on_ranks = command.call.startswith("midstream_")
             result = (

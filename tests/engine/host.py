@@ -3,6 +3,7 @@ files.
 """
 
 import atexit
+import base64
 import contextlib
 import itertools
 import sqlite3
@@ -25,7 +26,7 @@ from midstream.broker.processes.leftovers import remove_left
 from midstream.client.captures.reader import CaptureReader
 from midstream.schemas.artifacts.loras import StoredLora
 from midstream.schemas.artifacts.probes import StoredProbe
-from midstream.schemas.base.records import from_json, from_msgpack, to_json
+from midstream.schemas.base.records import from_json, from_msgpack, to_msgpack
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
@@ -154,7 +155,7 @@ class Host:
 
     def send(self, command: Command) -> Answer:
         assert self._process.stdin is not None
-        self._process.stdin.write(to_json(command) + b"\n")
+        self._process.stdin.write(base64.b64encode(to_msgpack(command)) + b"\n")
         self._process.stdin.flush()
         return self._answer()
 

@@ -16,6 +16,8 @@ from edge import refused
 from midstream_fake_engine.model import HIDDEN_SIZE
 
 import midstream.schemas
+import midstream_harvest.records
+import midstream_lab.records
 from midstream.client import Client
 from midstream.schemas.base.limits import Reference
 
@@ -147,16 +149,21 @@ CASES: dict[tuple[str, str], list[tuple[str, dict[str, Any], str]]] = {
 
 def references() -> Iterator[tuple[str, str]]:
     """The fields of all records that are a `Reference`, or hold some."""
-    for module in pkgutil.walk_packages(midstream.schemas.__path__, "midstream.schemas."):
-        for record in vars(importlib.import_module(module.name)).values():
+    modules = [
+        module.name
+        for room in (midstream.schemas, midstream_harvest.records, midstream_lab.records)
+        for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
+    ]
+    for name in modules:
+        for record in vars(importlib.import_module(name)).values():
             if (
                 isinstance(record, type)
                 and issubclass(record, msgspec.Struct)
-                and record.__module__ == module.name
+                and record.__module__ == name
             ):
                 hints = get_type_hints(record, include_extras=True)
                 own = record.__annotations__.keys() & hints.keys()
-                yield from ((record.__name__, name) for name in own if holds(hints[name]))
+                yield from ((record.__name__, each) for each in own if holds(hints[each]))
 
 
 def holds(hint: Any) -> bool:
