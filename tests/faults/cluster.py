@@ -175,7 +175,7 @@ class Cluster(Stack):
         def mend() -> None:
             with ThreadPoolExecutor(1) as pool:
                 loading = pool.submit(self.load_redis, LOAD_S)
-                self.await_loading()
+                self.await_loading(lambda: not loading.done())
                 others = [outage for outage in found if outage.name != "redis"]
                 for outage in others:
                     self.spawn(outage.name)
