@@ -481,7 +481,7 @@ class LedgerModel:
                 Scripts(self.ledger.redis), self.ledger.settings, now(), slice_=1
             )
             if not self.wrong:
-                self.wrong = {"b/bytes": 700, "/cells": 3, "/room": 5}
+                self.wrong = {"b/bytes": 700, "/cells": 3, "/room": 5, "a/room": 2}
                 for name, number in self.wrong.items():
                     self.do(self.ledger.redis.hincrby("ms:usage", name, number))
         self.counted(self.do(self.recount.step()))
@@ -561,6 +561,9 @@ class LedgerModel:
         for tenant in TENANTS:
             own = [job for job in self.jobs if job.job.tenant == tenant]
             is_[f"{tenant}/jobs"] = sum(job.state not in TERMINAL for job in own)
+            is_[f"{tenant}/room"] = sum(
+                room_of(job.job, self.ledger.settings) for job in own if job.state not in TERMINAL
+            )
             is_[f"{tenant}/bytes"] = SIZE * sum(len(job.arrived) for job in own if job.expected)
         for name, number in self.wrong.items():
             is_[name] = is_.get(name, 0) + number

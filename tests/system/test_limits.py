@@ -3,6 +3,7 @@
 Limits in the commit that accepts, over HTTP and by the ledger.
 """
 
+import random
 import time
 import zlib
 from pathlib import Path
@@ -32,6 +33,7 @@ from redis_kit import handed_over
 from sweep_rig import sweep, sweep_job
 
 from midstream.broker.ledger.core import scripts, tenants
+from midstream.broker.ledger.core.job_room import room_of
 from midstream.broker.ledger.core.memory_pressure import SAMPLE_S
 from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.captures import LedgerCaptures
@@ -398,11 +400,11 @@ async def has_room(ledger: Ledger, job: Job) -> bool:
 
 
 async def until_redis_is_full(ledger: Ledger, **changes: Any) -> list[Job]:
-    """Small jobs, as many as are accepted."""
+    """Small jobs, each of another tenant, as many as are accepted."""
     await ledger.redis.config_set("maxmemory", 8 << 20)
     jobs = [make_job(**changes)]
     while await has_room(ledger, jobs[-1]):
-        jobs.append(make_job(**changes))
+        jobs.append(make_job(tenant=f"t{len(jobs)}", **changes))
     return jobs[:-1]
 
 
@@ -452,6 +454,59 @@ async def test_small_jobs_are_accepted_only_while_their_events_have_room(tmp_pat
                 assert stored is State.SUCCEEDED
 
 
+async def test_a_tenants_jobs_leave_others_half_of_the_room(tmp_path: Path) -> None:
+    large = Sampling(max_tokens=4000)
+    with mortal(tmp_path) as server:
+        async with open_ledger(server.url) as ledger:
+            await ledger.redis.config_set("maxmemory", 8 << 20)
+            kept = 0
+            refusal = None
+            while refusal is None:
+                job = make_job(tenant="greedy", sampling=large)
+                try:
+                    await ledger.submit(job, {})
+                    kept += room_of(job, ledger.settings)
+                except MidstreamError as error:
+                    refusal = error
+            assert refusal.kind == "too_many_jobs"
+            assert "unfinished jobs of tenant greedy may still store 3 MiB" in refusal.detail
+            assert 2 << 20 < kept < 3 << 20
+            for number in range(10):
+                await ledger.submit(make_job(tenant=f"t{number}", sampling=large), {})
+
+
+@pytest.mark.parametrize(
+    ("field", "prompts", "sampling"),
+    [
+        ("sampling.max_tokens", 50, Sampling(max_tokens=4000)),
+        ("sampling.logprobs", 2, Sampling(max_tokens=4000, logprobs=5)),
+        ("prompts", 20_000, Sampling(max_tokens=1)),
+    ],
+)
+async def test_a_job_that_never_fits_names_what_takes_most(
+    tmp_path: Path, field: str, prompts: int, sampling: Sampling
+) -> None:
+    with mortal(tmp_path) as server:
+        async with open_ledger(server.url) as ledger:
+            await ledger.redis.config_set("maxmemory", 8 << 20)
+            error = await not_taken(ledger, make_job(prompts, sampling=sampling))
+            assert error.kind == "invalid_request"
+            assert error.field == field
+            assert "at most 3 MiB" in str(error.allowed)
+
+
+def test_a_completion_that_never_fits_names_its_own_field(tmp_path: Path) -> None:
+    body = {"model": MODEL, "prompt": ["hello"] * 64, "max_tokens": 4000}
+    with mortal(tmp_path / "redis") as server, redis.Redis.from_url(server.url) as client:
+        client.config_set("maxmemory", 8 << 20)
+        with running(tmp_path, server.url) as api, Hand(api.settings, max_model_len=20_000):
+            answer = api.http.post("/v1/completions", json=body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == "max_tokens"
+            fits = api.http.post("/v1/jobs", json={"model": MODEL, "prompts": ["hello"]})
+            assert fits.status_code == 202
+
+
 @pytest.mark.long
 def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
     tmp_path: Path,
@@ -464,16 +519,17 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
             Hand(api.settings, max_model_len=20_000) as hand,
         ):
             client.config_set("maxmemory", 20 << 20)
-            body = {"model": MODEL, "prompts": ["hello there " * 7000]}
+            letters = random.Random(0)  # their record must not become small where it is compressed
+            body = {"model": MODEL, "prompts": ["".join(letters.choices("helo ", k=20_000))]}
             accepted = []
             while (answer := api.http.post("/v1/jobs", json=body)).status_code == 202:
                 accepted.append(answer.json()["id"])
-            refused(answer, 503, kind="overloaded")
+            refused(answer, 429, kind="too_many_jobs")
             assert int(answer.headers["retry-after"]) >= 1
             assert len(accepted) > 50
             assert client.info("memory")["used_memory"] < 0.9 * (20 << 20)
             again = api.http.post("/v1/jobs", json=body, headers={"Idempotency-Key": "k"})
-            assert again.status_code == 503, "nothing of it was kept"
+            assert again.status_code == 429, "nothing of it was kept"
             client.config_set("maxmemory", client.info("memory")["used_memory"] * 100 // 90)
             vector = dict(msgspec.to_builtins(from_numpy(np.ones(8, np.float32))))
             entries = {"steering": [{"layers": [0], "vector": vector}]}

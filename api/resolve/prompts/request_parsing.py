@@ -249,6 +249,7 @@ def parse_completion(body: CompletionRequest) -> ParsedRequest:
         n=body.n or 1,
         echo=bool(body.echo or body.return_token_ids),
         stream=bool(body.stream),
+        written={"sampling.max_tokens": "max_tokens", "sampling.logprobs": "logprobs"},
     )
 
 
@@ -277,6 +278,7 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
         max_tokens_at=named,
         fill_max_tokens=max_tokens is None,
         stream=bool(body.stream),
+        written={"sampling.max_tokens": named, "sampling.logprobs": "top_logprobs"},
     )
 
 

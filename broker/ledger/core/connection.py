@@ -136,7 +136,7 @@ class LedgerConnection:
         """Raise MidstreamError("overloaded") if `size` more bytes would exceed `redis_fill_limit`:
         the rest of Redis is reserved for accepted jobs.
         """
-        used = await self._pressure.percent(size)
+        used = (await self._pressure.usage(size)).percent
         allowed = limits_of(self.settings)["redis_fill"]
         if used >= allowed:
             raise refusal("", "redis_fill", int(used), allowed, size, None)

@@ -2,11 +2,14 @@
 what its ranks report. The ledger keeps as much free until the job has ended.
 """
 
+import math
 from collections.abc import Iterator
 
+from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.jobs.jobs import Job
 from ....schemas.requests.specs import MEMORY_JOB_BYTES, StoredCapture
 from ....schemas.settings.settings import Settings
+from .tenants import MIB
 
 #: Bytes of what every job adds: its claims, changes of state, and the keys of its end.
 JOB = 1 << 12
@@ -27,18 +30,43 @@ def room_of(job: Job, settings: Settings) -> int:
     """Return the bytes that the job may still add to Redis, at most; an estimate where only its
     worker knows, as of the text of tokens.
     """
+    return JOB + sum(_parts(job, settings).values())
+
+
+def never_fits(job: Job, settings: Settings, allowed: int) -> MidstreamError:
+    """Return the error for a job that may add more than `allowed` MiB, which is all that one job
+    may add to an empty Redis. It names the field that adds most.
+    """
+    parts = _parts(job, settings)
+    return invalid(
+        max(parts, key=parts.__getitem__),
+        f"the job may store {math.ceil(room_of(job, settings) / MIB)} MiB in Redis",
+        allowed=f"at most {allowed} MiB (settings redis_maxmemory_mib, tuning.redis_fill_limit)",
+        hint="submit its prompts as several jobs, or request fewer tokens or rows of each",
+    )
+
+
+def _parts(job: Job, settings: Settings) -> dict[str, int]:
+    """Return the bytes that the job may add, by the field of a request that they come from."""
     prompts = len(job.prompts)
     sampling = job.sampling
     given = sum(len(prompt.token_ids) for prompt in job.prompts)
     generated = prompts * sampling.max_tokens
-    tokens = TOKEN * (generated + given * job.echo)
-    tokens += _logprobs(generated, sampling.logprobs) + _logprobs(given, sampling.prompt_logprobs)
-    room = JOB + prompts * OUTPUT + tokens + CELL * job.opened.facts.cells
-    if job.stream:  # its events repeat the outputs
-        room += tokens + EVENT * min(generated, settings.tuning.event_limit)
+    copies = 2 if job.stream else 1  # events repeat the outputs
+    parts = {
+        "prompts": prompts * OUTPUT,
+        "sampling.max_tokens": copies * TOKEN * generated,
+        "sampling.logprobs": copies * _logprobs(generated, sampling.logprobs),
+        "sampling.prompt_logprobs": copies * _logprobs(given, sampling.prompt_logprobs),
+        "pairs": CELL * job.opened.facts.cells,
+    }
+    if job.echo:
+        parts["echo"] = copies * TOKEN * given
+    if job.stream:
+        parts["stream"] = EVENT * min(generated, settings.tuning.event_limit)
     if job.wants_receipts:
-        room += prompts * RECEIPT + _returned(job, settings)
-    return room
+        parts["capture"] = prompts * RECEIPT + _returned(job, settings)
+    return parts
 
 
 def _logprobs(tokens: int, alternatives: int | None) -> int:

@@ -3,13 +3,25 @@ that submissions are refused before workers' writes fail.
 """
 
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...redis_service.durability import refuse_lossy
 from .tenants import ROOM, USAGE
 
 #: Seconds between two samples. Bytes that this process accepts in between are added to the last.
 SAMPLE_S = 1.0
+
+
+class MemoryUsage(NamedTuple):
+    """Bytes that Redis uses, and its `maxmemory`; 0: it has none."""
+
+    used: int
+    limit: int
+
+    @property
+    def percent(self) -> float:
+        """The percentage of `maxmemory` that is used; 0 without a limit."""
+        return 100 * self.used / self.limit if self.limit else 0.0
 
 
 # The submitting script checks the sample, not this process: it answers a repeated submission of an
@@ -24,9 +36,8 @@ class MemoryPressure:
         self._sample_at = 0.0
         self._used = self._limit = 0  # bytes; 0: no limit
 
-    async def percent(self, more: int) -> float:
-        """Return the percentage of `maxmemory` that Redis uses once `more` bytes are accepted and
-        all jobs have ended; 0 if it has no limit.
+    async def usage(self, more: int) -> MemoryUsage:
+        """Return what Redis uses once `more` bytes are accepted and all jobs have ended.
 
         Raises LossyRedis for a Redis that evicts keys.
         """
@@ -40,7 +51,7 @@ class MemoryPressure:
             self._sample_at = at + SAMPLE_S
             self._used = int(memory["used_memory"]) + int(room or 0)
             self._limit = int(memory["maxmemory"])
-        return 100 * (self._used + more) / self._limit if self._limit else 0.0
+        return MemoryUsage(self._used + more, self._limit)
 
     def accepted(self, more: int) -> None:
         """Count `more` bytes as stored, or as kept for a job."""

@@ -267,7 +267,7 @@ def submit(
     request: bytes = b"",
     room: int = 0,
 ) -> list[bytes]:
-    """Return ARGV of `submit` except its last item: memory usage of Redis, in percent.
+    """Return ARGV of `submit` except its last two items: the memory that Redis uses, and its limit.
 
     `spec`: the job as `record` returns it. `pinned`: blobs copied from pinned tensors.
     `operator_tags`: tags of captures that the job's user did not request. `request`: its body as

@@ -14,8 +14,8 @@ from ....schemas.settings.settings import Settings
 
 #: name → packed `Tenant`, of tenants with limits of their own.
 TENANTS = "ms:tenants"
-#: `{tenant}/jobs`, `{tenant}/cells`, `{tenant}/bytes`; without a tenant, the totals: `/cells`,
-#: `/queued`, and `ROOM`, the memory that unfinished jobs may still take (see `job_room`).
+#: `{tenant}/jobs`, `{tenant}/cells`, `{tenant}/bytes`, `{tenant}/room`: the memory that unfinished
+#: jobs may still take (see `job_room`); without a tenant, the totals: `/cells`, `/queued`, `ROOM`.
 USAGE = "ms:usage"
 ROOM = "/room"
 
@@ -42,6 +42,14 @@ REFUSALS: dict[str, tuple[str, str]] = {
         (
             "Redis memory would be {used} % full once all accepted jobs have ended; the limit for "
             "new jobs is {allowed} % (setting tuning.redis_fill_limit)"
+        ),
+    ),
+    "tenant_room": (
+        "too_many_jobs",
+        (
+            "unfinished jobs of tenant {tenant} may still store {used} MiB in Redis, and this one "
+            "{more} MiB: together at most {allowed} MiB, half of the memory that neither is used "
+            "nor is kept for other tenants"
         ),
     ),
     "jobs_in_flight": (
@@ -102,6 +110,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
 _FEWER_CELLS = "retry when some have finished, or request fewer cells: at most {allowed} in total"
 #: Name of a limit → advice.
 HINTS: dict[str, str] = {
+    "tenant_room": "retry when some have finished",
     "webhooks_pending": "wait, fix the receiver, or omit `callback_url`",
     "sweep_cells": _FEWER_CELLS,
     "sweep_cells_waiting": f"{_FEWER_CELLS} (setting sweep_cells_waiting)",

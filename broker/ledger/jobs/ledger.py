@@ -6,6 +6,7 @@ call returns None or False.
 """
 
 import logging
+import math
 import secrets
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -35,9 +36,9 @@ from ....schemas.settings.settings import Settings
 from ..core import scripts
 from ..core.aof_barrier import Barrier, persistence_in
 from ..core.connection import of_each as of_each, reachable as reachable
-from ..core.job_room import room_of
+from ..core.job_room import never_fits, room_of
 from ..core.record import FIELDS, JobRecord, decode
-from ..core.tenants import refusal
+from ..core.tenants import MIB, refusal
 from ..results import pages, views
 from .fleet import Fleet
 
@@ -207,16 +208,20 @@ class Ledger(Fleet):
             room=room,
         )
         size = len(packed) + room
-        reply = await self.scripts.submit(args=[packed, await self._pressure.percent(size)])
+        reply = await self.scripts.submit(args=[packed, *await self._pressure.usage(size)])
         outcome, job_id = scripts.text(reply[:2])
         if outcome == "refused":
+            limit = job_id
             used, allowed, seconds = scripts.text(reply[2:])
+            if limit == "job_room":
+                raise never_fits(job, self.settings, int(allowed))
+            in_memory = limit == "tenant_room"
             raise refusal(
                 job.tenant,
-                job_id,
+                limit,
                 int(used),
                 int(allowed),
-                job.opened.facts.cells,
+                math.ceil(room / MIB) if in_memory else job.opened.facts.cells,
                 float(seconds) if seconds else None,
             )
         if outcome == "missing":

@@ -30,6 +30,7 @@ function look.live(id)
   end
   tenant = tenant or 'default'
   add(tenant, 'jobs', 1)
+  add(tenant, 'room', tonumber(room) or 0)
   add('', 'room', tonumber(room) or 0)
   if GRIDS[kind] then
     add(tenant, 'cells', tonumber(expected) - tonumber(cells))

@@ -5,12 +5,11 @@
 --       bytes count as they arrive), limits (defaults where the tenant has none of
 --       its own), side (of a side job: record, kept, open, limit, see `schemas/jobs/works.py`; or nil), blobs: {sha256, bytes, or false to
 --       take the pinned tensor} of each
--- ARGV[2]: memory usage of Redis, in percent, sampled with the arguments and what this job and all others may still take.
+-- ARGV[2]: the bytes that Redis uses once this job and all others have ended; ARGV[3]: its `maxmemory`, 0 without a limit. Both are sampled.
 -- returns {'created', id} | {'repeated', id of the first} | {'mismatch', id of the first} | {'exists', id} | {'missing', sha256}
 --         | {'refused', name of the limit, used, allowed, seconds until it would be accepted ('' if unknown)}
 local id, spec, record, tags, idem = args.id, args.spec, args.record, args.tags, args.idem
 local model, tenant, created = record.model, record.tenant, record.created
-local redis_fill = tonumber(ARGV[2])
 local side = args.side
 
 -- How many side jobs there are: those whose results are kept, and those that have not ended.
@@ -77,6 +76,27 @@ local function over_limit(limits)
   redis.call('EXPIRE', rate, math.ceil(lasts))
 end
 
+-- The first limit of Redis' memory that a submission exceeds. A tenant's unfinished jobs keep at most as much room as is then left for
+-- everybody: one tenant gets half of it, a second one half of the rest, and so on; its only job needs no more than there is. A fixed
+-- share for each would need the number of tenants.
+local function over_memory(percent)
+  local used, maxmemory = tonumber(ARGV[2]), tonumber(ARGV[3])
+  if maxmemory == 0 then
+    return
+  end
+  local allowed = maxmemory * percent / 100
+  if record.room > allowed / 2 and used - record.room < allowed then
+    return {'refused', 'job_room', 0, math.floor(allowed / 2 / MIB), ''}
+  end
+  if used >= allowed then
+    return {'refused', 'redis_fill', math.floor(100 * used / maxmemory), percent, ''}
+  end
+  local kept = tonumber(redis.call('HGET', 'ms:usage', tenant .. '/room')) or 0
+  if kept > 0 and kept + record.room > allowed - used then
+    return {'refused', 'tenant_room', math.ceil(kept / MIB), math.floor((allowed - used + record.room + kept) / 2 / MIB), ''}
+  end
+end
+
 local before = accepted_before(idem, args.body, id)
 if before then
   return before
@@ -95,10 +115,7 @@ if side and redis.call('EXISTS', side.record) == 0 then
   return {'missing', side.record} -- deleted since the look-up
 end
 local limits, own = limits_for(tenant)
-if redis_fill >= limits.redis_fill then
-  return {'refused', 'redis_fill', math.floor(redis_fill), limits.redis_fill, ''}
-end
-local refused = over_limit(limits)
+local refused = over_memory(limits.redis_fill) or over_limit(limits)
 if refused then
   return refused
 end

@@ -67,7 +67,9 @@ end
 -- Keep the memory that the job may still take (`core/job_room.py`), or give it free. Attempts share it: another one stores anew what the
 -- last one stored.
 local function tally_room(job, sign)
-  tally(key('job', job.id), '', 'room', sign * (job.room or 0))
+  local room = sign * (job.room or 0)
+  tally(key('job', job.id), job.tenant, 'room', room)
+  tally(key('job', job.id), '', 'room', room)
 end
 
 -- Change the bytes of a job's capture files, if its user requested files (operators' captures are not charged to users).
