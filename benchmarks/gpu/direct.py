@@ -80,8 +80,8 @@ class Stepped:
     async def reset_prefix_cache(self) -> bool:
         return bool(self.call(self.llm.reset_prefix_cache))
 
-    def shutdown(self) -> None:
-        self.call(self.llm.engine_core.shutdown)
+    def shutdown(self, timeout: float | None = None) -> None:
+        self.call(self.llm.engine_core.shutdown, timeout)
 
 
 class Direct:
