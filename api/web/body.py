@@ -140,9 +140,9 @@ class JsonRequest(Request[Any, Any, Any]):
         size = 0
         async for piece in super().stream():
             size += len(piece)
-            if size > INLINE_BYTES:
+            if size > INLINE_BYTES and has_twin:
                 await PACE.wait(len(piece))
-            if size <= INLINE_BYTES or not has_twin:
+            else:
                 counter.feed(piece)
             pieces.append(piece)
             yield piece
