@@ -60,7 +60,9 @@ def beyond_the_ring() -> None:
     """A site captures a row for which the ring has no room."""
     begin("ring")
     case = random_case(5, dtype=torch.float32, width=WIDTH, tokens=7, pair=False)
-    case.ring_rows = 1
+    while not case.plan.after:
+        case = random_case(new_seed(), dtype=torch.float32, width=WIDTH, tokens=7, pair=False)
+    case.ring_rows = case.plan.after_row + len(case.plan.after) - 1
     run(case, triton_site.pair_site, triton_site.single_site)
 
 
