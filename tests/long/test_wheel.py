@@ -40,7 +40,7 @@ def client(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 #: Modules for packages that the extra `cpu` does not include.
-OPTIONAL = ("kernels/triton_site.py",)
+OPTIONAL = ("kernels/triton_rows.py", "kernels/triton_site.py")
 
 
 def packaged() -> set[str]:
@@ -221,6 +221,6 @@ def test_pypis_builds_of_torchs_companions_are_named_before_a_start(
     python = wheel_kit.environment(tmp_path / "cpu")
     here = sysconfig.get_path("purelib")
     (tmp_path / "cpu" / wheel_kit.SITE / "here.pth").write_text(here)
-    wheel_kit.install(python, "--no-deps", wheel, *COMPANIONS)
+    wheel_kit.install(python, "--no-deps", *wheel_kit.beside(wheel), *COMPANIONS)
     up = (python.parent / "midstream", "up", "--model", "org/model")
     assert COMPANIONS_ADVICE in wheel_kit.run(*up, cwd=tmp_path, code=1)
