@@ -163,11 +163,6 @@ class JobWatcher:
         """Number of waiting calls."""
         return sum(map(len, self._waiting.values()))
 
-    @property
-    def remembered(self) -> set[str]:
-        """Ids of the jobs whose latest message is known."""
-        return set(self._heard)
-
     async def changed(
         self, job_id: str, version: int, timeout: float, quiet: Collection[str] = ()
     ) -> int:
