@@ -154,7 +154,9 @@ def test_a_message_is_noted_while_redis_has_no_memory(
 ) -> None:
     put(redis_url, name, 1, 2)
     messages: list[Message] = []
-    with Consumer(connection.channel(), [direct(name)], on_message=messages.append, accept=["json"]):
+    with Consumer(
+        connection.channel(), [direct(name)], on_message=messages.append, accept=["json"]
+    ):
         client.config_set("maxmemory", 1)
         try:
             connection.drain_events(timeout=60)
