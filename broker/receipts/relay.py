@@ -42,7 +42,7 @@ from ..telemetry import logs, metrics, start as observability
 from . import frames
 from .curve import ServerKeys, server_keys
 from .frames import Frame, FrameError, FrameKind, ProtocolMismatch
-from .sender import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from .sender import EITHER_SIDE
 
 log = logging.getLogger(__name__)
 
@@ -154,10 +154,7 @@ class Relay:
             (zmq.LINGER, 500),
             (zmq.SNDHWM, BATCH),
             (zmq.RCVHWM, BATCH),
-            (zmq.MAXMSGSIZE, frames.MAX_FRAME),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-            (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+            *EITHER_SIDE,
         ):
             self._socket.setsockopt(option, value)
         try:
@@ -176,10 +173,8 @@ class Relay:
         self._gave_up = False  # Redis was unreachable while stopping
         self._started = time.time()
         self._next_beat = 0.0
-        self._complained: OrderedDict[str, float] = OrderedDict()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._complaints = logs.Complaints(COMPLAIN_EVERY_S)
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def stop(self) -> None:
         """Commit the frames that have arrived, then end; from any thread or a signal handler."""
@@ -445,12 +440,7 @@ class Relay:
         return max(1, int((self._next_beat - time.monotonic()) * 1000))
 
     def _complain(self, about: str, text: str, *values: object) -> None:
-        now = time.monotonic()
-        if now - self._complained.get(about, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
-            self._complained[about] = now
-            self._complained.move_to_end(about)
-            while len(self._complained) > 1000:  # unknown peers may use any name
-                self._complained.popitem(last=False)
+        if self._complaints.due(about):
             log.error(text, *values)
 
 

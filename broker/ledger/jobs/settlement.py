@@ -6,7 +6,6 @@ the receipts.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
@@ -15,7 +14,7 @@ import redis
 from ....schemas.base.records import now
 from ....schemas.jobs.receipts import LostRange, Receipt
 from ....schemas.settings.settings import Settings
-from ...telemetry import metrics, traces
+from ...telemetry import logs, metrics, traces
 from ..core import scripts
 
 log = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class Settler:
         self._redis = client
         self._settings = settings
         self._scripts = scripts.Scripts(client)
-        self._log_at: dict[str, float] = {}  # worker → when its disagreements are logged again
+        self._complaints = logs.Complaints(DISAGREEMENT_LOG_S)  # about workers
 
     def mark(self, worker: str, rank: int, epoch: str) -> int:
         """Return the sequence number of the stream up to which all receipts are committed; 0 for a
@@ -137,7 +136,11 @@ class Settler:
         disagreements = scripts.text(settled.disagreements)
         for worker, detail in zip(disagreements[::2], disagreements[1::2], strict=True):
             metrics.DISAGREEMENTS.labels(worker).inc()
-            self._log_disagreement(worker, detail)
+            # After the first, every request of the worker disagrees until its ranks are resynced.
+            if self._complaints.due(worker):
+                log.warning(
+                    "the ranks of worker %s disagree: %s", worker, detail, extra={"worker": worker}
+                )
 
     def _record(self, batch: list[tuple[int, Receipt]], began: float, succeeded: list[str]) -> None:
         """Record metrics and trace spans.
@@ -175,17 +178,6 @@ class Settler:
             metrics.DURABLE.labels(model).observe(max(0.0, at - float(generated)))
             metrics.JOB.labels(model).observe(max(0.0, at - float(created)))
             traces.record("durable", traced.get(job_id, ""), float(generated), at, job=job_id)
-
-    def _log_disagreement(self, worker: str, detail: str) -> None:
-        """Log a disagreement, rate-limited: after the first, every request of the worker disagrees
-        until its ranks are resynced.
-        """
-        at = time.monotonic()
-        if at >= self._log_at.get(worker, at):
-            self._log_at[worker] = at + DISAGREEMENT_LOG_S
-            log.warning(
-                "the ranks of worker %s disagree: %s", worker, detail, extra={"worker": worker}
-            )
 
 
 def _batches(receipts: Iterable[tuple[int, Receipt]]) -> Iterator[list[tuple[int, Receipt]]]:
