@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Hashable
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import redis.asyncio
@@ -132,12 +131,7 @@ class JobWatcher:
         self.start()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     def start(self) -> None:
