@@ -328,16 +328,8 @@ class LedgerRuns(LedgerPart):
         caches = [set(from_json(raw, list[str])) if raw else set() for raw in answers[len(runs) :]]
         return [
             RunView(
-                name=shown(run.name),
-                model=run.model,
-                job=run.job,
-                tag=run.tag,
-                created=run.created,
-                state=standing.state,
-                detail=standing.detail,
-                bytes=standing.bytes,
-                lora=run.lora,
-                identity=run.identity,
+                **(msgspec.structs.asdict(run) | {"name": shown(run.name)}),
+                **(standing or DELETED)._asdict(),
                 in_use=int(count),
                 held_by=[
                     worker
@@ -345,9 +337,7 @@ class LedgerRuns(LedgerPart):
                     if f"{run.job}.{run.tag}" in held
                 ],
             )
-            for run, standing, count in zip(
-                runs, [item or DELETED for item in known], answers[: len(runs)], strict=True
-            )
+            for run, standing, count in zip(runs, known, answers[: len(runs)], strict=True)
         ]
 
     async def _blobs(self, job: str, tag: str, only: Collection[int] | None) -> dict[int, Blobs]:

@@ -24,7 +24,7 @@ from ....schemas.access.keys import (
     StoredKey,
 )
 from ....schemas.base.errors import MidstreamError, Translated
-from ....schemas.base.records import from_msgpack, now, to_msgpack
+from ....schemas.base.records import fields_of, from_msgpack, now, to_msgpack
 from ....schemas.base.version import __version__
 from ....schemas.settings.settings import PREFIX, Settings, SettingsError
 from ..jobs.ledger import ALPHABET, Ledger, reachable
@@ -116,14 +116,7 @@ def has_expired(key: StoredKey, at: float) -> bool:
 
 
 def view_of(key: StoredKey) -> KeyView:
-    return KeyView(
-        id=key.id,
-        name=key.name,
-        tenant=key.tenant,
-        scopes=key.scopes,
-        created=key.created,
-        expires=key.expires,
-    )
+    return KeyView(**fields_of(key, KeyView))
 
 
 class LedgerKeys:
@@ -153,7 +146,7 @@ class LedgerKeys:
                 expires=None if request.expires_in is None else at + request.expires_in,
             )
             if await self._redis.hsetnx(KEYS, key.id, to_msgpack(key)):
-                return CreatedKey(**msgspec.structs.asdict(view_of(key)), key=text)
+                return CreatedKey(**fields_of(key, KeyView), key=text)
 
     @reachable
     async def get(self, key_id: str) -> StoredKey | None:
