@@ -116,15 +116,14 @@ class LedgerSteering(LedgerPart):
         await self._redis.set(_report(report.worker), to_msgpack(report), ex=REPORT_TTL_S)
 
     @reachable
-    async def clear_desync(self, worker: str, boot: str = "", epoch: int = 0) -> None:
+    async def clear_desync(self, worker: str, boot: str, epoch: int = 0) -> None:
         """Clear the worker's mark: its ranks agree again.
 
         Receipts of this `boot`'s action ledgers before `epoch` no longer mark it.
         """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hdel(DESYNC_KEY, worker)
-            if boot:
-                pipe.hset(SETTLED_KEY, worker, f"{boot}/{epoch - 1}")
+            pipe.hset(SETTLED_KEY, worker, f"{boot}/{epoch - 1}")
             await pipe.execute()
 
     @reachable
