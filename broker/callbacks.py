@@ -95,7 +95,7 @@ async def keep_sweeping(settings: Settings) -> None:
     tries again.
     """
     ledger = Ledger.connect(settings)
-    reaper = Reaper(ledger, settings)
+    reaper = Reaper(ledger)
     alive_s = math.ceil(SWEEPS_MISSED * settings.tuning.sweep_interval_s + STOP_TIMEOUT_S)
     unreachable = False
     try:

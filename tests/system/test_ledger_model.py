@@ -588,7 +588,7 @@ class LedgerModel:
                 }
         while self.recount is not None:
             self.counted(self.do(self.recount.step()))
-        assert self.do(Reaper(self.ledger, self.ledger.settings)._recount(now())) == []
+        assert self.do(Reaper(self.ledger)._recount(now())) == []
 
 
 @pytest.fixture
@@ -601,7 +601,7 @@ def broker(redis_url: str) -> Iterator[Broker]:
     few = "zset-max-ziplist-entries"  # sets of so few are looked at in one go
     usual: dict[str, str] = loop.run_until_complete(ledger.redis.config_get(few))
     loop.run_until_complete(ledger.redis.config_set(few, 0))
-    reaper = Reaper(ledger, config)
+    reaper = Reaper(ledger)
     reaper._recount_at = math.inf  # the model counts anew, whenever it likes
     yield Broker(loop, ledger, Settler(redis.Redis.from_url(redis_url), config), reaper)
     loop.run_until_complete(ledger.redis.config_set(few, usual[few]))

@@ -558,6 +558,6 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
 
 def test_an_expired_deadline_is_504_for_held_requests(api: Any, hand: Hand) -> None:
     job_id = api.submit(expires_in=0.5)
-    hand.do(Reaper(hand.ledger, hand.settings).sweep(now() + 1))
+    hand.do(Reaper(hand.ledger).sweep(now() + 1))
     refused(api.http.get(f"/v1/jobs/{job_id}/result"), 504, kind="not_started_in_time")
     assert api.view(job_id)["state"] == "aborted"

@@ -17,7 +17,7 @@ from ....schemas.base.version import __version__
 from ....schemas.jobs.models import GradientInfo
 from ..core import scripts
 from ..core.tenants import MIB, refusal
-from ..jobs.ledger import Ledger, reachable
+from ..jobs.ledger import Ledger, LedgerPart, reachable
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ async def look_up(
     return Lookup(model, records, names, steering=steering)
 
 
-class Registry(Generic[T]):
+class Registry(LedgerPart, Generic[T]):
     """The names of one kind: one hash for each model, and the tensors of those that have some.
     Belongs to the ledger's event loop.
 
@@ -109,9 +109,8 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, ledger: Ledger, kind: ArtifactKind[T]) -> None:
-        self._ledger = ledger
+        super().__init__(ledger)
         self._kind = kind
-        self._redis: Any = ledger.redis
 
     @reachable
     async def get(self, model: str, name: str) -> T | None:
@@ -181,12 +180,8 @@ class Registry(Generic[T]):
             record = make(former).after(former)
             if check is not None:
                 check(record, await self.of_model(model))
-            arguments = scripts.put_pinned(
-                self._ledger.settings, self._kind, record, packed, raw, changes
-            )
-            outcome, *count = scripts.text(
-                await scripts.Scripts(self._redis).put_pinned(args=arguments)
-            )
+            arguments = scripts.put_pinned(self._settings, self._kind, record, packed, raw, changes)
+            outcome, *count = scripts.text(await self._scripts.put_pinned(args=arguments))
             if outcome == "stored":
                 self._ledger.took_room(size_of(raw))
                 return record, former
@@ -230,9 +225,9 @@ class Registry(Generic[T]):
             # raises for an unreadable one, which stays: the version that wrote it may need it
             await self.get(model, name)
         arguments = scripts.pack(
-            self._ledger.settings, kind=self._kind.plural, model=model, name=name, tenant=tenant
+            self._settings, kind=self._kind.plural, model=model, name=name, tenant=tenant
         )
-        return bool(await scripts.Scripts(self._redis).delete_pinned(args=arguments))
+        return bool(await self._scripts.delete_pinned(args=arguments))
 
     def _key(self, model: str) -> str:
         return self._kind.key + model

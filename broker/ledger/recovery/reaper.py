@@ -26,7 +26,7 @@ from ...queue.messages import job_of_task
 from ..core import scripts
 from ..jobs.captures import LedgerCaptures
 from ..jobs.inputs import LedgerInputs
-from ..jobs.ledger import Ledger, of_each, reachable
+from ..jobs.ledger import Ledger, LedgerPart, of_each, reachable
 from ..jobs.status import relay_since
 from ..named.source_runs import LedgerRuns
 from ..results.views import listing
@@ -93,17 +93,14 @@ class ReaperReport:
         return any(getattr(self, field.name) for field in fields(self))
 
 
-class Reaper:
+class Reaper(LedgerPart):
     """Recovers what was lost, on the ledger's event loop.
 
     Several may run concurrently: every step is a compare-and-set; duplicate messages are harmless.
     """
 
-    def __init__(self, ledger: Ledger, settings: Settings) -> None:
-        self._settings = settings
-        self._ledger = ledger
-        self._redis = ledger.redis
-        self._scripts = ledger.scripts
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
         self._recount_at = 0.0
         self._captures = LedgerCaptures(ledger)
         self._runs = LedgerRuns(ledger)
