@@ -119,29 +119,23 @@ class FrameBatch:
 
 
 class Relay:
-    """Serves outboxes on `url` until `stop`."""
+    """Serves outboxes on `relay_url` until `stop`."""
 
     def __init__(
         self,
         settler: Settles,
-        url: str,
+        settings: Settings,
         redis_client: "redis.Redis | None" = None,
-        allow_remote: bool = False,
         curve: ServerKeys | None = None,
-        replicas: int = 0,
-        lossy: bool = False,
     ):
         """Bind immediately; port 0 or `*` takes a free port, see `endpoint`.
 
-        `replicas`, `lossy`: as for `Barrier`.
-
-        Raises SettingsError if `url` is not an address, is off loopback without `curve` or
-        `allow_remote`, or is in use.
+        Raises SettingsError if `relay_url` is not an address, is off loopback without `curve` or
+        `relay_allow_remote`, or is in use.
         """
         self._settler = settler
+        self._settings = settings
         self._redis = redis_client
-        self._lossy = lossy
-        self._replicas = replicas
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._known = curve.clients if curve is not None else None
@@ -158,10 +152,13 @@ class Relay:
         ):
             self._socket.setsockopt(option, value)
         try:
-            self._socket.bind(bind_address(url, allow_remote or curve is not None))
+            allow_remote = settings.relay_allow_remote or curve is not None
+            self._socket.bind(bind_address(settings.relay_url, allow_remote))
         except zmq.ZMQError as error:
             self._close()
-            raise SettingsError(f"relay_url={url!r}: cannot listen there: {error}") from error
+            raise SettingsError(
+                f"relay_url={settings.relay_url!r}: cannot listen there: {error}"
+            ) from error
         except BaseException:
             self._close()
             raise
@@ -329,7 +326,7 @@ class Relay:
         outbox is answered then, and each asks again.
         """
         deadline = time.monotonic() + PATIENCE_S
-        barrier = Barrier(self._replicas, self._lossy)
+        barrier = Barrier(self._settings.redis_replicas, self._settings.redis_allow_lossy)
         try:
             while True:
                 with client.pipeline(transaction=False) as pipe:
@@ -505,17 +502,7 @@ def run(settings: Settings) -> None:
     gc.freeze()  # existing objects stay: collections need not search them
     gc.set_threshold(GC_OBJECTS)
     client = connect_redis(settings.redis_url)
-    settler = Settler(client, settings)
-    curve = server_keys(settings)
-    relay = Relay(
-        settler=settler,
-        url=settings.relay_url,
-        redis_client=client,
-        allow_remote=settings.relay_allow_remote,
-        curve=curve,
-        replicas=settings.redis_replicas,
-        lossy=settings.redis_allow_lossy,
-    )
+    relay = Relay(Settler(client, settings), settings, client, server_keys(settings))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: relay.stop())

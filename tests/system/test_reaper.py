@@ -25,6 +25,7 @@ from ledger_kit import (
     queued_job,
     receipt,
     sent,
+    settings_for,
     settler,
     submit_unsent,
     worker_info,
@@ -198,7 +199,7 @@ async def test_a_relay_begins_the_time_of_receipts_again_only_when_it_starts(
     with redis.Redis.from_url(redis_url) as client, ExitStack() as relays:
 
         def started() -> Relay:
-            relay = Relay(settle, "", client)
+            relay = Relay(settle, settings_for(redis_url), client)
             relays.callback(relay._close)
             return relay
 
