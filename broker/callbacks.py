@@ -16,7 +16,6 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-import redis
 from celery import Celery, bootsteps, signals
 from celery.utils.nodenames import default_nodename, host_format
 
@@ -112,8 +111,9 @@ async def keep_sweeping(settings: Settings) -> None:
                 if unreachable:
                     log.warning("the reaper has resumed")
                 unreachable = False
-            except (MidstreamError, redis.RedisError) as error:
+            except Exception as error:
                 if not is_unavailable(error):
+                    # The other jobs still need the next sweep.
                     log.exception(
                         "a pass of the reaper failed; next one in %s s",
                         settings.tuning.sweep_interval_s,
@@ -121,12 +121,6 @@ async def keep_sweeping(settings: Settings) -> None:
                 elif not unreachable:
                     log.warning("the reaper is suspended, Redis unreachable: %s", error)
                 unreachable = unreachable or is_unavailable(error)
-            except Exception:
-                # The other jobs still need the next sweep.
-                log.exception(
-                    "a pass of the reaper failed; next one in %s s",
-                    settings.tuning.sweep_interval_s,
-                )
             await asyncio.sleep(settings.tuning.sweep_interval_s)
     finally:
         await ledger.close()
