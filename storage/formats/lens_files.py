@@ -20,6 +20,7 @@ from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
 from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.limits import MAX_TUNED_BYTES
 from ...schemas.jobs.models import ModelInfo
+from ..file_store import sync
 from .capture_blobs import DTYPE_NAMES, DamagedBlob, TensorPlace, read_tensors, safetensors_header
 from .folders import folder_below
 from .tensor_files import TensorFile, TensorFileError, opened
@@ -195,12 +196,7 @@ def write(
         out.flush()
         os.fsync(out.fileno())
     draft.replace(folder / FILE)
-    for directory in (folder, folder.parent, folder.parent.parent):  # which may be new, too
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    sync(folder, folder.parent, folder.parent.parent)  # which may be new, too
 
 
 def check_jacobian(folder: Path, num_layers: int, hidden_size: int) -> JacobianContent:

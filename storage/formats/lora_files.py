@@ -23,7 +23,7 @@ from ...schemas.base.limits import MAX_LAYERS, MAX_LORA_BYTES, MAX_LORA_CONFIG
 from ...schemas.prompts.selectors import as_ranges, resolve_layers
 from .capture_blobs import DamagedBlob
 from .folders import bounded_file, folder_below
-from .tensor_files import whole_file
+from .tensor_files import whole_header
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -146,7 +146,7 @@ def parse(config: bytes, weights: bytes) -> LoraContent:
 
 def _shapes(weights: bytes) -> dict[str, list[int]]:
     with Translated(DamagedBlob, lambda error: LoraError(f"{WEIGHTS}: {error}")):
-        tensors = whole_file(lambda start, count: weights[start : start + count], len(weights))
+        _, tensors = whole_header(lambda start, count: weights[start : start + count], len(weights))
     return {name: place.shape for name, place in tensors.items()}
 
 
