@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
 from msgspec import UNSET
 
 from midstream.broker.ledger.core.script_arguments import pack
@@ -51,7 +52,7 @@ FIELDS = ("job", "event", "tenant", "url", "state", "created", "next", "shown")
 
 
 class DeliveryLease(NamedTuple):
-    """A delivery that is this sender's until `ends`."""
+    """A delivery that is this sender's until `ends`; first what `hooks_lease.lua` returns."""
 
     id: str  # the `webhook-id`
     job: str
@@ -64,10 +65,10 @@ class DeliveryLease(NamedTuple):
     attempt: int  # of the job
     model: str
     tries: int  # attempts before this one, since its retry schedule began
+    detail: str  # the decision of a policy, as JSON; empty: there is none
+    shown: str  # the job's id as the receiver may see it; empty: `job`
     token: str
     ends: float
-    detail: str = ""  # the decision of a policy, as JSON
-    shown: str = ""  # the job's id as the receiver may see it; empty: `job`
 
     def body(self) -> bytes:
         """Return the body of the request: the same bytes in every attempt."""
@@ -123,31 +124,11 @@ class WebhookOutbox:
         )
         if rows := await self._scripts.hooks_lease(args=arguments):
             await self._written()
-        leases = []
-        for row in rows:
-            values = ((part or b"").decode() for part in row)
-            id_, job, event, tenant, key, url, created, state, attempt, model, *rest = values
-            tries, detail, shown = rest
-            leases.append(
-                DeliveryLease(
-                    id=id_,
-                    job=job,
-                    event=event,
-                    tenant=tenant,
-                    key=key,
-                    url=url,
-                    created=created,
-                    job_state=state,
-                    attempt=int(attempt),
-                    model=model,
-                    tries=int(tries),
-                    token=token,
-                    ends=at + lease_s,
-                    detail=detail,
-                    shown=shown,
-                )
-            )
-        return leases
+        stored = ([(part or b"").decode() for part in row] for row in rows)
+        return [
+            msgspec.convert([*values, token, at + lease_s], DeliveryLease, strict=False)
+            for values in stored
+        ]
 
     @reachable
     async def settle(
