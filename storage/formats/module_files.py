@@ -96,11 +96,7 @@ def to_bytes(specs: Sequence[SteeringSpec]) -> bytes:
     entries: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for index, spec in enumerate(specs):
-        if spec.module is not None:
-            raise ValueError(
-                f"entry {index} refers to module {spec.module!r}: a file contains vectors, not "
-                "names"
-            )
+        _check_vectors(index, spec)
         given = {name: value for name in _FIELD_TYPES if (value := getattr(spec, name)) is not None}
         tensors |= {f"{index}.{name}": given.pop(name) for name in SHAPES if name in given}
         entries.append(given)
@@ -117,6 +113,7 @@ def of_sites(
     """
     sites: dict[tuple[int, int], dict[str, Tensor]] = {}
     named: dict[tuple[int, int, str], str] = {}
+    wide: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         site_named = full_name(key)
         match = _SITE.fullmatch(f"{site_named[0]}.{site_named[1]}" if site_named else key)
@@ -133,14 +130,9 @@ def of_sites(
         if (before := named.setdefault((*site, field), key)) != key:
             raise ValueError(f"{_quoted(key)} is the same as {_quoted(before)}: keep one of them")
         sites.setdefault(site, {})[field] = _fitting(key, field, tensor)
-    _same_width(
-        {
-            named[(*site, field)]: tensor
-            for site, fields in sites.items()
-            for field, tensor in fields.items()
-            if TENSORS[field].wide
-        }
-    )
+        if TENSORS[field].wide:
+            wide[key] = tensor
+    _same_width(wide)
     specs = []
     for (hook_index, layer), fields in sorted(sites.items()):
         given = {"op": implied_op(fields), **(shared or {}), **fields}
@@ -164,17 +156,14 @@ def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
         check_json(text.encode())
         entries = msgspec.json.decode(text, type=list[SteeringSpec])
     for index, entry in enumerate(entries):
-        if entry.module is not None:
-            raise ValueError(
-                f"entry {index} refers to module {entry.module!r}: a file contains vectors, not "
-                "names"
-            )
+        _check_vectors(index, entry)
         if inside := [name for name in SHAPES if getattr(entry, name) is not None]:
             raise ValueError(
                 f"entry {index} contains its {inside[0]} inline: make it the tensor "
                 f"{index}.{inside[0]}"
             )
     of_entry: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(entries))}
+    wide: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         match = _INDEXED.fullmatch(key)
         if match is None or int(match["index"]) not in of_entry:
@@ -182,21 +171,24 @@ def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
                 f"{_quoted(key)} belongs to no entry: write {{index}}.{{field}}, index 0 to "
                 f"{len(entries) - 1}"
             )
-        of_entry[int(match["index"])][match["field"]] = _fitting(key, match["field"], tensor)
+        field = match["field"]
+        of_entry[int(match["index"])][field] = _fitting(key, field, tensor)
+        if TENSORS[field].wide:
+            wide[key] = tensor
     for index, value in of_entry.items():
         if not value:
             raise ValueError(f"entry {index} has no tensor, such as {index}.vector")
-    _same_width(
-        {
-            f"{index}.{field}": tensor
-            for index, value in of_entry.items()
-            for field, tensor in value.items()
-            if TENSORS[field].wide
-        }
-    )
+    _same_width(wide)
     return [
         msgspec.structs.replace(entry, **of_entry[index]) for index, entry in enumerate(entries)
     ]
+
+
+def _check_vectors(index: int, spec: SteeringSpec) -> None:
+    if spec.module is not None:
+        raise ValueError(
+            f"entry {index} refers to module {spec.module!r}: a file contains vectors, not names"
+        )
 
 
 def _check_header(raw: bytes) -> None:
