@@ -13,12 +13,11 @@ their tensors, and tensor `{index}.{field}` belongs to entry `index`.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, cast
 
 import msgspec
-import safetensors
 
-from ...schemas.base.dtypes import DTYPES, DType
+from ...schemas.base.dtypes import DTYPE_OF_FILE, DType
 from ...schemas.base.errors import Translated
 from ...schemas.base.json_bounds import TooManyValues, check_json
 from ...schemas.base.limits import MAX_ENTRIES, MAX_FILE_HEADER, MAX_FILE_TENSORS
@@ -26,7 +25,8 @@ from ...schemas.base.tensors import Tensor
 from ...schemas.prompts.selectors import ALIASES, EVERY, full_name, resolve_hook
 from ...schemas.requests.interventions import STEERING_FIELDS, TENSORS
 from ...schemas.requests.specs import SteeringSpec
-from .capture_blobs import encode_safetensors
+from .capture_blobs import TensorPlace, encode_safetensors
+from .tensor_files import whole_header
 
 #: The metadata key that marks a file as general.
 ENTRIES_KEY = "midstream"
@@ -48,7 +48,6 @@ SHARED = (
     "heads",
     *dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options),
 )
-_DTYPE_OF: dict[str, DType] = {DTYPES[name].file: name for name in get_args(DType)}
 _SITE = re.compile(r"(?P<hook>[a-z_]+)\.(?P<layer>-?[0-9]{1,6})(?:\.(?P<field>[a-z]+))?")
 _INDEXED = re.compile(r"(?P<index>0|[1-9][0-9]{0,5})\.(?P<field>[a-z]+)")
 #: Tensors by name, and the fields that their entries share → the entries.
@@ -67,13 +66,8 @@ def specs_of(raw: bytes, of_names: OfNames | None = None) -> list[SteeringSpec]:
     model (its layers, its width), and which fields an op takes.
     """
     _check_header(raw)
-    with Translated(
-        (safetensors.SafetensorError, msgspec.DecodeError),
-        lambda error: ValueError(f"it is not a safetensors file: {error}"),
-    ):
-        read = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]
-        metadata = _metadata(raw)
-    tensors = {name: _tensor(name, result) for name, result in read}
+    metadata, places = whole_header(lambda start, count: raw[start : start + count], len(raw))
+    tensors = {name: _tensor(place, raw) for name, place in places.items()}
     if not tensors:
         raise ValueError("it has no tensors: name them {hook}.{layer}, such as post_block.12")
     specs = (
@@ -202,15 +196,6 @@ def _check_header(raw: bytes) -> None:
         raise ValueError(f"it has {tensors} tensors: at most {MAX_FILE_TENSORS} are allowed")
 
 
-def _metadata(raw: bytes) -> dict[str, str]:
-    """Returns the `__metadata__` of a file that safetensors has accepted."""
-    length = int.from_bytes(raw[:8], "little")
-    header = msgspec.json.decode(raw[8 : 8 + length], type=dict[str, msgspec.Raw])
-    return (
-        msgspec.json.decode(header.get("__metadata__", b"null"), type=dict[str, str] | None) or {}
-    )
-
-
 def _shared(metadata: Mapping[str, str]) -> dict[str, Any]:
     values = {}
     for name, text in metadata.items():
@@ -237,14 +222,9 @@ def _value(name: str, text: str) -> Any:
             ) from not_json
 
 
-def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
-    if fields["dtype"] not in _DTYPE_OF:
-        raise ValueError(
-            f"{_quoted(name)} has dtype {fields['dtype']}; valid: {', '.join(_DTYPE_OF)}"
-        )
-    return Tensor(
-        dtype=_DTYPE_OF[fields["dtype"]], shape=list(fields["shape"]), data=bytes(fields["data"])
-    )
+def _tensor(place: TensorPlace, raw: bytes) -> Tensor:
+    data = raw[place.start : place.start + place.length]
+    return Tensor(dtype=cast(DType, DTYPE_OF_FILE[place.dtype]), shape=place.shape, data=data)
 
 
 def _fitting(key: str, field: str, tensor: Tensor) -> Tensor:
