@@ -90,7 +90,6 @@ class ProtocolMismatch(FrameError):
             f"the peer uses relay protocol {foreign}, but this side uses {PROTOCOL} "
             f"(midstream {__version__})"
         )
-        self.peer_protocol = foreign
         self.refusal = refusal  # if the frame was one
 
 
