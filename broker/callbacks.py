@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+import msgspec
 from celery import Celery, bootsteps, signals
 from celery.utils.nodenames import default_nodename, host_format
 
@@ -104,7 +105,7 @@ async def keep_sweeping(settings: Settings) -> None:
                 await ledger.redis.set(REAPER_KEY, f"{now():.3f}", ex=alive_s)
                 if report:
                     log.info("swept: %s", report)
-                    for action, value in vars(report).items():
+                    for action, value in msgspec.structs.asdict(report).items():
                         metrics.SWEPT.labels(action).inc(
                             value if isinstance(value, int) else len(value)
                         )

@@ -54,7 +54,6 @@ class KnownClients:
     def __init__(self, folder: Path):
         """Raises SettingsError if the folder cannot be read."""
         self.folder = folder
-        self.denied = 0  # number of handshakes
         self._lock = threading.Lock()
         self._keys: dict[str, str] = {}  # worker → its public key
         self._files: object = None  # names, times and inodes at the last read
@@ -82,7 +81,6 @@ class KnownClients:
         if text in self._keys.values():
             return True
         with self._lock:
-            self.denied += 1
             if self._complaints.due(text):
                 log.error(
                     "rejected a sender: its public key %s is not among the %d in %s",

@@ -164,7 +164,6 @@ class Relay:
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.received = 0  # number of receipts read from the socket
-        self.refused = 0  # number of frames
         self._stopping = False
         self._closed = False
         self._gave_up = False  # Redis was unreachable while stopping
@@ -262,7 +261,6 @@ class Relay:
             )
 
     def _refuse(self, identity: bytes, raw: bytes, reason: str, detail: str) -> None:
-        self.refused += 1
         metrics.REFUSED_FRAMES.labels(reason).inc()
         answer = frames.refuse(raw, reason, detail)
         self._complain(

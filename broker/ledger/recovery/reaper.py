@@ -11,8 +11,9 @@ import secrets
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from typing import NamedTuple, cast
+
+import msgspec
 
 from ....schemas.base.records import now
 from ....schemas.base.states import State
@@ -69,28 +70,27 @@ class Queued(NamedTuple):
     attempt: int  # attempts made
 
 
-@dataclass
-class ReaperReport:
+class ReaperReport(msgspec.Struct):
     """Job ids by what one sweep did to them."""
 
     # queued, but their message was lost: sent again
-    resent: list[str] = field(default_factory=list)
-    requeued: list[str] = field(default_factory=list)  # their worker's lease had run out
-    failed: list[str] = field(default_factory=list)  # ... and it was the last attempt
+    resent: list[str] = []
+    requeued: list[str] = []  # their worker's lease had run out
+    failed: list[str] = []  # ... and it was the last attempt
     # generated, but receipts were missing at the deadline
-    timed_out: list[str] = field(default_factory=list)
+    timed_out: list[str] = []
     # never begun, and `expires_in` had passed: aborted
-    late: list[str] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)  # being cancelled when their worker died
-    picked: list[str] = field(default_factory=list)  # waited, and there was room for their message
+    late: list[str] = []
+    cancelled: list[str] = []  # being cancelled when their worker died
+    picked: list[str] = []  # waited, and there was room for their message
     # their captures were older than `capture_ttl_s`
-    deleted: list[str] = field(default_factory=list)
+    deleted: list[str] = []
     # listing entries whose job's record has expired, and names of runs deleted as long ago
     pruned: int = 0
-    corrected: list[str] = field(default_factory=list)  # usage counters of tenants that were wrong
+    corrected: list[str] = []  # usage counters of tenants that were wrong
 
     def __bool__(self) -> bool:
-        return any(getattr(self, field.name) for field in fields(self))
+        return any(msgspec.structs.astuple(self))
 
 
 class Reaper(LedgerPart):
