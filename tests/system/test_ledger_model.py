@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from ledger_kit import IDENTITY, MODEL, WORKER, make_job, outputs, receipt, sent, settings_for
 
 from midstream.broker.ledger.core.job_room import room_of
-from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
@@ -477,9 +476,7 @@ class LedgerModel:
     @deed()
     def count_anew_a_little_further(self) -> None:
         if self.recount is None:
-            self.recount = UsageReconciliation(
-                Scripts(self.ledger.redis), self.ledger.settings, now(), slice_=1
-            )
+            self.recount = UsageReconciliation(self.ledger, now(), slice_=1)
             if not self.wrong:
                 self.wrong = {"b/bytes": 700, "/cells": 3, "/room": 5, "a/room": 2}
                 for name, number in self.wrong.items():

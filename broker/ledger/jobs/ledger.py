@@ -626,3 +626,7 @@ class LedgerPart:
         self._redis: Any = ledger.redis
         self._settings = ledger.settings
         self._scripts = ledger.scripts
+
+    async def _run(self, script: str, at: float | None = None, **own: Any) -> Any:
+        """Return the reply of a script of the ledger that takes the common arguments and `own`."""
+        return await getattr(self._scripts, script)(args=scripts.pack(self._settings, at, **own))

@@ -224,10 +224,10 @@ class Registry(LedgerPart, Generic[T]):
             tenant = unscoped(name)[0]
             # raises for an unreadable one, which stays: the version that wrote it may need it
             await self.get(model, name)
-        arguments = scripts.pack(
-            self._settings, kind=self._kind.plural, model=model, name=name, tenant=tenant
+        kind = self._kind.plural
+        return bool(
+            await self._run("delete_pinned", kind=kind, model=model, name=name, tenant=tenant)
         )
-        return bool(await self._scripts.delete_pinned(args=arguments))
 
     def _key(self, model: str) -> str:
         return self._kind.key + model

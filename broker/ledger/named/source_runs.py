@@ -32,7 +32,6 @@ from ....storage.store import open_store
 from ...artifacts import source_run_files
 from ...artifacts.headers import UNREADABLE, must_be_there
 from ...artifacts.source_run_files import RunBlob, unusable
-from ..core import scripts
 from ..jobs.captures import LedgerCaptures
 from ..jobs.ledger import Ledger, LedgerPart, of_each, reachable
 from ..results import pages
@@ -228,9 +227,7 @@ class LedgerRuns(LedgerPart):
 
     @reachable
     async def _forget(self, run: RunRecord) -> None:
-        await self._scripts.delete_run(
-            args=scripts.pack(self._settings, model=run.model, name=run.name, job=run.job)
-        )
+        await self._run("delete_run", model=run.model, name=run.name, job=run.job)
 
     async def prune(self, at: float) -> int:
         """Remove the names of runs deleted long ago; searches once an hour.

@@ -223,14 +223,14 @@ class LedgerSteering(LedgerPart):
         with it nor is pinned: nothing has changed then.
         """
         steering = GlobalSteering(entries=list(entries))
-        arguments = scripts.pack(
-            self._settings,
+        reply = await self._run(
+            "set_global",
             model=model,
             check=check,
             tensors=steering.tensors,
             steers=bool(entries),
         )
-        outcome, *detail = scripts.text(await self._scripts.set_global(args=arguments))
+        outcome, *detail = scripts.text(reply)
         if outcome == "missing":
             raise MidstreamError("conflict", f"the tensor {detail[0]} is not stored: send it again")
         if outcome == "gone":

@@ -21,7 +21,6 @@ from ....schemas.jobs.ledger_shares import shares
 from ....schemas.jobs.queues import Queue
 from ....schemas.packages import part
 from ....schemas.settings.faults import crash_point
-from ....schemas.settings.settings import Settings
 from ...queue.celery_app import UNACKED, lists_of, queue_of
 from ...queue.messages import job_of_task
 from ..core import scripts
@@ -129,10 +128,7 @@ class Reaper(LedgerPart):
         }
         for raw in due:
             job_id = raw.decode()
-            reply = await self._scripts.reap(
-                args=scripts.pack(self._settings, at, id=job_id, **waits)
-            )
-            result, *record = scripts.text(reply)
+            result, *record = scripts.text(await self._run("reap", at, id=job_id, **waits))
             if result in ("gone", "held"):
                 continue
             model, attempt, queue = record
@@ -145,9 +141,7 @@ class Reaper(LedgerPart):
                 crash_point("sweeper.requeued")
         for queue, jobs in queued.items():
             report.resent += await self._resend_lost(queue, jobs, at)
-        report.picked = scripts.text(
-            await self._scripts.top_up(args=scripts.pack(self._settings, at))
-        )
+        report.picked = scripts.text(await self._run("top_up", at))
         for duty in self._duties:
             await duty(self._ledger)
         report.corrected = await self._recount(at)
@@ -169,11 +163,7 @@ class Reaper(LedgerPart):
 
         Returns the requeued ids.
         """
-        text = scripts.text(
-            await self._scripts.release_boots(
-                args=scripts.pack(self._settings, worker=worker, boot=boot)
-            )
-        )
+        text = scripts.text(await self._run("release_boots", worker=worker, boot=boot))
         return [
             job_id for job_id, state in zip(text[::2], text[1::2], strict=True) if state == "queued"
         ]
@@ -190,8 +180,8 @@ class Reaper(LedgerPart):
         if at < self._recount_at:
             return []
         self._recount_at = at + RECOUNT_AGAIN_S
-        await self._scripts.forget_workers(args=scripts.pack(self._settings, at))
-        recount = UsageReconciliation(self._scripts, self._settings, at)
+        await self._run("forget_workers", at)
+        recount = UsageReconciliation(self._ledger, at)
         while (differed := await recount.step()) is None:
             pass
         self._recount_at = at + RECOUNT_S
@@ -206,10 +196,8 @@ class Reaper(LedgerPart):
         for job_id, attempt in jobs:
             present = waiting.get(job_id, NOWHERE) >= attempt
             later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
-            if await self._scripts.look_again(
-                args=scripts.pack(
-                    self._settings, at, id=job_id, attempt=attempt, present=present, later=later
-                )
+            if await self._run(
+                "look_again", at, id=job_id, attempt=attempt, present=present, later=later
             ):
                 log.warning("job %s had no message in the queue: a new one was sent", job_id)
                 resent.append(job_id)
@@ -295,7 +283,7 @@ def _job_of(message: bytes) -> tuple[str, int]:
     return ("", NOWHERE) if match is None else job_of_task(match[1].decode())
 
 
-class UsageReconciliation:
+class UsageReconciliation(LedgerPart):
     """One recount of the usage counters: call `step` until it returns the differences.
 
     Usage is updated in the commits that change it, so it is correct except for changes that a
@@ -304,15 +292,9 @@ class UsageReconciliation:
     recount that begins later replaces it.
     """
 
-    def __init__(
-        self, bound: scripts.Scripts, settings: Settings, at: float, slice_: int = RECOUNT_SLICE
-    ) -> None:
-        """`bound`: the `Scripts` of an asynchronous client.
-
-        `at`: the time, in seconds since the epoch.
-        """
-        self._scripts = bound
-        self._settings = settings
+    def __init__(self, ledger: Ledger, at: float, slice_: int = RECOUNT_SLICE) -> None:
+        """`at`: the time, in seconds since the epoch."""
+        super().__init__(ledger)
         self._at = at
         self._slice = slice_
         self._name = secrets.token_hex(8)
@@ -330,25 +312,18 @@ class UsageReconciliation:
         recount has replaced this one.
         """
         if not self._left:
-            counted = await self._scripts.recounted(
-                args=scripts.pack(self._settings, self._at, name=self._name)
-            )
-            return [
-                *_differences(counted),
-                *_differences(
-                    await self._scripts.list_modules(args=scripts.pack(self._settings, self._at))
-                ),
-            ]
+            counted = await self._run("recounted", self._at, name=self._name)
+            modules = await self._run("list_modules", self._at)
+            return [*_differences(counted), *_differences(modules)]
         which, family = self._left[0]
-        local = {
-            "name": self._name,
-            "which": which,
-            "family": family,
-            "cursor": self._cursor,
-            "many": self._slice,
-        }
-        self._cursor = await self._scripts.recount(
-            args=scripts.pack(self._settings, self._at, **local)
+        self._cursor = await self._run(
+            "recount",
+            self._at,
+            name=self._name,
+            which=which,
+            family=family,
+            cursor=self._cursor,
+            many=self._slice,
         )
         if not self._cursor:
             return []

@@ -19,7 +19,7 @@ from sweep_rig import Rig, having
 from tenant_kit import ADMIN, Caller, asking, bearer
 
 from midstream.broker.ledger.core import tenants
-from midstream.broker.ledger.core.scripts import SHELVED_S, Scripts
+from midstream.broker.ledger.core.scripts import SHELVED_S
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.schemas.access.keys import Limits, Tenant
 from midstream.schemas.base.errors import MidstreamError
@@ -41,7 +41,7 @@ DOCUMENTS = texts(100, 400)
 
 
 async def counted_anew(rig: Rig) -> list[str]:
-    count = UsageReconciliation(Scripts(rig.ledger.redis), rig.settings, now())
+    count = UsageReconciliation(rig.ledger, now())
     while (differed := await count.step()) is None:
         pass
     return differed
