@@ -91,15 +91,8 @@ def shortfall(blobs: Sequence[RunBlob]) -> str:
 
 def run_files(key: str, blobs: Sequence[RunBlob]) -> RunFiles:
     """Return the files that ranks load. `blobs` must be without a `shortfall`."""
-    prompt = run_prompt(blobs)
-    return RunFiles(
-        key=key,
-        sites=prompt.sites,
-        positions=prompt.positions,
-        hidden_size=prompt.hidden_size,
-        bytes=prompt.bytes,
-        files=[blob.file for blob in blobs],
-    )
+    of_rows = fields_of(run_prompt(blobs), RunFiles)
+    return RunFiles(key=key, files=[blob.file for blob in blobs], **of_rows)
 
 
 def run_prompt(blobs: Sequence[RunBlob]) -> RunPrompt:
