@@ -13,11 +13,10 @@ from ....schemas.base.errors import MidstreamError, invalid, unknown
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
 from ....schemas.base.records import from_msgpack, to_msgpack
 from ....schemas.base.tensors import Tensor
-from ....schemas.base.version import __version__
 from ....schemas.jobs.models import GradientInfo
 from ..core import scripts
 from ..core.tenants import MIB, refusal
-from ..jobs.ledger import Ledger, LedgerPart, reachable
+from ..jobs.ledger import Ledger, LedgerPart, reachable, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -65,15 +64,6 @@ def packed_blobs(blobs: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
 
 def size_of(raw: Mapping[str, bytes]) -> int:
     return sum(map(len, raw.values()))
-
-
-def unreadable(what: str, writer: str, error: msgspec.DecodeError) -> MidstreamError:
-    """Return the error for what another version stored. `writer`: that version; empty: unknown."""
-    return MidstreamError(
-        "version_mismatch",
-        f"{what} was stored by midstream {writer or '(unknown)'}; midstream {__version__} cannot "
-        f"read it: {error}; upgrade the older one, workers first",
-    )
 
 
 @reachable
@@ -239,7 +229,7 @@ class Registry(LedgerPart, Generic[T]):
             return self._decode(what, packed)
         except msgspec.DecodeError as error:
             by = await self._redis.hget(f"ms:steering:{model}", f"{self._kind.plural}_by:{name}")
-            raise unreadable(what, (by or b"").decode(), error) from error
+            raise unreadable(f"{what} was stored", error, by) from error
 
     def _decode(self, what: str, packed: bytes) -> T:
         try:

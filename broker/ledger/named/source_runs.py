@@ -16,7 +16,6 @@ import msgspec
 from ....schemas.access.keys import DEFAULT_TENANT, Caller, own, scoped, shown, unscoped
 from ....schemas.base.errors import MidstreamError, Problem, Translated, unknown
 from ....schemas.base.records import by_key, from_json, from_msgpack, now, to_json
-from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import TERMINAL, State
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
 from ....schemas.requests.source_runs import (
@@ -33,7 +32,7 @@ from ...artifacts import source_run_files
 from ...artifacts.headers import UNREADABLE, must_be_there
 from ...artifacts.source_run_files import RunBlob, unusable
 from ..jobs.captures import LedgerCaptures
-from ..jobs.ledger import Ledger, LedgerPart, of_each, reachable
+from ..jobs.ledger import Ledger, LedgerPart, of_each, reachable, unreadable
 from ..results import pages
 
 #: Job ids name the captures of their jobs; names of runs must not begin like this.
@@ -413,14 +412,7 @@ def _readiness(
 
 def _decoded(packed: bytes) -> RunRecord:
     with Translated(
-        msgspec.ValidationError,
-        lambda error: MidstreamError(
-            "version_mismatch",
-            (
-                "a run's name was stored by a version of Midstream incompatible with "
-                f"{__version__}: {error}"
-            ),
-        ),
+        msgspec.ValidationError, lambda error: unreadable("a run's name was stored", error)
     ):
         return from_msgpack(packed, RunRecord)
 

@@ -25,8 +25,8 @@ from ....schemas.requests.steering import (
     WorkerSteering,
 )
 from ..core import scripts
-from ..jobs.ledger import LedgerPart, reachable
-from .registry import GLOBAL, packed_blobs, size_of, unreadable
+from ..jobs.ledger import LedgerPart, reachable, unreadable
+from .registry import GLOBAL, packed_blobs, size_of
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class LedgerSteering(LedgerPart):
             return []
         with Translated(
             msgspec.DecodeError,
-            lambda error: unreadable("the checked global steering", _text(writer), error),
+            lambda error: unreadable("the checked global steering was stored", error, writer),
         ):
             return from_msgpack(packed, list[SteeringTemplate])
 
@@ -139,7 +139,7 @@ class LedgerSteering(LedgerPart):
         if raw is None:
             raise MidstreamError("intervention_failed", f"the tensor {name} is no longer stored")
         with Translated(
-            msgspec.DecodeError, lambda error: unreadable(f"the tensor {name}", "", error)
+            msgspec.DecodeError, lambda error: unreadable(f"the tensor {name} was stored", error)
         ):
             return from_msgpack(raw, Tensor)
 
@@ -257,8 +257,9 @@ class LedgerSteering(LedgerPart):
         try:
             return from_msgpack(packed, list[SteeringTemplate])
         except msgspec.DecodeError as error:
-            writer = _text(await self._redis.hget(_state(model), "current_by"))
-            raise unreadable(f"the global steering of {model!r}", writer, error) from error
+            writer = await self._redis.hget(_state(model), "current_by")
+            what = f"the global steering of {model!r} was stored"
+            raise unreadable(what, error, writer) from error
 
 
 def _decoded(packed: bytes | None) -> WorkerSteering | None:

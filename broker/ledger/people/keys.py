@@ -25,9 +25,8 @@ from ....schemas.access.keys import (
 )
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.records import fields_of, from_msgpack, now, to_msgpack
-from ....schemas.base.version import __version__
 from ....schemas.settings.settings import PREFIX, Settings, SettingsError
-from ..jobs.ledger import ALPHABET, Ledger, LedgerPart, reachable
+from ..jobs.ledger import ALPHABET, Ledger, LedgerPart, reachable, unreadable
 
 KEYS = "ms:keys"
 ID_LENGTH = 12
@@ -206,14 +205,5 @@ def _holds(raw: bytes) -> bool:
 
 
 def _decoded(raw: bytes) -> StoredKey:
-    with Translated(
-        msgspec.ValidationError,
-        lambda error: MidstreamError(
-            "version_mismatch",
-            (
-                f"a key was stored by a version of Midstream incompatible with {__version__}: "
-                f"{error}"
-            ),
-        ),
-    ):
+    with Translated(msgspec.ValidationError, lambda error: unreadable("a key was stored", error)):
         return from_msgpack(raw, StoredKey)
