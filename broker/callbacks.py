@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-import redis
+import msgspec
 from celery import Celery, bootsteps, signals
 from celery.utils.nodenames import default_nodename, host_format
 
@@ -95,7 +95,7 @@ async def keep_sweeping(settings: Settings) -> None:
     tries again.
     """
     ledger = Ledger.connect(settings)
-    reaper = Reaper(ledger, settings)
+    reaper = Reaper(ledger)
     alive_s = math.ceil(SWEEPS_MISSED * settings.tuning.sweep_interval_s + STOP_TIMEOUT_S)
     unreachable = False
     try:
@@ -105,15 +105,16 @@ async def keep_sweeping(settings: Settings) -> None:
                 await ledger.redis.set(REAPER_KEY, f"{now():.3f}", ex=alive_s)
                 if report:
                     log.info("swept: %s", report)
-                    for action, value in vars(report).items():
+                    for action, value in msgspec.structs.asdict(report).items():
                         metrics.SWEPT.labels(action).inc(
                             value if isinstance(value, int) else len(value)
                         )
                 if unreachable:
                     log.warning("the reaper has resumed")
                 unreachable = False
-            except (MidstreamError, redis.RedisError) as error:
+            except Exception as error:
                 if not is_unavailable(error):
+                    # The other jobs still need the next sweep.
                     log.exception(
                         "a pass of the reaper failed; next one in %s s",
                         settings.tuning.sweep_interval_s,
@@ -121,12 +122,6 @@ async def keep_sweeping(settings: Settings) -> None:
                 elif not unreachable:
                     log.warning("the reaper is suspended, Redis unreachable: %s", error)
                 unreachable = unreachable or is_unavailable(error)
-            except Exception:
-                # The other jobs still need the next sweep.
-                log.exception(
-                    "a pass of the reaper failed; next one in %s s",
-                    settings.tuning.sweep_interval_s,
-                )
             await asyncio.sleep(settings.tuning.sweep_interval_s)
     finally:
         await ledger.close()

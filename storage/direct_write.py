@@ -25,7 +25,7 @@ _UNABLE = (errno.EINVAL, errno.EOPNOTSUPP)
 
 
 class DirectWriter:
-    """Writes whole files. Belongs to one thread, and keeps its buffer."""
+    """Writes whole files. Belongs to one thread, and keeps its buffer until that ends."""
 
     def __init__(self, write_at: Callable[[int, Sequence[Buffer], int], None]) -> None:
         """`write_at(descriptor, buffers, offset)` writes all buffers, one after the other."""
@@ -59,12 +59,6 @@ class DirectWriter:
         finally:
             os.close(descriptor)
         return True
-
-    def close(self) -> None:
-        if self._buffer is not None:
-            self._buffer.close()
-            os.close(self._memory)
-            self._buffer = None
 
     def _copy(self, descriptor: int, buffers: Sequence[Buffer]) -> None:
         if self._buffer is None:

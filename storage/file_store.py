@@ -268,10 +268,8 @@ class FileWriter:
     def append(self, key: str, buffers: Sequence[Buffer]) -> None:
         fresh = key not in self._written
         if fresh:
-            final = self._store.path(key)
-            final.parent.mkdir(parents=True, exist_ok=True)
-            self._written[key] = final.with_name(f".{final.name}.{os.getpid()}.tmp"), final
-            if sum(map(len, buffers)) >= LEAST and _direct().write(self._written[key][0], buffers):
+            temporary = self._begin(key)
+            if sum(map(len, buffers)) >= LEAST and _direct().write(temporary, buffers):
                 return
         descriptor = os.open(
             self._written[key][0], os.O_CREAT | os.O_WRONLY | (os.O_TRUNC if fresh else 0), 0o644
@@ -282,12 +280,17 @@ class FileWriter:
             os.close(descriptor)
 
     def adopt(self, key: str, draft: "FileDraft") -> None:
+        temporary = self._begin(key)
+        temporary.unlink(missing_ok=True)
+        draft.link(temporary)
+
+    def _begin(self, key: str) -> Path:
+        """Return the temporary file of a new object."""
         final = self._store.path(key)
         final.parent.mkdir(parents=True, exist_ok=True)
         temporary = final.with_name(f".{final.name}.{os.getpid()}.tmp")
-        temporary.unlink(missing_ok=True)
         self._written[key] = temporary, final
-        draft.link(temporary)
+        return temporary
 
     def commit(self) -> None:
         written = list(self._written.values())

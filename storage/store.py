@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from functools import lru_cache
 from importlib import import_module
 from pathlib import PurePath
-from types import TracebackType
 from typing import Protocol, Self, TypeVar, runtime_checkable
 
 from ..schemas import packages
@@ -69,12 +68,7 @@ class Handle(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None: ...
+    def __exit__(self, *_: object) -> None: ...
 
 
 class StoreWriter(Protocol):

@@ -23,7 +23,6 @@ from ...broker.processes.hosts import SAFE, Hosts
 from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Scope, StoredKey
 from ...schemas.access.sessions import Session
 from ...schemas.base.errors import MidstreamError, invalid, suggestion
-from ...schemas.base.records import now
 from ...schemas.jobs.jobs import JobView
 from ...schemas.settings.settings import Settings, asks_for_keys
 from .middleware import MONITORING
@@ -126,7 +125,7 @@ class Gate:
         if shown is None:
             return None
         key = await self._looked_up(shown.id)
-        return key if keys.is_right(shown, key, now()) else None
+        return key if keys.is_right(shown, key) else None
 
     async def visit(self, session_id: str) -> SessionVisit | None:
         """Return the visit of a session; None if the session, or the key that opened it, has
@@ -137,7 +136,7 @@ class Gate:
         if name is None or session is None:
             return None
         key = await self._looked_up(session.key)
-        if not keys.is_right(keys.PresentedKey(session.key, session.sha256), key, now()):
+        if not keys.is_right(keys.PresentedKey(session.key, session.sha256), key):
             return None
         assert key is not None
         return SessionVisit(Caller(key.tenant, key.id, frozenset(key.scopes), name), session, key)

@@ -4,12 +4,12 @@ No user requested these captures, so a request without room for them runs withou
 """
 
 import logging
-import time
 
 import msgspec
 
 from ...schemas.jobs.jobs import Job
 from ...schemas.jobs.models import ModelInfo
+from ..telemetry.logs import Complaints
 from ..telemetry.metrics import GLOBAL_CAPTURE_SKIPPED
 
 log = logging.getLogger(__name__)
@@ -20,7 +20,7 @@ QUOTA_SPARE = 16
 #: Seconds between two log lines about the same reason.
 LOG_EVERY_S = 60.0
 
-_logged: dict[str, float] = {}  # reason → when it is logged again (monotonic)
+_complaints = Complaints(LOG_EVERY_S)  # by reason
 
 
 def count_skipped(reason: str, prompts: int, detail: str) -> None:
@@ -29,9 +29,7 @@ def count_skipped(reason: str, prompts: int, detail: str) -> None:
     From any thread.
     """
     GLOBAL_CAPTURE_SKIPPED.labels(reason).inc(prompts)
-    now = time.monotonic()
-    if now >= _logged.get(reason, now):
-        _logged[reason] = now + LOG_EVERY_S
+    if _complaints.due(reason):
         log.warning("global capture skipped for prompts of a job (count: %d): %s", prompts, detail)
 
 

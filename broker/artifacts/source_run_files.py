@@ -5,6 +5,7 @@ from typing import NamedTuple, cast
 
 from ...schemas.base.dtypes import ITEM_BYTES
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import fields_of
 from ...schemas.jobs.captures import Manifest
 from ...schemas.jobs.receipts import CapturedFile
 from ...schemas.prompts.selectors import FORWARD, Hook
@@ -34,7 +35,7 @@ def reported(
     )
     return [
         RunBlob(
-            RunFile(path=file.path, offset=file.offset, bytes=file.bytes, crc32=file.crc32),
+            RunFile(**fields_of(file, RunFile)),
             header.manifest,
         )
         for (_, file), header in zip(files, headers, strict=True)
@@ -50,7 +51,7 @@ def on_disk(store: ArtifactStore, job: str, tag: str) -> dict[int, list[RunBlob]
     for path, entry in find_entries(store, job, tag):
         if (entry.manifest.job, entry.manifest.tag) == (job, tag):
             blob = RunBlob(
-                RunFile(path=path, offset=entry.offset, bytes=entry.bytes, crc32=entry.crc32),
+                RunFile(path=path, **fields_of(entry, RunFile)),
                 entry.manifest,
             )
             attempts.setdefault(entry.manifest.request, {}).setdefault(
@@ -90,15 +91,8 @@ def shortfall(blobs: Sequence[RunBlob]) -> str:
 
 def run_files(key: str, blobs: Sequence[RunBlob]) -> RunFiles:
     """Return the files that ranks load. `blobs` must be without a `shortfall`."""
-    prompt = run_prompt(blobs)
-    return RunFiles(
-        key=key,
-        sites=prompt.sites,
-        positions=prompt.positions,
-        hidden_size=prompt.hidden_size,
-        bytes=prompt.bytes,
-        files=[blob.file for blob in blobs],
-    )
+    of_rows = fields_of(run_prompt(blobs), RunFiles)
+    return RunFiles(key=key, files=[blob.file for blob in blobs], **of_rows)
 
 
 def run_prompt(blobs: Sequence[RunBlob]) -> RunPrompt:

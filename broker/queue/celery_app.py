@@ -10,9 +10,8 @@ import re
 import socket
 
 from celery import Celery
-from kombu import Queue
 
-from ...schemas.jobs.queues import Queue as QueueName
+from ...schemas.jobs.queues import Queue
 from ...schemas.settings.settings import Settings
 from ..redis_service import opening as redis_open
 
@@ -45,7 +44,7 @@ UNACKED_MUTEX = f"{PREFIX}unacked_mutex"
 SEPARATOR = "\x06\x16"
 
 
-def queue_of(model: str, queue: QueueName = "") -> str:
+def queue_of(model: str, queue: Queue = "") -> str:
     """Return `midstream.<model>`, followed by `_<queue>` for a queue other than that of its vLLM
     workers; a character not allowed in a queue's name becomes `_<code>_`.
     """
@@ -131,10 +130,3 @@ def make_app(settings: Settings) -> Celery:
 def channels_of(redis_url: str) -> str:
     """Return the prefix of the channels for events and remote control of this URL's database."""
     return f"/{PREFIX}{redis_open.database_of(redis_url)}."
-
-
-def queue(name: str) -> Queue:
-    """Return a queue for `app.amqp` or a publisher: direct, with its name as exchange and routing
-    key.
-    """
-    return Queue(name, exchange=name, routing_key=name)

@@ -25,15 +25,10 @@ TASK_CHANNELS = "celeryev/task."
 _PLACEHOLDER = re.compile(r'"@#(\w+)@"|@(\w+)@')
 
 
-def task_id_of(job_id: str, attempt: int) -> str:
-    """Return the id of a message's task: the job's id, followed by the number of attempts made if
-    there were any.
-    """
-    return job_id if attempt == 0 else f"{job_id}.{attempt}"
-
-
 def job_of_task(task_id: str) -> tuple[str, int]:
-    """Return (job id, attempts made when it was sent) of a task with an id from `task_id_of`."""
+    """Return (job id, attempts made when it was sent) of a task's id: the job's id, followed by the
+    number of attempts if there were any.
+    """
     job_id, _, attempts = task_id.partition(".")
     return job_id, int(attempts) if attempts.isdigit() else 0
 

@@ -23,8 +23,8 @@ RENEWALS = 4
 class LeaseStep(bootsteps.StartStopStep):
     """Consumer bootstep: add with `app.steps["consumer"].add(LeaseStep)`.
 
-    Renews while `app.may_renew()` is true; an app without that attribute always renews. A worker
-    whose engine has died must release its messages.
+    Renews while `app.may_renew()` is true: a worker whose engine has died must release its
+    messages.
     """
 
     requires = ("celery.worker.consumer.tasks:Tasks",)
@@ -53,8 +53,7 @@ def renew_unacked(consumer: Any) -> int:
 
     ZADD XX: a message that was acknowledged or delivered elsewhere meanwhile is not added again.
     """
-    may_renew = getattr(consumer.app, "may_renew", None)
-    if consumer.task_consumer is None or (may_renew is not None and not may_renew()):
+    if consumer.task_consumer is None or not consumer.app.may_renew():
         return 0
     channel = consumer.task_consumer.channel
     if not (held := set(channel.qos._delivered) - channel.qos._dirty):

@@ -21,6 +21,7 @@ from zmq.utils import z85
 from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.settings.settings import Settings, SettingsError, refuse_exposed
 from ..processes.private_files import private_folder
+from ..telemetry.logs import Complaints
 
 if TYPE_CHECKING:
     from zmq.auth.thread import ThreadAuthenticator
@@ -39,9 +40,8 @@ DOMAIN = "midstream"
 #: long.
 LOOK_EVERY_S = 1.0
 RELAY = "relay"  # name of the relay's key pair in `curve_dir`; no worker may use it
-#: Seconds between two log lines about the same unknown key; and how many such keys are remembered.
+#: Seconds between two log lines about the same unknown key.
 COMPLAIN_EVERY_S = 10.0
-REMEMBERED = 1000
 
 CurveRole = Literal["relay", "worker"]
 
@@ -54,12 +54,11 @@ class KnownClients:
     def __init__(self, folder: Path):
         """Raises SettingsError if the folder cannot be read."""
         self.folder = folder
-        self.denied = 0  # number of handshakes
         self._lock = threading.Lock()
         self._keys: dict[str, str] = {}  # worker → its public key
         self._files: object = None  # names, times and inodes at the last read
         self._next_look = 0.0
-        self._logged: dict[str, float] = {}  # unknown key → when it was last logged
+        self._complaints = Complaints(COMPLAIN_EVERY_S)  # about unknown keys
         with Translated(
             OSError,
             lambda error: SettingsError(f"curve_clients_dir={str(folder)!r}: {error.strerror}"),
@@ -82,12 +81,7 @@ class KnownClients:
         if text in self._keys.values():
             return True
         with self._lock:
-            self.denied += 1
-            now = time.monotonic()
-            if now - self._logged.get(text, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
-                if len(self._logged) >= REMEMBERED:
-                    self._logged.clear()
-                self._logged[text] = now
+            if self._complaints.due(text):
                 log.error(
                     "rejected a sender: its public key %s is not among the %d in %s",
                     text,

@@ -90,7 +90,6 @@ class ProtocolMismatch(FrameError):
             f"the peer uses relay protocol {foreign}, but this side uses {PROTOCOL} "
             f"(midstream {__version__})"
         )
-        self.peer_protocol = foreign
         self.refusal = refusal  # if the frame was one
 
 
@@ -110,11 +109,7 @@ def unpack(raw: bytes) -> Frame:
     Raises `ProtocolMismatch` for a frame of another version (with its `Refusal`, if it is one),
     `FrameError` for anything else that is not a frame.
     """
-    if len(raw) < 2:
-        raise FrameError(
-            f"{len(raw)} bytes are too few for a frame, whose header has {HEADER_BYTES}"
-        )
-    if raw[0] != PROTOCOL:
+    if len(raw) >= 2 and raw[0] != PROTOCOL:
         raise ProtocolMismatch(raw[0], _refusal_of_any_version(raw))
     if len(raw) < HEADER_BYTES:
         raise FrameError(

@@ -17,7 +17,7 @@ import sqlite3
 import time
 import zlib
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import msgspec
 
@@ -67,25 +67,23 @@ class PastEpoch(NamedTuple):
     jobs: list[tuple[int, str]]  # (seq, job), as far as known
 
 
-class Lock:
-    """The right to use an outbox; one process at a time has it, until the process dies."""
+def lock(path: Path, wait_s: float) -> IO[str]:
+    """Return a file that gives the right to use an outbox; one process at a time has it, until it
+    closes the file or dies.
 
-    def __init__(self, path: Path, wait_s: float = LOCK_WAIT_S):
-        """Raises OutboxError("conflict") naming the holder if the lock is held after `wait_s`."""
-        owner = f"process {os.getpid()} on {socket.gethostname()}, since "
-        self._file = locked_file(
-            path,
-            f"{owner}{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n",
-            wait_s,
-            lambda holder: OutboxError(
-                "conflict",
-                f"outbox {path.with_suffix('')} is in use by {holder or 'an unknown process'}: "
-                "one process per rank",
-            ),
-        )
-
-    def release(self) -> None:
-        self._file.close()
+    Raises OutboxError("conflict") naming the holder if the lock is held after `wait_s`.
+    """
+    owner = f"process {os.getpid()} on {socket.gethostname()}, since "
+    return locked_file(
+        path,
+        f"{owner}{time.strftime('%Y-%m-%dT%H:%M:%S%z')}\n",
+        wait_s,
+        lambda holder: OutboxError(
+            "conflict",
+            f"outbox {path.with_suffix('')} is in use by {holder or 'an unknown process'}: "
+            "one process per rank",
+        ),
+    )
 
 
 class JobLog:
@@ -172,7 +170,7 @@ class Store:
         self.rank = rank
         self.transactions = 0  # number committed
         self._jobs = JobLog(base.with_name(base.name + ".jobs"))
-        self._lock = Lock(base.with_name(base.name + ".lock"), lock_wait_s)
+        self._lock = lock(base.with_name(base.name + ".lock"), lock_wait_s)
         try:
             self._db = self._open()
             row = self._db.execute(
@@ -183,10 +181,10 @@ class Store:
             self.last: int = max(row[1], row[2] or 0)
             self.opened_at = self.last  # the last number when this process opened it
             self._pruned = 0
-            self._jobs.rewrite(self.epoch, self.last, self._held())
+            self._rewrite_jobs()
             self._reader = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
         except BaseException:
-            self._lock.release()
+            self._lock.close()
             raise
 
     # --- writing: one thread
@@ -203,7 +201,7 @@ class Store:
         ]
         if numbered:
             self._jobs.append([(seq, job) for seq, job, _, _ in numbered])
-        with _Transaction(self._db):
+        with self._db:
             self._db.executemany("INSERT INTO receipts VALUES (?, ?, ?, ?)", numbered)
             if acked > self.acked:
                 self._db.execute("UPDATE outbox SET acked = ?", (acked,))
@@ -214,12 +212,12 @@ class Store:
         self.acked = max(acked, self.acked)
         self._pruned = max(prune, self._pruned)
         if self._jobs.outgrown:
-            self._jobs.rewrite(self.epoch, self.last, self._held())
+            self._rewrite_jobs()
         return self.last
 
     def forget(self, epoch: str) -> None:
         """Forget a previous epoch: the relay has settled its losses."""
-        with _Transaction(self._db):
+        with self._db:
             self._db.execute("DELETE FROM former WHERE epoch = ?", (epoch,))
 
     def restart_epoch(self) -> int:
@@ -230,7 +228,7 @@ class Store:
         other receipts.
         """
         epoch = new_epoch()
-        with _Transaction(self._db):
+        with self._db:
             self._db.execute("DELETE FROM receipts WHERE seq <= ?", (self.opened_at,))
             # By way of negative numbers: a new number must not collide with an old one.
             self._db.execute("UPDATE receipts SET seq = ? - seq", (self.opened_at,))
@@ -241,7 +239,7 @@ class Store:
         self._pruned = 0
         self.last = self.last - self.opened_at
         self.opened_at = 0
-        self._jobs.rewrite(self.epoch, self.last, self._held())
+        self._rewrite_jobs()
         return self.last
 
     # --- reading: another thread
@@ -284,7 +282,7 @@ class Store:
         self._reader.close()
         self._db.close()
         self._jobs.close()
-        self._lock.release()
+        self._lock.close()
 
     # --- opening
 
@@ -347,7 +345,8 @@ class Store:
 
     def _create(self, past: PastEpoch | None) -> sqlite3.Connection:
         db = _configured(self.path)
-        with _Transaction(db):
+        with db:
+            db.execute("BEGIN IMMEDIATE")  # tables begin no transaction by themselves
             for statement in _TABLES.split(";"):
                 db.execute(statement)
             db.execute(
@@ -380,6 +379,9 @@ class Store:
             report,
         )
 
+    def _rewrite_jobs(self) -> None:
+        self._jobs.rewrite(self.epoch, self.last, self._held())
+
     def _held(self) -> list[tuple[int, str]]:
         """Return (seq, job) of the receipts that are not acknowledged or still stored, including
         those that only the job log has.
@@ -391,31 +393,14 @@ class Store:
         return sorted(held.items())
 
 
-class _Transaction:
-    """BEGIN IMMEDIATE … COMMIT, or ROLLBACK if the block or the commit raises."""
-
-    def __init__(self, db: sqlite3.Connection):
-        self._db = db
-
-    def __enter__(self) -> None:
-        self._db.execute("BEGIN IMMEDIATE")
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        try:
-            if kind is None:
-                self._db.execute("COMMIT")
-        finally:
-            if self._db.in_transaction:
-                self._db.execute("ROLLBACK")
-
-
 def unique_jobs(numbered: list[tuple[int, str]], first: int, last: int) -> list[str]:
     """Return the jobs with `first ≤ seq ≤ last`, each once, in order."""
     return list(dict.fromkeys(job for seq, job in sorted(numbered) if first <= seq <= last))
 
 
 def _configured(path: Path) -> sqlite3.Connection:
-    db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+    """Return a connection whose `with` block is one transaction, from its first change."""
+    db = sqlite3.connect(path, isolation_level="IMMEDIATE", check_same_thread=False)
     try:
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")

@@ -42,7 +42,7 @@ from ..telemetry import logs, metrics, start as observability
 from . import frames
 from .curve import ServerKeys, server_keys
 from .frames import Frame, FrameError, FrameKind, ProtocolMismatch
-from .sender import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from .sender import EITHER_SIDE
 
 log = logging.getLogger(__name__)
 
@@ -119,29 +119,23 @@ class FrameBatch:
 
 
 class Relay:
-    """Serves outboxes on `url` until `stop`."""
+    """Serves outboxes on `relay_url` until `stop`."""
 
     def __init__(
         self,
         settler: Settles,
-        url: str,
+        settings: Settings,
         redis_client: "redis.Redis | None" = None,
-        allow_remote: bool = False,
         curve: ServerKeys | None = None,
-        replicas: int = 0,
-        lossy: bool = False,
     ):
         """Bind immediately; port 0 or `*` takes a free port, see `endpoint`.
 
-        `replicas`, `lossy`: as for `Barrier`.
-
-        Raises SettingsError if `url` is not an address, is off loopback without `curve` or
-        `allow_remote`, or is in use.
+        Raises SettingsError if `relay_url` is not an address, is off loopback without `curve` or
+        `relay_allow_remote`, or is in use.
         """
         self._settler = settler
+        self._settings = settings
         self._redis = redis_client
-        self._lossy = lossy
-        self._replicas = replicas
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._known = curve.clients if curve is not None else None
@@ -154,32 +148,29 @@ class Relay:
             (zmq.LINGER, 500),
             (zmq.SNDHWM, BATCH),
             (zmq.RCVHWM, BATCH),
-            (zmq.MAXMSGSIZE, frames.MAX_FRAME),
-            (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-            (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+            *EITHER_SIDE,
         ):
             self._socket.setsockopt(option, value)
         try:
-            self._socket.bind(bind_address(url, allow_remote or curve is not None))
+            allow_remote = settings.relay_allow_remote or curve is not None
+            self._socket.bind(bind_address(settings.relay_url, allow_remote))
         except zmq.ZMQError as error:
             self._close()
-            raise SettingsError(f"relay_url={url!r}: cannot listen there: {error}") from error
+            raise SettingsError(
+                f"relay_url={settings.relay_url!r}: cannot listen there: {error}"
+            ) from error
         except BaseException:
             self._close()
             raise
         self.endpoint = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.received = 0  # number of receipts read from the socket
-        self.refused = 0  # number of frames
         self._stopping = False
         self._closed = False
         self._gave_up = False  # Redis was unreachable while stopping
         self._started = time.time()
         self._next_beat = 0.0
-        self._complained: OrderedDict[str, float] = OrderedDict()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._complaints = logs.Complaints(COMPLAIN_EVERY_S)
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def stop(self) -> None:
         """Commit the frames that have arrived, then end; from any thread or a signal handler."""
@@ -270,7 +261,6 @@ class Relay:
             )
 
     def _refuse(self, identity: bytes, raw: bytes, reason: str, detail: str) -> None:
-        self.refused += 1
         metrics.REFUSED_FRAMES.labels(reason).inc()
         answer = frames.refuse(raw, reason, detail)
         self._complain(
@@ -334,7 +324,7 @@ class Relay:
         outbox is answered then, and each asks again.
         """
         deadline = time.monotonic() + PATIENCE_S
-        barrier = Barrier(self._replicas, self._lossy)
+        barrier = Barrier(self._settings.redis_replicas, self._settings.redis_allow_lossy)
         try:
             while True:
                 with client.pipeline(transaction=False) as pipe:
@@ -445,12 +435,7 @@ class Relay:
         return max(1, int((self._next_beat - time.monotonic()) * 1000))
 
     def _complain(self, about: str, text: str, *values: object) -> None:
-        now = time.monotonic()
-        if now - self._complained.get(about, -COMPLAIN_EVERY_S) >= COMPLAIN_EVERY_S:
-            self._complained[about] = now
-            self._complained.move_to_end(about)
-            while len(self._complained) > 1000:  # unknown peers may use any name
-                self._complained.popitem(last=False)
+        if self._complaints.due(about):
             log.error(text, *values)
 
 
@@ -515,17 +500,7 @@ def run(settings: Settings) -> None:
     gc.freeze()  # existing objects stay: collections need not search them
     gc.set_threshold(GC_OBJECTS)
     client = connect_redis(settings.redis_url)
-    settler = Settler(client, settings)
-    curve = server_keys(settings)
-    relay = Relay(
-        settler=settler,
-        url=settings.relay_url,
-        redis_client=client,
-        allow_remote=settings.relay_allow_remote,
-        curve=curve,
-        replicas=settings.redis_replicas,
-        lossy=settings.redis_allow_lossy,
-    )
+    relay = Relay(Settler(client, settings), settings, client, server_keys(settings))
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: relay.stop())

@@ -26,6 +26,7 @@ from ...schemas.base.records import to_msgpack
 from ...schemas.base.version import __version__
 from ...schemas.jobs.receipts import PROTOCOL, LostRange
 from ...schemas.settings.faults import crash_point
+from ..telemetry.logs import Complaints
 from . import frames
 from .curve import ClientKeys
 from .frames import Frame, FrameError, FrameKind, ProtocolMismatch
@@ -47,6 +48,13 @@ REFUSED_PAUSE_S = 30.0
 HEARTBEAT_MS = 5_000
 #: Milliseconds after which a connection without them counts as dead.
 HEARTBEAT_TIMEOUT_MS = 15_000
+#: Options of the sockets of sender and relay.
+EITHER_SIDE = (
+    (zmq.MAXMSGSIZE, frames.MAX_FRAME),
+    (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
+    (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+    (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+)
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 2_000
 #: Seconds without a connection after which the next relay is tried, where several are known.
@@ -133,14 +141,12 @@ class ReceiptSender(threading.Thread):
         self._deadline = math.inf
         self._retry_at = math.inf
         self._next_at = math.inf
-        self._complained: dict[int | str, float] = {}
+        self._complaints = Complaints(COMPLAIN_EVERY_S)
         self._blocked = False
         self._stopping = False
         self._has_new_epoch = False
         self._refusals: set[str] = set()
-        self._wake_read, self._wake_write = os.pipe()
-        os.set_blocking(self._wake_read, False)
-        os.set_blocking(self._wake_write, False)
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._waking = False
 
     # --- called by other threads
@@ -200,10 +206,7 @@ class ReceiptSender(threading.Thread):
                 (zmq.LINGER, 0),
                 (zmq.SNDHWM, WINDOW),
                 (zmq.RCVHWM, WINDOW),
-                (zmq.MAXMSGSIZE, frames.MAX_FRAME),
-                (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
-                (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
-                (zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS),
+                *EITHER_SIDE,
                 (zmq.RECONNECT_IVL, RECONNECT_MS),
                 (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
             ):
@@ -257,7 +260,7 @@ class ReceiptSender(threading.Thread):
                 self._ask_again()
             if time.monotonic() >= self._next_at:
                 self._next_at = float("inf")
-                if self._may_complain("next"):
+                if self._complaints.due("next"):
                     log.warning(
                         "outbox %s: no connection to the relay at %s; trying the next one",
                         self._store.path,
@@ -297,7 +300,7 @@ class ReceiptSender(threading.Thread):
         if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL and self._curve is None:
             # the peer noticed first that only one side has keys
             event = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-        if self._may_complain(event):
+        if self._complaints.due(event):
             public, keyless = (self._curve.public, "") if self._curve else ("", _KEYLESS)
             why = _FAILED[event].format(public=public, keyless=keyless)
             log.error(
@@ -313,14 +316,6 @@ class ReceiptSender(threading.Thread):
             self._retry_at = time.monotonic() + HANDSHAKE_PAUSE_S
         if self._phase is not Phase.OFF:
             self._enter(Phase.OFF)
-
-    def _may_complain(self, about: int | str) -> bool:
-        """Return whether to log a complaint: at most once per `COMPLAIN_EVERY_S`."""
-        now = time.monotonic()
-        if now - self._complained.get(about, -COMPLAIN_EVERY_S) < COMPLAIN_EVERY_S:
-            return False
-        self._complained[about] = now
-        return True
 
     def _enter(self, phase: Phase) -> None:
         if self._phase is Phase.RENUMBER and not self._has_new_epoch:

@@ -7,9 +7,12 @@ passwords in URLs, API keys and signing secrets.
 """
 
 import logging
+import math
 import re
 import sys
-from collections.abc import Iterator, Mapping
+import time
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from datetime import UTC, datetime
@@ -26,6 +29,8 @@ ACCESS_FIELDS = ("method", "path", "status", "ms")
 #: Characters that move a terminal's cursor, or begin a line that could pass for a log line: paths
 #: and names come from clients.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
+#: Subjects of complaints that are remembered at most: unknown peers may use any name.
+REMEMBERED = 1000
 TEXT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 #: Fields of every line of this process, and of lines that the current task (or thread) logs.
@@ -128,6 +133,25 @@ class TextFormatter(logging.Formatter):
             lambda result: repr(result[0])[1:-1], super().formatMessage(record)
         ).replace("\n", "\n    ")
         return f"{line} [{ids}]" if ids else line
+
+
+class Complaints:
+    """Lets a complaint about the same subject be logged once in `every_s` seconds."""
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._made: OrderedDict[Hashable, float] = OrderedDict()  # subject → when (monotonic)
+
+    def due(self, subject: Hashable) -> bool:
+        """Return whether to log a complaint about this now; the next one then waits."""
+        at = time.monotonic()
+        if at - self._made.get(subject, -math.inf) < self._every_s:
+            return False
+        self._made[subject] = at
+        self._made.move_to_end(subject)
+        if len(self._made) > REMEMBERED:
+            self._made.popitem(last=False)
+        return True
 
 
 def announce(line: str) -> None:

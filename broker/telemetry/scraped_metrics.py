@@ -19,6 +19,8 @@ from ...schemas.service.status import ServiceStatus
 
 T = TypeVar("T")
 
+#: A counter, which grows, or a gauge, which varies.
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
 #: Values of the labels, and the value.
 MetricSample = tuple[tuple[str, ...], float]
 
@@ -27,7 +29,7 @@ class ScrapedMetric(NamedTuple, Generic[T]):
     """A metric that is read at each scrape. `samples`: returns its samples for a `T`."""
 
     name: str  # without the prefix, and without `_total`, which Prometheus adds to counters
-    family: type[CounterMetricFamily] | type[GaugeMetricFamily]
+    family: Family
     help: str
     labels: tuple[str, ...]
     samples: Callable[[T], Iterable[MetricSample]]
@@ -230,101 +232,112 @@ class WorkerReport(NamedTuple):
 
 
 def _worker(
-    name: str, grows: bool, words: str, value: Callable[[WorkerStats], float]
+    name: str, family: Family, words: str, value: Callable[[WorkerStats], float]
 ) -> ScrapedMetric[WorkerReport]:
-    family = CounterMetricFamily if grows else GaugeMetricFamily
     return ScrapedMetric(
         name, family, words, ("model",), lambda report: [((report.model,), value(report.stats))]
     )
 
 
 def _rank(
-    name: str, grows: bool, words: str, value: Callable[[RankSteering], float]
+    name: str, family: Family, words: str, value: Callable[[RankSteering], float]
 ) -> ScrapedMetric[WorkerReport]:
     return ScrapedMetric(
         f"rank_{name}",
-        CounterMetricFamily if grows else GaugeMetricFamily,
+        family,
         words,
         ("model", "rank"),
         lambda report: (((report.model, str(rank.rank)), value(rank)) for rank in report.ranks),
     )
 
 
-GROWS = True
-
-VARIES = False
-
 #: Metrics of one worker, exposed by its own process.
 OF_WORKER: tuple[ScrapedMetric[WorkerReport], ...] = (
-    _worker("running_jobs", VARIES, "Jobs held by the worker", lambda stats: stats.jobs),
+    _worker("running_jobs", GaugeMetricFamily, "Jobs held by the worker", lambda stats: stats.jobs),
     _worker(
-        "engine_running", VARIES, "Requests running in the engine", lambda stats: stats.running
+        "engine_running",
+        GaugeMetricFamily,
+        "Requests running in the engine",
+        lambda stats: stats.running,
     ),
     _worker(
         "engine_waiting",
-        VARIES,
+        GaugeMetricFamily,
         "Requests that wait for the engine or for rows of the steering table",
         lambda stats: stats.waiting,
     ),
     _worker(
         "kv_cache_share",
-        VARIES,
+        GaugeMetricFamily,
         "Share of the KV cache in use, 0 to 1",
         lambda stats: stats.kv_cache,
     ),
     _worker(
         "prompt_tokens",
-        GROWS,
+        CounterMetricFamily,
         "Prompt tokens of requests that have begun to generate",
         lambda stats: stats.prompt_tokens,
     ),
-    _worker("generated_tokens", GROWS, "Tokens generated", lambda stats: stats.generated_tokens),
-    _worker("cells", GROWS, "Sweep cells completed", lambda stats: stats.cells),
+    _worker(
+        "generated_tokens",
+        CounterMetricFamily,
+        "Tokens generated",
+        lambda stats: stats.generated_tokens,
+    ),
+    _worker("cells", CounterMetricFamily, "Sweep cells completed", lambda stats: stats.cells),
     _worker(
         "desyncs",
-        GROWS,
+        CounterMetricFamily,
         "Rank disagreements found by or reported to the worker",
         lambda stats: stats.desyncs,
     ),
     _worker(
         "resyncs",
-        GROWS,
+        CounterMetricFamily,
         "Rank disagreements that were resolved by a resync",
         lambda stats: stats.resyncs,
     ),
-    _rank("rows_used", VARIES, "Rows of the steering table in use", lambda rank: rank.rows_used),
-    _rank("rows", VARIES, "Rows of the steering table", lambda rank: rank.rows),
+    _rank(
+        "rows_used",
+        GaugeMetricFamily,
+        "Rows of the steering table in use",
+        lambda rank: rank.rows_used,
+    ),
+    _rank("rows", GaugeMetricFamily, "Rows of the steering table", lambda rank: rank.rows),
     _rank(
         "entries_used",
-        VARIES,
+        GaugeMetricFamily,
         "Entries of the steering table in use",
         lambda rank: rank.entries_used,
     ),
-    _rank("entries", VARIES, "Entries of the steering table", lambda rank: rank.entries),
+    _rank("entries", GaugeMetricFamily, "Entries of the steering table", lambda rank: rank.entries),
     _rank(
         "outbox_depth",
-        VARIES,
+        GaugeMetricFamily,
         "Receipts that the relay has not acknowledged",
         lambda rank: rank.outbox,
     ),
     _rank(
-        "backlog_bytes", VARIES, "Captured rows waiting for the writers", lambda rank: rank.backlog
+        "backlog_bytes",
+        GaugeMetricFamily,
+        "Captured rows waiting for the writers",
+        lambda rank: rank.backlog,
     ),
     _rank(
         "captured_rows",
-        GROWS,
+        CounterMetricFamily,
         "Rows captured: one hook of one layer at one position",
         lambda rank: rank.captured_rows,
     ),
     _rank(
         "captured_bytes",
-        GROWS,
+        CounterMetricFamily,
         "Bytes of captured rows, as stored",
         lambda rank: rank.captured_bytes,
     ),
     _rank(
         "dropped_positions",
-        GROWS,
+        CounterMetricFamily,
         "Requested positions dropped under overload",
         lambda rank: rank.dropped_positions,
     ),

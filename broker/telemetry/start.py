@@ -6,12 +6,12 @@ from ...schemas.settings.settings import Settings
 from . import logs, metrics_server, traces
 
 
-def start(settings: Settings, process: str, **fields: Any) -> metrics_server.MetricsServer | None:
-    """Start all three; return the metrics server, if a port is set.
+def start(settings: Settings, process: str, **fields: Any) -> None:
+    """Start all three.
 
     `fields`: on every line that the process logs. Raises SettingsError naming the setting that does
     not work.
     """
     logs.setup(settings, process, **fields)
     traces.setup(settings, process)
-    return metrics_server.start(settings, process)
+    metrics_server.start(settings, process)

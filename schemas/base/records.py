@@ -197,6 +197,14 @@ def from_msgpack(raw: bytes, kind: type[T]) -> T:
     return decoded
 
 
+def fields_of(source: Any, kind: Any) -> dict[str, Any]:
+    """Return the fields of the struct `kind` that are attributes of `source`, too, with its
+    values.
+    """
+    names = (name for name in kind.__struct_fields__ if hasattr(source, name))
+    return {name: getattr(source, name) for name in names}
+
+
 def now() -> float:
     """Return the time from the clock that all records use: seconds since the Unix epoch."""
     return time.time()

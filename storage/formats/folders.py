@@ -2,11 +2,13 @@
 files.
 """
 
+import json
 from collections.abc import Sequence
 from os.path import isdir
 from pathlib import Path
+from typing import Any
 
-from ...schemas.base.errors import Translated, invalid
+from ...schemas.base.errors import MidstreamError, Translated, invalid
 
 
 def folder_below(root: str, path: str, setting: str, kinds: Sequence[Sequence[str]]) -> Path:
@@ -62,6 +64,24 @@ def bounded_file(path: Path, most: int, fault: type[ValueError]) -> bytes:
         if (size := path.stat().st_size) > most:
             raise fault(f"{path.name} has {size} bytes; the limit is {most}")
         return path.read_bytes()
+
+
+def json_object(raw: bytes, name: str, fault: type[ValueError]) -> dict[str, Any]:
+    """Returns the JSON object in the file `name`. Raises `fault`."""
+    with Translated(
+        (ValueError, RecursionError), lambda error: fault(f"{name} is not JSON: {error}")
+    ):
+        members = json.loads(raw)
+    if not isinstance(members, dict):
+        raise fault(f"{name} is not a JSON object")
+    return members
+
+
+def refused_path(*faults: type[ValueError]) -> Translated[ValueError]:
+    """Returns a context in which these faults of a file become a 400 naming `path`."""
+    return Translated(
+        faults, lambda error: MidstreamError("invalid_request", str(error), field="path")
+    )
 
 
 def _inside(file: Path, top: Path) -> bool:

@@ -17,11 +17,12 @@ import numpy as np
 
 from ...schemas.artifacts.jacobian_lenses import JacobianLens, JacobianLensRequest, JacobianRecord
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
-from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base.errors import Translated
 from ...schemas.base.limits import MAX_TUNED_BYTES
 from ...schemas.jobs.models import ModelInfo
+from ..file_store import sync
 from .capture_blobs import DTYPE_NAMES, DamagedBlob, TensorPlace, read_tensors, safetensors_header
-from .folders import folder_below
+from .folders import folder_below, refused_path
 from .tensor_files import TensorFile, TensorFileError, opened
 
 FILE = "lens.safetensors"
@@ -112,13 +113,7 @@ def checked(
     """Open the file of a lens that fits the model, with its layers; their maps are finite. Raises a
     400 that names `path`, also for errors inside.
     """
-    with (
-        Translated(
-            TensorFileError,
-            lambda error: MidstreamError("invalid_request", str(error), field="path"),
-        ),
-        reading(folder) as file,
-    ):
+    with refused_path(TensorFileError), reading(folder) as file:
         layers = layers_of(file, num_layers, hidden_size, besides)
         for layer in layers:
             for name, values in zip(("weight", "bias"), map_of(file, layer), strict=True):
@@ -195,12 +190,7 @@ def write(
         out.flush()
         os.fsync(out.fileno())
     draft.replace(folder / FILE)
-    for directory in (folder, folder.parent, folder.parent.parent):  # which may be new, too
-        descriptor = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    sync(folder, folder.parent, folder.parent.parent)  # which may be new, too
 
 
 def check_jacobian(folder: Path, num_layers: int, hidden_size: int) -> JacobianContent:

@@ -18,12 +18,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from ...schemas.artifacts.loras import LoraModule, LoraSupport
-from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base.errors import Translated
 from ...schemas.base.limits import MAX_LAYERS, MAX_LORA_BYTES, MAX_LORA_CONFIG
 from ...schemas.prompts.selectors import as_ranges, resolve_layers
 from .capture_blobs import DamagedBlob
-from .folders import bounded_file, folder_below
-from .tensor_files import whole_file
+from .folders import bounded_file, folder_below, json_object, refused_path
+from .tensor_files import whole_header
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -135,18 +135,13 @@ def digest_of(config: bytes, weights: bytes) -> str:
 
 
 def parse(config: bytes, weights: bytes) -> LoraContent:
-    with Translated(
-        (ValueError, RecursionError), lambda error: LoraError(f"{CONFIG} is not JSON: {error}")
-    ):
-        members = json.loads(config)
-    if not isinstance(members, dict):
-        raise LoraError(f"{CONFIG} is not a JSON object")
+    members = json_object(config, CONFIG, LoraError)
     return LoraContent(members, _shapes(weights), digest_of(config, weights), len(weights))
 
 
 def _shapes(weights: bytes) -> dict[str, list[int]]:
     with Translated(DamagedBlob, lambda error: LoraError(f"{WEIGHTS}: {error}")):
-        tensors = whole_file(lambda start, count: weights[start : start + count], len(weights))
+        _, tensors = whole_header(lambda start, count: weights[start : start + count], len(weights))
     return {name: place.shape for name, place in tensors.items()}
 
 
@@ -356,8 +351,6 @@ def joined(first: Sequence[LoraModule], second: Sequence[LoraModule]) -> list[Lo
 
 def check_on(folder: Path, support: LoraSupport) -> tuple[LoraContent, LoraFacts]:
     """Returns an adapter, and its rank and modules on this model. Raises a 400 naming `path`."""
-    with Translated(
-        LoraError, lambda error: MidstreamError("invalid_request", str(error), field="path")
-    ):
+    with refused_path(LoraError):
         content = read(folder)
         return content, check(content, support)

@@ -13,12 +13,11 @@ their tensors, and tensor `{index}.{field}` belongs to entry `index`.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, cast
 
 import msgspec
-import safetensors
 
-from ...schemas.base.dtypes import DTYPES, DType
+from ...schemas.base.dtypes import DTYPE_OF_FILE, DType
 from ...schemas.base.errors import Translated
 from ...schemas.base.json_bounds import TooManyValues, check_json
 from ...schemas.base.limits import MAX_ENTRIES, MAX_FILE_HEADER, MAX_FILE_TENSORS
@@ -26,7 +25,8 @@ from ...schemas.base.tensors import Tensor
 from ...schemas.prompts.selectors import ALIASES, EVERY, full_name, resolve_hook
 from ...schemas.requests.interventions import STEERING_FIELDS, TENSORS
 from ...schemas.requests.specs import SteeringSpec
-from .capture_blobs import encode_safetensors
+from .capture_blobs import TensorPlace, encode_safetensors
+from .tensor_files import whole_header
 
 #: The metadata key that marks a file as general.
 ENTRIES_KEY = "midstream"
@@ -48,7 +48,6 @@ SHARED = (
     "heads",
     *dict.fromkeys(name for takes in STEERING_FIELDS.values() for name in takes.options),
 )
-_DTYPE_OF: dict[str, DType] = {DTYPES[name].file: name for name in get_args(DType)}
 _SITE = re.compile(r"(?P<hook>[a-z_]+)\.(?P<layer>-?[0-9]{1,6})(?:\.(?P<field>[a-z]+))?")
 _INDEXED = re.compile(r"(?P<index>0|[1-9][0-9]{0,5})\.(?P<field>[a-z]+)")
 #: Tensors by name, and the fields that their entries share → the entries.
@@ -67,13 +66,8 @@ def specs_of(raw: bytes, of_names: OfNames | None = None) -> list[SteeringSpec]:
     model (its layers, its width), and which fields an op takes.
     """
     _check_header(raw)
-    with Translated(
-        (safetensors.SafetensorError, msgspec.DecodeError),
-        lambda error: ValueError(f"it is not a safetensors file: {error}"),
-    ):
-        read = safetensors.deserialize(raw)  # type: ignore[no-untyped-call]
-        metadata = _metadata(raw)
-    tensors = {name: _tensor(name, result) for name, result in read}
+    metadata, places = whole_header(lambda start, count: raw[start : start + count], len(raw))
+    tensors = {name: _tensor(place, raw) for name, place in places.items()}
     if not tensors:
         raise ValueError("it has no tensors: name them {hook}.{layer}, such as post_block.12")
     specs = (
@@ -96,11 +90,7 @@ def to_bytes(specs: Sequence[SteeringSpec]) -> bytes:
     entries: list[dict[str, Any]] = []
     tensors: dict[str, Tensor] = {}
     for index, spec in enumerate(specs):
-        if spec.module is not None:
-            raise ValueError(
-                f"entry {index} refers to module {spec.module!r}: a file contains vectors, not "
-                "names"
-            )
+        _check_vectors(index, spec)
         given = {name: value for name in _FIELD_TYPES if (value := getattr(spec, name)) is not None}
         tensors |= {f"{index}.{name}": given.pop(name) for name in SHAPES if name in given}
         entries.append(given)
@@ -117,6 +107,7 @@ def of_sites(
     """
     sites: dict[tuple[int, int], dict[str, Tensor]] = {}
     named: dict[tuple[int, int, str], str] = {}
+    wide: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         site_named = full_name(key)
         match = _SITE.fullmatch(f"{site_named[0]}.{site_named[1]}" if site_named else key)
@@ -133,14 +124,9 @@ def of_sites(
         if (before := named.setdefault((*site, field), key)) != key:
             raise ValueError(f"{_quoted(key)} is the same as {_quoted(before)}: keep one of them")
         sites.setdefault(site, {})[field] = _fitting(key, field, tensor)
-    _same_width(
-        {
-            named[(*site, field)]: tensor
-            for site, fields in sites.items()
-            for field, tensor in fields.items()
-            if TENSORS[field].wide
-        }
-    )
+        if TENSORS[field].wide:
+            wide[key] = tensor
+    _same_width(wide)
     specs = []
     for (hook_index, layer), fields in sorted(sites.items()):
         given = {"op": implied_op(fields), **(shared or {}), **fields}
@@ -164,17 +150,14 @@ def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
         check_json(text.encode())
         entries = msgspec.json.decode(text, type=list[SteeringSpec])
     for index, entry in enumerate(entries):
-        if entry.module is not None:
-            raise ValueError(
-                f"entry {index} refers to module {entry.module!r}: a file contains vectors, not "
-                "names"
-            )
+        _check_vectors(index, entry)
         if inside := [name for name in SHAPES if getattr(entry, name) is not None]:
             raise ValueError(
                 f"entry {index} contains its {inside[0]} inline: make it the tensor "
                 f"{index}.{inside[0]}"
             )
     of_entry: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(entries))}
+    wide: dict[str, Tensor] = {}
     for key, tensor in tensors.items():
         match = _INDEXED.fullmatch(key)
         if match is None or int(match["index"]) not in of_entry:
@@ -182,21 +165,24 @@ def _general(tensors: Mapping[str, Tensor], text: str) -> list[SteeringSpec]:
                 f"{_quoted(key)} belongs to no entry: write {{index}}.{{field}}, index 0 to "
                 f"{len(entries) - 1}"
             )
-        of_entry[int(match["index"])][match["field"]] = _fitting(key, match["field"], tensor)
+        field = match["field"]
+        of_entry[int(match["index"])][field] = _fitting(key, field, tensor)
+        if TENSORS[field].wide:
+            wide[key] = tensor
     for index, value in of_entry.items():
         if not value:
             raise ValueError(f"entry {index} has no tensor, such as {index}.vector")
-    _same_width(
-        {
-            f"{index}.{field}": tensor
-            for index, value in of_entry.items()
-            for field, tensor in value.items()
-            if TENSORS[field].wide
-        }
-    )
+    _same_width(wide)
     return [
         msgspec.structs.replace(entry, **of_entry[index]) for index, entry in enumerate(entries)
     ]
+
+
+def _check_vectors(index: int, spec: SteeringSpec) -> None:
+    if spec.module is not None:
+        raise ValueError(
+            f"entry {index} refers to module {spec.module!r}: a file contains vectors, not names"
+        )
 
 
 def _check_header(raw: bytes) -> None:
@@ -208,15 +194,6 @@ def _check_header(raw: bytes) -> None:
         raise ValueError(f"its header is {length} bytes: at most {MAX_FILE_HEADER} are allowed")
     if (tensors := raw.count(b'"data_offsets"', 8, 8 + length)) > MAX_FILE_TENSORS:
         raise ValueError(f"it has {tensors} tensors: at most {MAX_FILE_TENSORS} are allowed")
-
-
-def _metadata(raw: bytes) -> dict[str, str]:
-    """Returns the `__metadata__` of a file that safetensors has accepted."""
-    length = int.from_bytes(raw[:8], "little")
-    header = msgspec.json.decode(raw[8 : 8 + length], type=dict[str, msgspec.Raw])
-    return (
-        msgspec.json.decode(header.get("__metadata__", b"null"), type=dict[str, str] | None) or {}
-    )
 
 
 def _shared(metadata: Mapping[str, str]) -> dict[str, Any]:
@@ -245,14 +222,9 @@ def _value(name: str, text: str) -> Any:
             ) from not_json
 
 
-def _tensor(name: str, fields: Mapping[str, Any]) -> Tensor:
-    if fields["dtype"] not in _DTYPE_OF:
-        raise ValueError(
-            f"{_quoted(name)} has dtype {fields['dtype']}; valid: {', '.join(_DTYPE_OF)}"
-        )
-    return Tensor(
-        dtype=_DTYPE_OF[fields["dtype"]], shape=list(fields["shape"]), data=bytes(fields["data"])
-    )
+def _tensor(place: TensorPlace, raw: bytes) -> Tensor:
+    data = raw[place.start : place.start + place.length]
+    return Tensor(dtype=cast(DType, DTYPE_OF_FILE[place.dtype]), shape=place.shape, data=data)
 
 
 def _fitting(key: str, field: str, tensor: Tensor) -> Tensor:

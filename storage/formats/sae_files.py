@@ -8,7 +8,6 @@ member of the configuration that is unknown here: SAELens ignores such members.
 """
 
 import hashlib
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -19,10 +18,10 @@ from typing import Any, NamedTuple, get_args
 import numpy as np
 
 from ...schemas.artifacts.saes import Architecture, Normalisation, SaeForm
-from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base.errors import Translated, invalid
 from ...schemas.base.limits import MAX_SAE_BYTES, MAX_SAE_CONFIG, MAX_SAE_WIDTH
 from ...schemas.prompts.selectors import ALIASES, HOOKS, Hook
-from .folders import bounded_file, folder_below
+from .folders import bounded_file, folder_below, json_object, refused_path
 from .tensor_files import TensorFile, TensorFileError, opened
 
 CONFIG = "cfg.json"
@@ -160,13 +159,10 @@ def _of_gemma_scope(file: TensorFile, digest: str) -> SaeContent:
 
 
 def _of_saelens(raw: bytes, file: TensorFile, digest: str) -> SaeContent:
-    with Translated(
-        (ValueError, RecursionError), lambda error: SaeError(f"{CONFIG} is not JSON: {error}")
-    ):
-        config = json.loads(raw)
-    if not isinstance(config, dict) or not isinstance(config.get("metadata") or {}, dict):
-        raise SaeError(f"{CONFIG}, or its member metadata, is not a JSON object")
+    config = json_object(raw, CONFIG, SaeError)
     metadata = config.get("metadata") or config
+    if not isinstance(metadata, dict):
+        raise _wrong("metadata", metadata, "a JSON object")
     form = _form(config)
     _check_members(config, metadata)
     _check_tensors(form, file, WEIGHTS)
@@ -417,13 +413,7 @@ def check_on(
 
     Reads all of its tensors. Raises a 400 naming `path`, `hook` or `layer`.
     """
-    with (
-        Translated(
-            (SaeError, TensorFileError),
-            lambda error: MidstreamError("invalid_request", str(error), field="path"),
-        ),
-        reading(folder) as (content, file),
-    ):
+    with refused_path(SaeError, TensorFileError), reading(folder) as (content, file):
         tensors_of(content.form, file)
     result: dict[str, Any] = {}
     for field, value, named in (("hook", hook, content.hook), ("layer", layer, content.layer)):

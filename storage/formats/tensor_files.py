@@ -206,11 +206,6 @@ def _check_shape(file: str, name: str, shape: list[int]) -> None:
         raise TensorFileError(f"{file}: {name} has the shape {shape}; valid: one or two dimensions")
 
 
-def whole_file(read: Callable[[int, int], bytes], size: int) -> dict[str, TensorPlace]:
-    """Returns the tensors of a safetensors file of floats; see `whole_header`."""
-    return whole_header(read, size)[1]
-
-
 def whole_header(
     read: Callable[[int, int], bytes], size: int
 ) -> tuple[dict[str, str], dict[str, TensorPlace]]:

@@ -25,6 +25,7 @@ from test_durability import serving
 from midstream.broker.receipts.relay import Relay
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.jobs.receipts import LostRange, Receipt
+from midstream.schemas.settings.settings import Settings
 from midstream.workers.runner.files.desk import EXIT_NO_RECEIPTS
 from midstream_ops.processes import wait_for
 
@@ -216,7 +217,7 @@ def test_a_rank_killed_at_every_boundary_loses_nothing(  # field case 37
     draws.shuffle(deaths)
     arrived = Arrived()
     began = time.monotonic()
-    with serving(Relay(arrived, "")) as relay:
+    with serving(Relay(arrived, Settings())) as relay:
         ranks = Ranks(tmp_path, draws, relay.endpoint, arrived)
         try:
             for number, point in enumerate(deaths, 1):

@@ -25,7 +25,7 @@ from midstream_ops import redis_server
 
 @pytest.fixture
 def reaper(ledger: Ledger) -> Reaper:
-    return Reaper(ledger, ledger.settings)
+    return Reaper(ledger)
 
 
 @pytest.fixture

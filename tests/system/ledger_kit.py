@@ -17,7 +17,7 @@ from midstream.broker.queue.celery_app import (
     queue_of,
     task_of,
 )
-from midstream.broker.queue.messages import job_of_task, task_id_of
+from midstream.broker.queue.messages import job_of_task
 from midstream.schemas.base.errors import Problem
 from midstream.schemas.base.records import now
 from midstream.schemas.base.tensors import Tensor
@@ -88,7 +88,7 @@ def enqueue(app: Celery, job_id: str, kind: str, model: str, attempt: int = 0) -
         args=[job_id],
         queue=queue_of(model),
         priority=KINDS[kind].step,
-        task_id=task_id_of(job_id, attempt),
+        task_id=f"{job_id}.{attempt}" if attempt else job_id,
     )
 
 

@@ -249,9 +249,8 @@ class Rig:
             "worker_id": "w1",
             "engine": "fake",
         } | settings
-        self._relay = Relay(
-            Settler(client, load_settings({}, **chosen)), "tcp://127.0.0.1:0", client
-        )
+        served = load_settings({}, **chosen, relay_url="tcp://127.0.0.1:0")
+        self._relay = Relay(Settler(client, served), served, client)
         self.settings = load_settings({}, **chosen, relay_url=self._relay.endpoint)
         self._serving = threading.Thread(target=self._relay.serve)
 

@@ -499,7 +499,7 @@ def test_rank_disagreement_uses_an_attempt_and_is_in_the_response(
             hand.store(claim)
             hand.receipt(claim, rank=0)
             hand.receipt(claim, rank=1, checksum="0000000000000bad")
-            hand.do(LedgerSteering(hand.ledger).clear_desync(hand.worker))
+            hand.do(LedgerSteering(hand.ledger).clear_desync(hand.worker, "b1"))
 
         asked = pool.submit(api.http.post, "/v1/completions", json=body)
         disagree()

@@ -137,7 +137,7 @@ def test_a_safetensors_file_is_the_same_module_as_its_entries(http: httpx2.Clien
         content=raw[:-1],
         headers={"Content-Type": "application/octet-stream"},
     )
-    refused(broken, 400, None, "not a safetensors file")
+    refused(broken, 400, None, "it is truncated")
     other = refused(
         http.put(
             "/v1/artifacts/modules/filed", content=raw, headers={"Content-Type": "text/plain"}

@@ -353,20 +353,20 @@ async def test_an_expired_job_leaves_no_keys_and_its_reader_is_told_first(
         for job in (plain, captured, swept):
             assert await ledger.store_outputs(job.id, 1, outputs()) is State.SUCCEEDED
         await asyncio.sleep(0.1)
-        assert (await Reaper(ledger, ledger.settings).sweep()).late == [late.id]
+        assert (await Reaper(ledger).sweep()).late == [late.id]
         monkeypatch.setattr(views, "now", lambda: now() + RESULT_TTL_S)
         for job in (plain, late, unwanted, captured, swept):
             assert (await ledger.view(job.id)).state == "expired"
             with pytest.raises(MidstreamError, match="deleted after"):
                 await ledger.result(job.id)
-        await Reaper(ledger, ledger.settings).sweep(now() + RESULT_TTL_S)
+        await Reaper(ledger).sweep(now() + RESULT_TTL_S)
         with pytest.raises(MidstreamError, match="deleted"):
             await LedgerCaptures(ledger).check(captured.id)
         for key in await ledger.redis.keys("ms:*"):  # Redis deletes these by itself, soon enough
             ttl = await ledger.redis.ttl(key)
             if 0 < ttl <= BLOB_TTL_FACTOR * RESULT_TTL_S or (key.startswith(MARK) and ttl > 0):
                 await ledger.redis.delete(key)
-        await Reaper(ledger, ledger.settings).sweep(now() + 2 * RESULT_TTL_S)
+        await Reaper(ledger).sweep(now() + 2 * RESULT_TTL_S)
         assert {key.decode() for key in await ledger.redis.keys("ms:*")} <= STANDING
 
 
@@ -376,7 +376,7 @@ async def test_expiry_of_a_busy_tenant_is_not_delayed_by_idle_ones(redis_url: st
         gone = {f"job_{number}": now() - 100 for number in range(3000)}
         for listed in ("ms:jobs", "ms:jobs:t7"):
             await ledger.redis.zadd(listed, gone)
-        reaper = Reaper(ledger, ledger.settings)
+        reaper = Reaper(ledger)
         left = []
         for _ in range(2):
             await reaper._prune(now())
@@ -395,12 +395,12 @@ async def test_a_dead_worker_is_forgotten_once_it_holds_nothing(redis_url: str) 
         await asyncio.sleep(0.1)
         assert sorted(await ledger.redis.hkeys("ms:workers")) == [b"holds", b"idle"]
         await ledger.redis.zadd("ms:live", {job.id: now() + 60})
-        await Reaper(ledger, ledger.settings).sweep()
+        await Reaper(ledger).sweep()
         assert await ledger.redis.hkeys("ms:workers") == [b"holds"], (
             "what it is known by decides what becomes of its jobs"
         )
-        await Reaper(ledger, ledger.settings).sweep(now() + 100)
-        await Reaper(ledger, ledger.settings).sweep()
+        await Reaper(ledger).sweep(now() + 100)
+        await Reaper(ledger).sweep()
         assert await ledger.redis.hkeys("ms:workers") == []
 
 
@@ -420,7 +420,7 @@ def refuse(redis_url: str, job: Job, attempt: int = 1, **settings: float) -> Non
 
 async def test_a_job_whose_rows_the_store_did_not_take_is_queued_again(redis_url: str) -> None:
     async with open_ledger(redis_url, max_attempts=2) as ledger:
-        reaper = Reaper(ledger, ledger.settings)
+        reaper = Reaper(ledger)
         job = await running_job(ledger, ranks=1, capture=True)
         await ledger.store_outputs(job.id, 1, outputs(1))
         await ledger.redis.delete(*await ledger.redis.keys("midstream.*"))

@@ -23,7 +23,6 @@ from ledger_kit import (
     open_ledger,
     outputs,
     sent,
-    settings_for,
     worker_info as worker,
 )
 from msgspec.structs import replace
@@ -52,7 +51,7 @@ class Line:
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger = ledger
-        self.reaper = Reaper(ledger, ledger.settings)
+        self.reaper = Reaper(ledger)
 
     async def submit(self, count: int = 1, **changes: Any) -> list[Job]:
         jobs = [make_job(**changes) for _ in range(count)]
@@ -363,11 +362,9 @@ async def test_a_job_that_was_handed_on_is_cancelled_while_it_waits(queues: Queu
     assert (await queues.vllm.tenants.usage("default")).sweep_cells == 0
 
 
-async def test_a_lost_message_is_sent_again_to_the_queue_that_the_job_is_in(
-    queues: Queues, redis_url: str
-) -> None:
+async def test_a_lost_message_is_sent_again_to_the_queue_that_the_job_is_in(queues: Queues) -> None:
     await relay_beat(queues.vllm)
-    reaper = Reaper(queues.vllm, settings_for(redis_url))
+    reaper = Reaper(queues.vllm)
     waits = await queues.submit()
     passed = await queues.estimated()
     await queues.lose_messages()
@@ -377,23 +374,19 @@ async def test_a_lost_message_is_sent_again_to_the_queue_that_the_job_is_in(
     assert not await reaper.sweep(now() + 60)
 
 
-async def test_an_expired_lease_requeues_the_job_in_its_queue(
-    queues: Queues, redis_url: str
-) -> None:
+async def test_an_expired_lease_requeues_the_job_in_its_queue(queues: Queues) -> None:
     await relay_beat(queues.vllm)
     job = await queues.submit()
     assert await claimed(queues.gradients, job) is not None
     await queues.lose_messages()
-    report = await Reaper(queues.vllm, settings_for(redis_url)).sweep(now() + 60)
+    report = await Reaper(queues.vllm).sweep(now() + 60)
     assert report.requeued == [job.id]
     assert await queues.messages() == 0
     assert await queues.messages(GRADIENTS) == 1
 
 
 @pytest.mark.parametrize("queues", [{"tuning.dispatch_window": 1}], indirect=True)
-async def test_windows_of_the_queues_are_apart_and_the_status_names_them(
-    queues: Queues, redis_url: str
-) -> None:
+async def test_windows_of_the_queues_are_apart_and_the_status_names_them(queues: Queues) -> None:
     for _ in range(3):
         await queues.submit()
         await queues.vllm.submit(make_job(), {})
@@ -406,7 +399,7 @@ async def test_windows_of_the_queues_are_apart_and_the_status_names_them(
     await queues.lose_messages()
     for line in ("6", "6.gradients"):
         await queues.vllm.redis.delete(f"ms:sent:{MODEL}:{line}")
-    await Reaper(queues.vllm, settings_for(redis_url, **{"tuning.dispatch_window": 1})).sweep()
+    await Reaper(queues.vllm).sweep()
     assert await queues.messages() == 1
     assert await queues.messages(GRADIENTS) == 1
 
@@ -435,9 +428,7 @@ async def test_gradient_workers_are_no_workers_of_the_model(queues: Queues) -> N
 
 
 @pytest.mark.parametrize("queues", [{"lease_s": 60}], indirect=True)
-async def test_gradient_workers_of_another_model_are_refused(
-    queues: Queues, redis_url: str
-) -> None:
+async def test_gradient_workers_of_another_model_are_refused(queues: Queues) -> None:
     ledger = queues.vllm
     other = "b" * 64
 
@@ -465,11 +456,11 @@ async def test_gradient_workers_of_another_model_are_refused(
     assert await known(other)
     for gone in ("w2", "g1", "g2"):
         await ledger.redis.delete(f"ms:alive:{gone}")
-    await Reaper(ledger, settings_for(redis_url)).sweep()
+    await Reaper(ledger).sweep()
     assert await known(other), "jobs of the model wait for its gradient worker"
     await ledger.publish_model(model_info(name=MODEL), worker())
     await publish("g2", IDENTITY)
     await ledger.publish_model(model_info(name=MODEL, identity=other), worker(identity=other))
     await ledger.redis.delete("ms:alive:g2")
-    await Reaper(ledger, settings_for(redis_url)).sweep()
+    await Reaper(ledger).sweep()
     assert not await ledger.redis.hlen("ms:gradients")

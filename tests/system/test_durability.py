@@ -334,7 +334,7 @@ def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(
     with slow_redis(tmp_path, monkeypatch) as server:
         client = connect_redis(server.url)
         jobs = Jobs(server.url)
-        with serving(Relay(Forgetful(client, jobs.settings), "", client)) as relay:
+        with serving(Relay(Forgetful(client, jobs.settings), jobs.settings, client)) as relay:
             (job,) = jobs.claim(1, 2)
             with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
                 deliver(outbox, [job], [0])
@@ -367,7 +367,7 @@ def test_a_relay_settles_again_when_redis_forgot_a_script_after_its_load(
         return sha
 
     monkeypatch.setattr(client, "script_load", forget)
-    with serving(Relay(Settler(client, jobs.settings), "", client)) as relay:
+    with serving(Relay(Settler(client, jobs.settings), jobs.settings, client)) as relay:
         (job,) = jobs.claim(1, 1)
         with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
             deliver(outbox, [job], [0])

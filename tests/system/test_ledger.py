@@ -222,7 +222,7 @@ async def test_jobs_that_have_expired_are_listed_as_such_and_then_dropped(redis_
         assert [view.id for view in (await ledger.list(state=State.EXPIRED)).jobs] == [old.id]
         assert old.id not in [view.id for view in (await ledger.list(state=State.ABORTED)).jobs]
         await ledger.redis.delete(f"ms:job:{gone.id}")
-        assert (await Reaper(ledger, ledger.settings).sweep()).pruned == 1
+        assert (await Reaper(ledger).sweep()).pruned == 1
         for name in ("jobs", "jobs:default", "jobs-in:aborted", "jobs-in:aborted:default"):
             assert await ledger.redis.zcard(f"ms:{name}") == 2, name
 

@@ -18,7 +18,6 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from ledger_kit import IDENTITY, MODEL, WORKER, make_job, outputs, receipt, sent, settings_for
 
 from midstream.broker.ledger.core.job_room import room_of
-from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
@@ -477,9 +476,7 @@ class LedgerModel:
     @deed()
     def count_anew_a_little_further(self) -> None:
         if self.recount is None:
-            self.recount = UsageReconciliation(
-                Scripts(self.ledger.redis), self.ledger.settings, now(), slice_=1
-            )
+            self.recount = UsageReconciliation(self.ledger, now(), slice_=1)
             if not self.wrong:
                 self.wrong = {"b/bytes": 700, "/cells": 3, "/room": 5, "a/room": 2}
                 for name, number in self.wrong.items():
@@ -588,7 +585,7 @@ class LedgerModel:
                 }
         while self.recount is not None:
             self.counted(self.do(self.recount.step()))
-        assert self.do(Reaper(self.ledger, self.ledger.settings)._recount(now())) == []
+        assert self.do(Reaper(self.ledger)._recount(now())) == []
 
 
 @pytest.fixture
@@ -601,7 +598,7 @@ def broker(redis_url: str) -> Iterator[Broker]:
     few = "zset-max-ziplist-entries"  # sets of so few are looked at in one go
     usual: dict[str, str] = loop.run_until_complete(ledger.redis.config_get(few))
     loop.run_until_complete(ledger.redis.config_set(few, 0))
-    reaper = Reaper(ledger, config)
+    reaper = Reaper(ledger)
     reaper._recount_at = math.inf  # the model counts anew, whenever it likes
     yield Broker(loop, ledger, Settler(redis.Redis.from_url(redis_url), config), reaper)
     loop.run_until_complete(ledger.redis.config_set(few, usual[few]))

@@ -35,7 +35,6 @@ from sweep_rig import sweep, sweep_job
 from midstream.broker.ledger.core import scripts, tenants
 from midstream.broker.ledger.core.job_room import room_of
 from midstream.broker.ledger.core.memory_pressure import SAMPLE_S
-from midstream.broker.ledger.core.scripts import Scripts
 from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger
 from midstream.broker.ledger.named.registry import Registry
@@ -62,7 +61,7 @@ async def limited(ledger: Ledger, name: str = "t", **limits: Any) -> None:
 
 
 async def counted_anew(ledger: Ledger) -> list[str]:
-    count = UsageReconciliation(Scripts(ledger.redis), ledger.settings, now())
+    count = UsageReconciliation(ledger, now())
     while (differed := await count.step()) is None:
         pass
     return differed
@@ -223,7 +222,7 @@ async def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_a
         async with open_ledger(server.url) as ledger:
             await ledger.submit(make_job(tenant="t"), {})
             for steps in (1, 2):  # before all was looked at, and after
-                count = UsageReconciliation(Scripts(ledger.redis), ledger.settings, now())
+                count = UsageReconciliation(ledger, now())
                 assert [await count.step() for _ in range(steps)] == [None] * steps
                 await ledger.redis.hset("ms:usage", "t/jobs", 9)
                 handed_over(server.url)
@@ -236,8 +235,7 @@ async def test_a_count_is_abandoned_when_redis_restarts_since_its_scan_cursors_a
 async def test_an_abandoned_usage_count_changes_nothing(ledger: Ledger) -> None:
     await ledger.submit(make_job(tenant="t"), {})
     await ledger.redis.hset("ms:usage", "t/jobs", 9)
-    bound = Scripts(ledger.redis)
-    first, second = (UsageReconciliation(bound, ledger.settings, now()) for _ in range(2))
+    first, second = (UsageReconciliation(ledger, now()) for _ in range(2))
     assert await first.step() is None
     for kept in ("ms:recount", "ms:recount-seen"):
         assert await ledger.redis.ttl(kept) > 0, "nobody may go on"
@@ -558,6 +556,6 @@ def test_submissions_are_refused_before_redis_is_full_and_accepted_jobs_finish(
 
 def test_an_expired_deadline_is_504_for_held_requests(api: Any, hand: Hand) -> None:
     job_id = api.submit(expires_in=0.5)
-    hand.do(Reaper(hand.ledger, hand.settings).sweep(now() + 1))
+    hand.do(Reaper(hand.ledger).sweep(now() + 1))
     refused(api.http.get(f"/v1/jobs/{job_id}/result"), 504, kind="not_started_in_time")
     assert api.view(job_id)["state"] == "aborted"

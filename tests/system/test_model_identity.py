@@ -79,7 +79,7 @@ async def test_a_job_waits_for_its_own_model_where_the_setting_says_so(redis_url
         job = await queued_job(ledger)
         assert await ledger.claim(job.id, WORKER, BOOT, 1, OTHER) is None
         assert (await ledger.view(job.id)).state is State.QUEUED
-        await Reaper(ledger, ledger.settings).sweep(now() + 60)
+        await Reaper(ledger).sweep(now() + 60)
         assert len(await sent(ledger)) == 2, "its message is sent again"
         claim = await ledger.claim(job.id, WORKER, BOOT, 1, IDENTITY)
         assert claim.attempt == 1, "the refusal was no attempt"

@@ -25,6 +25,7 @@ from ledger_kit import (
     queued_job,
     receipt,
     sent,
+    settings_for,
     settler,
     submit_unsent,
     worker_info,
@@ -102,7 +103,7 @@ async def test_an_expired_lease_is_another_attempt_and_the_last_ends_as_worker_l
     redis_url: str,
 ) -> None:  # field case 37
     async with open_ledger(redis_url, max_attempts=2) as ledger:
-        reaper = Reaper(ledger, ledger.settings)
+        reaper = Reaper(ledger)
         began = now()
         job = make_job(capture=True)
         assert await claimed(ledger, job) == 1
@@ -152,7 +153,7 @@ async def test_a_delayed_renewal_does_not_shorten_the_lease(
 async def test_a_restart_of_redis_gives_every_live_worker_the_time_to_renew(tmp_path: Path) -> None:
     with mortal(tmp_path) as server:
         async with open_ledger(server.url, lease_s=10) as ledger:
-            reaper = Reaper(ledger, ledger.settings)
+            reaper = Reaper(ledger)
             job = make_job()
             await claimed(ledger, job)
             leased = now()
@@ -171,7 +172,7 @@ async def test_missing_receipts_time_out_with_what_is_there_and_what_is_not(
     """But not while no relay is alive, nor soon after."""
     # field case 18, 20
     async with open_ledger(redis_url, capture_timeout_s=5.0) as ledger:
-        reaper = Reaper(ledger, ledger.settings)
+        reaper = Reaper(ledger)
         job = make_job(prompts=2, capture=True)
         await claimed(ledger, job, ranks=1)
         settler(redis_url).settle(WORKER, 0, EPOCH, [(1, receipt(job, 0))])
@@ -198,7 +199,7 @@ async def test_a_relay_begins_the_time_of_receipts_again_only_when_it_starts(
     with redis.Redis.from_url(redis_url) as client, ExitStack() as relays:
 
         def started() -> Relay:
-            relay = Relay(settle, "", client)
+            relay = Relay(settle, settings_for(redis_url), client)
             relays.callback(relay._close)
             return relay
 

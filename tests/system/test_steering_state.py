@@ -316,7 +316,7 @@ async def test_a_worker_whose_ranks_disagree_claims_nothing_until_they_are_equal
         await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY)
     assert refused.value.detail == "rank 1 differs"
     assert (await steering.look(MODEL, WORKER)).desync == "rank 1 differs"
-    await steering.clear_desync(WORKER)
+    await steering.clear_desync(WORKER, BOOT)
     assert await ledger.claim(job.id, WORKER, BOOT, 2, IDENTITY) is not None
 
 

@@ -10,18 +10,23 @@ from collections.abc import Iterator
 import pytest
 import redis
 from celery.worker.consumer import Consumer as CeleryConsumer
-from kombu import Connection, Consumer, Message, Producer
+from kombu import Connection, Consumer, Message, Producer, Queue
 from kombu.asynchronous import Hub, get_event_loop, set_event_loop
 from kombu.transport import redis as kombu_redis
 from kombu.utils.imports import symbol_by_name
 
-from midstream.broker.queue.celery_app import make_app, queue
+from midstream.broker.queue.celery_app import make_app
 from midstream.broker.queue.consumer import WorkerConsumer, settle
 from midstream.broker.queue.transport import AT_ONCE, QueueTransport, is_closed
 from midstream.schemas.settings.settings import Settings
 from midstream.workers.app import make_worker_app
 
 OPTIONS = {"visibility_timeout": 60, "queue_order_strategy": "priority"}
+
+
+def direct(name: str) -> Queue:
+    """A queue with its name as exchange and routing key, as the ledger's are."""
+    return Queue(name, exchange=name, routing_key=name)
 
 
 @pytest.fixture
@@ -62,7 +67,7 @@ def put(redis_url: str, name: str, *numbers: int, priority: int = 0) -> None:
             Producer(channel).publish(
                 {"number": number},
                 routing_key=name,
-                declare=[queue(name)],
+                declare=[direct(name)],
                 exchange=name,
                 priority=priority,
             )
@@ -72,7 +77,7 @@ def take(connection: Connection, name: str, prefetch: int = 0) -> list[Message]:
     """What one look at the queue gives."""
     taken: list[Message] = []
     with Consumer(
-        connection.channel(), [queue(name)], on_message=taken.append, accept=["json"]
+        connection.channel(), [direct(name)], on_message=taken.append, accept=["json"]
     ) as consumer:
         consumer.qos(prefetch_count=prefetch)
         connection.drain_events(timeout=60)
@@ -149,7 +154,9 @@ def test_a_message_is_noted_while_redis_has_no_memory(
 ) -> None:
     put(redis_url, name, 1, 2)
     messages: list[Message] = []
-    with Consumer(connection.channel(), [queue(name)], on_message=messages.append, accept=["json"]):
+    with Consumer(
+        connection.channel(), [direct(name)], on_message=messages.append, accept=["json"]
+    ):
         client.config_set("maxmemory", 1)
         try:
             connection.drain_events(timeout=60)
@@ -185,7 +192,7 @@ def test_acknowledgements_wait_for_the_next_message(
         "they are not held any more, whatever Redis still says"
     )
     put(redis_url, name, 3)
-    with Consumer(channel, [queue(name)], on_message=messages.append, accept=["json"]):
+    with Consumer(channel, [direct(name)], on_message=messages.append, accept=["json"]):
         connection.drain_events(timeout=60)
     assert noted(client, messages) == [False, False, True]
 

@@ -37,7 +37,7 @@ async def until_heard(ledger: Ledger, others: set[str]) -> None:
 
 async def until_remembered(watcher: JobWatcher, job: Job) -> None:
     """Until the message of the job's last change has come."""
-    await holding(lambda: job.id in watcher.remembered)
+    await holding(lambda: job.id in watcher._heard)
 
 
 async def subscribers(ledger: Ledger) -> set[str]:

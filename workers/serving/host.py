@@ -347,9 +347,7 @@ class EngineHost:
 
     async def _release_former_boots(self) -> None:
         """Requeue immediately the jobs that this worker held when it was last killed."""
-        released = await Reaper(self._ledger, self.settings).release_boots(
-            self.settings.worker_id, BOOT
-        )
+        released = await Reaper(self._ledger).release_boots(self.settings.worker_id, BOOT)
         if released:
             logger.warning("requeued %s, held by an earlier start of this worker", released)
 

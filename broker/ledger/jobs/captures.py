@@ -20,7 +20,6 @@ from ....schemas.jobs.queues import COMPARISON_S, COMPARISONS
 from ....schemas.requests.specs import CaptureStatus
 from ....storage.store import open_store
 from ...artifacts import retention
-from ..core import scripts
 from ..results import pages, views
 from .ledger import Ledger, LedgerPart, of_each, reachable
 
@@ -195,8 +194,8 @@ class LedgerCaptures(LedgerPart):
         return listed | lost
 
     async def _forget(self, job_id: str, spare_leased: bool = False) -> str:
-        arguments = scripts.pack(self._settings, id=job_id, spare=spare_leased)
-        return str((await self._scripts.forget_captures(args=arguments)).decode())
+        outcome = await self._run("forget_captures", id=job_id, spare=spare_leased)
+        return str(outcome.decode())
 
     @reachable
     async def _remove(self, jobs: dict[str, float], at: float) -> None:
@@ -216,9 +215,7 @@ class LedgerCaptures(LedgerPart):
             done = error.done
             failure = error
         if ended := [job for job in done if job in ending]:
-            await self._scripts.removed_captures(
-                args=scripts.pack(self._settings, jobs=[(job, ending[job]) for job in ended])
-            )
+            await self._run("removed_captures", jobs=[(job, ending[job]) for job in ended])
         if failure is not None:
             raise failure
         if len(done) < len(jobs):

@@ -148,6 +148,18 @@ def not_found(job_id: str) -> MidstreamError:
     return MidstreamError("not_found", f"unknown job {job_id}", hint=LISTED)
 
 
+def unreadable(
+    what: str, error: msgspec.DecodeError, writer: bytes | None = None
+) -> MidstreamError:
+    """Return the error for what another version has written. `writer`: that version, if known."""
+    by = "(unknown)" if writer is None else writer.decode()
+    return MidstreamError(
+        "version_mismatch",
+        f"{what} by midstream {by}; midstream {__version__} cannot read it: {error}; "
+        "upgrade the older one, workers first",
+    )
+
+
 def _record(job_id: str, values: Sequence[bytes | None]) -> JobRecord:
     """Decode `values` as HMGET returns them for `FIELDS`. Raises not_found."""
     if (record := decode(job_id, values)) is None:
@@ -607,15 +619,8 @@ class Ledger(Fleet):
         try:
             return scripts.recorded(raw)
         except msgspec.ValidationError as error:
-            writer = (
-                await self.redis.hget(f"ms:job:{job_id}", "written_by") or b"(unknown)"
-            ).decode()
-            raise MidstreamError(
-                "version_mismatch",
-                f"job {job_id} was accepted by midstream {writer}; midstream {__version__} "
-                f"cannot read it: {error}; "
-                "upgrade the older one, workers first",
-            ) from error
+            writer = await self.redis.hget(f"ms:job:{job_id}", "written_by")
+            raise unreadable(f"job {job_id} was accepted", error, writer) from error
 
 
 class LedgerPart:
@@ -626,3 +631,7 @@ class LedgerPart:
         self._redis: Any = ledger.redis
         self._settings = ledger.settings
         self._scripts = ledger.scripts
+
+    async def _run(self, script: str, at: float | None = None, **own: Any) -> Any:
+        """Return the reply of a script of the ledger that takes the common arguments and `own`."""
+        return await getattr(self._scripts, script)(args=scripts.pack(self._settings, at, **own))

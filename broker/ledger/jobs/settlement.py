@@ -6,17 +6,15 @@ the receipts.
 """
 
 import logging
-import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import redis
 
 from ....schemas.base.records import now
 from ....schemas.jobs.receipts import LostRange, Receipt
 from ....schemas.settings.settings import Settings
-from ...telemetry import metrics, traces
+from ...telemetry import logs, metrics, traces
 from ..core import scripts
 
 log = logging.getLogger(__name__)
@@ -30,17 +28,19 @@ BATCH_BYTES = 8 << 20
 DISAGREEMENT_LOG_S = 60.0
 
 
-@dataclass
-class SettleCounts:
-    """Outcomes of the receipts handled by this process, for metrics and tests."""
+class Settled(NamedTuple):
+    """Answer of `settle.lua`: the stream's mark, and what became of a batch's receipts."""
 
-    applied: int = 0  # changed a ticket
-    duplicate: int = 0  # already committed, or the rank had already reported on this request
-    stale: int = 0  # of a previous attempt, or of a job that is over: acknowledged, changes nothing
-    unknown: int = 0  # of a job that the ledger does not have (any more): acknowledged
-    beyond_gap: int = 0  # not accepted: a predecessor is missing, so the sender must replay
-    lost: int = 0  # jobs failed by a LOST range
-    disagreements: int = 0  # requests whose ranks differ
+    mark: int
+    applied: int  # changed a ticket
+    duplicate: int  # already committed, or the rank had already reported on this request
+    stale: int  # of a previous attempt, or of a job that is over: acknowledged, changes nothing
+    unknown: int  # of a job that the ledger does not have (any more): acknowledged
+    beyond_gap: int  # not accepted: a predecessor is missing, so the sender must replay
+    disagreements: list[bytes]  # a worker and what its ranks disagree on, in turn
+    partial: int  # among the applied
+    errors: int  # among the applied
+    succeeded: list[bytes]  # see `Settler._record`
 
 
 def mark_key(worker: str, rank: int, epoch: str) -> str:
@@ -58,8 +58,7 @@ class Settler:
         self._redis = client
         self._settings = settings
         self._scripts = scripts.Scripts(client)
-        self.counts = SettleCounts()
-        self._log_at: dict[str, float] = {}  # worker → when its disagreements are logged again
+        self._complaints = logs.Complaints(DISAGREEMENT_LOG_S)  # about workers
 
     def mark(self, worker: str, rank: int, epoch: str) -> int:
         """Return the sequence number of the stream up to which all receipts are committed; 0 for a
@@ -79,29 +78,23 @@ class Settler:
         if not (ordered := sorted(receipts, key=lambda item: item[0])):
             return self.mark(worker, rank, epoch)
         keys = [mark_key(worker, rank, epoch)]
-        mark = sent = 0
         for batch in _batches(ordered):
-            sent += len(batch)
             began = now()
-            reply = cast(
-                list[Any],
-                self._scripts.settle(keys=keys, args=scripts.settle(self._settings, batch)),
+            settled = Settled(
+                *self._scripts.settle(keys=keys, args=scripts.settle(self._settings, batch))
             )
-            mark = reply[0]
-            beyond = reply[5]
-            self._count(reply)
-            self._record(batch, began, scripts.text(reply[9]))
-            if beyond:
+            self._count(settled)
+            self._record(batch, began, scripts.text(settled.succeeded))
+            if settled.beyond_gap:
                 log.warning(
                     "receipts of worker %s rank %d epoch %s: gap after %d",
                     worker,
                     rank,
                     epoch,
-                    mark,
+                    settled.mark,
                 )
-                self.counts.beyond_gap += len(ordered) - sent
                 break
-        return mark
+        return settled.mark
 
     def lost(self, worker: str, rank: int, epoch: str, lost: LostRange) -> int:
         """Record that the sender has lost `lost.first..lost.last`: fail the jobs of these receipts
@@ -115,7 +108,6 @@ class Settler:
         )
         mark = int(reply[0])
         failed = int(reply[1])
-        self.counts.lost += failed
         metrics.LOST.labels(worker).inc(failed)
         if mark == lost.last:
             log.error(
@@ -129,28 +121,26 @@ class Settler:
             )
         return mark
 
-    def _count(self, reply: list[Any]) -> None:
-        _, applied, duplicate, stale, unknown, beyond, disagreements, partial, errors, _ = reply
-        for status, count in (
-            ("ok", applied - partial - errors),
-            ("partial", partial),
-            ("error", errors),
-            ("duplicate", duplicate),
-            ("stale", stale),
-            ("unknown", unknown),
-            ("beyond_gap", beyond),
-        ):
-            if count:
-                metrics.RECEIPTS.labels(status).inc(count)
-        self.counts.applied += applied
-        self.counts.duplicate += duplicate
-        self.counts.stale += stale
-        self.counts.unknown += unknown
-        self.counts.disagreements += len(disagreements) // 2
+    def _count(self, settled: Settled) -> None:
+        outcomes = {
+            "ok": settled.applied - settled.partial - settled.errors,
+            "partial": settled.partial,
+            "error": settled.errors,
+            "duplicate": settled.duplicate,
+            "stale": settled.stale,
+            "unknown": settled.unknown,
+            "beyond_gap": settled.beyond_gap,
+        }
+        for status, count in outcomes.items():
+            metrics.RECEIPTS.labels(status).inc(count)
+        disagreements = scripts.text(settled.disagreements)
         for worker, detail in zip(disagreements[::2], disagreements[1::2], strict=True):
-            metrics.DISAGREEMENTS.labels(worker.decode()).inc()
-            self._log_disagreement(worker.decode(), detail.decode())
-        self.counts.beyond_gap += beyond
+            metrics.DISAGREEMENTS.labels(worker).inc()
+            # After the first, every request of the worker disagrees until its ranks are resynced.
+            if self._complaints.due(worker):
+                log.warning(
+                    "the ranks of worker %s disagree: %s", worker, detail, extra={"worker": worker}
+                )
 
     def _record(self, batch: list[tuple[int, Receipt]], began: float, succeeded: list[str]) -> None:
         """Record metrics and trace spans.
@@ -188,17 +178,6 @@ class Settler:
             metrics.DURABLE.labels(model).observe(max(0.0, at - float(generated)))
             metrics.JOB.labels(model).observe(max(0.0, at - float(created)))
             traces.record("durable", traced.get(job_id, ""), float(generated), at, job=job_id)
-
-    def _log_disagreement(self, worker: str, detail: str) -> None:
-        """Log a disagreement, rate-limited: after the first, every request of the worker disagrees
-        until its ranks are resynced.
-        """
-        at = time.monotonic()
-        if at >= self._log_at.get(worker, at):
-            self._log_at[worker] = at + DISAGREEMENT_LOG_S
-            log.warning(
-                "the ranks of worker %s disagree: %s", worker, detail, extra={"worker": worker}
-            )
 
 
 def _batches(receipts: Iterable[tuple[int, Receipt]]) -> Iterator[list[tuple[int, Receipt]]]:

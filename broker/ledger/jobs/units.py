@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeVar
 
 from ....schemas.base.records import from_msgpack
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
-from ..core import scripts
 from ..core.script_arguments import binary
 from .ledger import LedgerPart, reachable
 
@@ -78,10 +77,8 @@ class LedgerUnits(LedgerPart):
         fate: UnitFate = "kept"
         for start in range(0, max(len(rows), 1), BATCH):
             batch = rows[start : start + BATCH]
-            arguments = scripts.pack(
-                self._settings, id=job_id, attempt=attempt, units=batch, **report
-            )
-            fate = (await self._scripts.keep(args=arguments)).decode()
+            outcome = await self._run("keep", id=job_id, attempt=attempt, units=batch, **report)
+            fate = outcome.decode()
             if fate != "kept":
                 break
         return fate

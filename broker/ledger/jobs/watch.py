@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Hashable
-from types import TracebackType
 from typing import Any, Generic, TypeVar
 
 import redis.asyncio
@@ -111,7 +110,7 @@ class Waiter:
 class JobWatcher:
     """Waits for changes of jobs on one pub/sub connection. Belongs to one event loop.
 
-    Use as `async with Watcher(ledger)`, or `start()` and `close()`.
+    Use as `async with JobWatcher(ledger)`.
     """
 
     def __init__(self, ledger: Ledger) -> None:
@@ -121,7 +120,6 @@ class JobWatcher:
         self._heard: OrderedDict[str, tuple[int, str]] = OrderedDict()
         self._reads: SharedReads[EventBatch] = SharedReads()
         self._messages = 0  # number heard so far
-        self._task: asyncio.Task[None] | None = None
         self._hearing = asyncio.Event()
         #: Called with the id of each job of which a change is heard; and when changes may have been
         #: missed.
@@ -129,32 +127,18 @@ class JobWatcher:
         self.on_gap: Callable[[], None] | None = None
 
     async def __aenter__(self) -> "JobWatcher":
-        self.start()
+        """Start listening."""
+        self._task = asyncio.create_task(self._listen(), name="midstream-watcher")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        await self.close()
-
-    def start(self) -> None:
-        """Start listening; idempotent. Must be called on the event loop."""
-        if self._task is None:
-            self._task = asyncio.create_task(self._listen(), name="midstream-watcher")
-
-    async def close(self) -> None:
+    async def __aexit__(self, *_: object) -> None:
         """Stop listening and wake all waiters, which reach their deadline or continue by
         polling.
         """
-        if self._task is not None:
-            # redis-py may swallow a cancellation (asyncio.wait_for of Python 3.11)
-            while not self._task.done():
-                self._task.cancel()
-                await asyncio.wait({self._task}, timeout=0.5)
-            self._task = None
+        # redis-py may swallow a cancellation (asyncio.wait_for of Python 3.11)
+        while not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=0.5)
         self._hearing.clear()
         self._wake_all()
 
@@ -162,11 +146,6 @@ class JobWatcher:
     def waiting(self) -> int:
         """Number of waiting calls."""
         return sum(map(len, self._waiting.values()))
-
-    @property
-    def remembered(self) -> set[str]:
-        """Ids of the jobs whose latest message is known."""
-        return set(self._heard)
 
     async def changed(
         self, job_id: str, version: int, timeout: float, quiet: Collection[str] = ()

@@ -13,11 +13,10 @@ from ....schemas.base.errors import MidstreamError, invalid, unknown
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
 from ....schemas.base.records import from_msgpack, to_msgpack
 from ....schemas.base.tensors import Tensor
-from ....schemas.base.version import __version__
 from ....schemas.jobs.models import GradientInfo
 from ..core import scripts
 from ..core.tenants import MIB, refusal
-from ..jobs.ledger import Ledger, reachable
+from ..jobs.ledger import Ledger, LedgerPart, reachable, unreadable
 
 log = logging.getLogger(__name__)
 
@@ -67,15 +66,6 @@ def size_of(raw: Mapping[str, bytes]) -> int:
     return sum(map(len, raw.values()))
 
 
-def unreadable(what: str, writer: str, error: msgspec.DecodeError) -> MidstreamError:
-    """Return the error for what another version stored. `writer`: that version; empty: unknown."""
-    return MidstreamError(
-        "version_mismatch",
-        f"{what} was stored by midstream {writer or '(unknown)'}; midstream {__version__} cannot "
-        f"read it: {error}; upgrade the older one, workers first",
-    )
-
-
 @reachable
 async def look_up(
     ledger: Ledger, model: str, named: Iterable[tuple[ArtifactKind[Any], str]]
@@ -101,7 +91,7 @@ async def look_up(
     return Lookup(model, records, names, steering=steering)
 
 
-class Registry(Generic[T]):
+class Registry(LedgerPart, Generic[T]):
     """The names of one kind: one hash for each model, and the tensors of those that have some.
     Belongs to the ledger's event loop.
 
@@ -109,9 +99,8 @@ class Registry(Generic[T]):
     """
 
     def __init__(self, ledger: Ledger, kind: ArtifactKind[T]) -> None:
-        self._ledger = ledger
+        super().__init__(ledger)
         self._kind = kind
-        self._redis: Any = ledger.redis
 
     @reachable
     async def get(self, model: str, name: str) -> T | None:
@@ -181,12 +170,8 @@ class Registry(Generic[T]):
             record = make(former).after(former)
             if check is not None:
                 check(record, await self.of_model(model))
-            arguments = scripts.put_pinned(
-                self._ledger.settings, self._kind, record, packed, raw, changes
-            )
-            outcome, *count = scripts.text(
-                await scripts.Scripts(self._redis).put_pinned(args=arguments)
-            )
+            arguments = scripts.put_pinned(self._settings, self._kind, record, packed, raw, changes)
+            outcome, *count = scripts.text(await self._scripts.put_pinned(args=arguments))
             if outcome == "stored":
                 self._ledger.took_room(size_of(raw))
                 return record, former
@@ -229,10 +214,10 @@ class Registry(Generic[T]):
             tenant = unscoped(name)[0]
             # raises for an unreadable one, which stays: the version that wrote it may need it
             await self.get(model, name)
-        arguments = scripts.pack(
-            self._ledger.settings, kind=self._kind.plural, model=model, name=name, tenant=tenant
+        kind = self._kind.plural
+        return bool(
+            await self._run("delete_pinned", kind=kind, model=model, name=name, tenant=tenant)
         )
-        return bool(await scripts.Scripts(self._redis).delete_pinned(args=arguments))
 
     def _key(self, model: str) -> str:
         return self._kind.key + model
@@ -244,7 +229,7 @@ class Registry(Generic[T]):
             return self._decode(what, packed)
         except msgspec.DecodeError as error:
             by = await self._redis.hget(f"ms:steering:{model}", f"{self._kind.plural}_by:{name}")
-            raise unreadable(what, (by or b"").decode(), error) from error
+            raise unreadable(f"{what} was stored", error, by) from error
 
     def _decode(self, what: str, packed: bytes) -> T:
         try:

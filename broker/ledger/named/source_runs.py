@@ -16,7 +16,6 @@ import msgspec
 from ....schemas.access.keys import DEFAULT_TENANT, Caller, own, scoped, shown, unscoped
 from ....schemas.base.errors import MidstreamError, Problem, Translated, unknown
 from ....schemas.base.records import by_key, from_json, from_msgpack, now, to_json
-from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import TERMINAL, State
 from ....schemas.jobs.receipts import Receipt, receipt_decoder
 from ....schemas.requests.source_runs import (
@@ -32,9 +31,8 @@ from ....storage.store import open_store
 from ...artifacts import source_run_files
 from ...artifacts.headers import UNREADABLE, must_be_there
 from ...artifacts.source_run_files import RunBlob, unusable
-from ..core import scripts
 from ..jobs.captures import LedgerCaptures
-from ..jobs.ledger import Ledger, LedgerPart, of_each, reachable
+from ..jobs.ledger import Ledger, LedgerPart, of_each, reachable, unreadable
 from ..results import pages
 
 #: Job ids name the captures of their jobs; names of runs must not begin like this.
@@ -228,9 +226,7 @@ class LedgerRuns(LedgerPart):
 
     @reachable
     async def _forget(self, run: RunRecord) -> None:
-        await self._scripts.delete_run(
-            args=scripts.pack(self._settings, model=run.model, name=run.name, job=run.job)
-        )
+        await self._run("delete_run", model=run.model, name=run.name, job=run.job)
 
     async def prune(self, at: float) -> int:
         """Remove the names of runs deleted long ago; searches once an hour.
@@ -328,16 +324,8 @@ class LedgerRuns(LedgerPart):
         caches = [set(from_json(raw, list[str])) if raw else set() for raw in answers[len(runs) :]]
         return [
             RunView(
-                name=shown(run.name),
-                model=run.model,
-                job=run.job,
-                tag=run.tag,
-                created=run.created,
-                state=standing.state,
-                detail=standing.detail,
-                bytes=standing.bytes,
-                lora=run.lora,
-                identity=run.identity,
+                **(msgspec.structs.asdict(run) | {"name": shown(run.name)}),
+                **(standing or DELETED)._asdict(),
                 in_use=int(count),
                 held_by=[
                     worker
@@ -345,9 +333,7 @@ class LedgerRuns(LedgerPart):
                     if f"{run.job}.{run.tag}" in held
                 ],
             )
-            for run, standing, count in zip(
-                runs, [item or DELETED for item in known], answers[: len(runs)], strict=True
-            )
+            for run, standing, count in zip(runs, known, answers[: len(runs)], strict=True)
         ]
 
     async def _blobs(self, job: str, tag: str, only: Collection[int] | None) -> dict[int, Blobs]:
@@ -426,14 +412,7 @@ def _readiness(
 
 def _decoded(packed: bytes) -> RunRecord:
     with Translated(
-        msgspec.ValidationError,
-        lambda error: MidstreamError(
-            "version_mismatch",
-            (
-                "a run's name was stored by a version of Midstream incompatible with "
-                f"{__version__}: {error}"
-            ),
-        ),
+        msgspec.ValidationError, lambda error: unreadable("a run's name was stored", error)
     ):
         return from_msgpack(packed, RunRecord)
 

@@ -25,8 +25,8 @@ from ....schemas.requests.steering import (
     WorkerSteering,
 )
 from ..core import scripts
-from ..jobs.ledger import LedgerPart, reachable
-from .registry import GLOBAL, packed_blobs, size_of, unreadable
+from ..jobs.ledger import LedgerPart, reachable, unreadable
+from .registry import GLOBAL, packed_blobs, size_of
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class LedgerSteering(LedgerPart):
             return []
         with Translated(
             msgspec.DecodeError,
-            lambda error: unreadable("the checked global steering", _text(writer), error),
+            lambda error: unreadable("the checked global steering was stored", error, writer),
         ):
             return from_msgpack(packed, list[SteeringTemplate])
 
@@ -116,15 +116,14 @@ class LedgerSteering(LedgerPart):
         await self._redis.set(_report(report.worker), to_msgpack(report), ex=REPORT_TTL_S)
 
     @reachable
-    async def clear_desync(self, worker: str, boot: str = "", epoch: int = 0) -> None:
+    async def clear_desync(self, worker: str, boot: str, epoch: int = 0) -> None:
         """Clear the worker's mark: its ranks agree again.
 
         Receipts of this `boot`'s action ledgers before `epoch` no longer mark it.
         """
         async with self._redis.pipeline(transaction=True) as pipe:
             pipe.hdel(DESYNC_KEY, worker)
-            if boot:
-                pipe.hset(SETTLED_KEY, worker, f"{boot}/{epoch - 1}")
+            pipe.hset(SETTLED_KEY, worker, f"{boot}/{epoch - 1}")
             await pipe.execute()
 
     @reachable
@@ -140,7 +139,7 @@ class LedgerSteering(LedgerPart):
         if raw is None:
             raise MidstreamError("intervention_failed", f"the tensor {name} is no longer stored")
         with Translated(
-            msgspec.DecodeError, lambda error: unreadable(f"the tensor {name}", "", error)
+            msgspec.DecodeError, lambda error: unreadable(f"the tensor {name} was stored", error)
         ):
             return from_msgpack(raw, Tensor)
 
@@ -224,14 +223,14 @@ class LedgerSteering(LedgerPart):
         with it nor is pinned: nothing has changed then.
         """
         steering = GlobalSteering(entries=list(entries))
-        arguments = scripts.pack(
-            self._settings,
+        reply = await self._run(
+            "set_global",
             model=model,
             check=check,
             tensors=steering.tensors,
             steers=bool(entries),
         )
-        outcome, *detail = scripts.text(await self._scripts.set_global(args=arguments))
+        outcome, *detail = scripts.text(reply)
         if outcome == "missing":
             raise MidstreamError("conflict", f"the tensor {detail[0]} is not stored: send it again")
         if outcome == "gone":
@@ -258,8 +257,9 @@ class LedgerSteering(LedgerPart):
         try:
             return from_msgpack(packed, list[SteeringTemplate])
         except msgspec.DecodeError as error:
-            writer = _text(await self._redis.hget(_state(model), "current_by"))
-            raise unreadable(f"the global steering of {model!r}", writer, error) from error
+            writer = await self._redis.hget(_state(model), "current_by")
+            what = f"the global steering of {model!r} was stored"
+            raise unreadable(what, error, writer) from error
 
 
 def _decoded(packed: bytes | None) -> WorkerSteering | None:

@@ -10,7 +10,7 @@ import hmac
 import re
 import secrets
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -24,10 +24,9 @@ from ....schemas.access.keys import (
     StoredKey,
 )
 from ....schemas.base.errors import MidstreamError, Translated
-from ....schemas.base.records import from_msgpack, now, to_msgpack
-from ....schemas.base.version import __version__
+from ....schemas.base.records import fields_of, from_msgpack, now, to_msgpack
 from ....schemas.settings.settings import PREFIX, Settings, SettingsError
-from ..jobs.ledger import ALPHABET, Ledger, reachable
+from ..jobs.ledger import ALPHABET, Ledger, LedgerPart, reachable, unreadable
 
 KEYS = "ms:keys"
 ID_LENGTH = 12
@@ -102,38 +101,28 @@ def of_settings(settings: Settings) -> dict[str, StoredKey]:
     return keys
 
 
-def is_right(shown: PresentedKey, key: StoredKey | None, at: float) -> bool:
+def is_right(shown: PresentedKey, key: StoredKey | None) -> bool:
     """Return whether `key` matches the presented one and has not expired.
 
     Constant time, even for a missing key.
     """
     same = hmac.compare_digest(shown.sha256, UNKNOWN.sha256 if key is None else key.sha256)
-    return same and key is not None and not has_expired(key, at)
+    return same and key is not None and not has_expired(key)
 
 
-def has_expired(key: StoredKey, at: float) -> bool:
-    return key.expires is not None and at >= key.expires
+def has_expired(key: StoredKey) -> bool:
+    return key.expires is not None and now() >= key.expires
 
 
 def view_of(key: StoredKey) -> KeyView:
-    return KeyView(
-        id=key.id,
-        name=key.name,
-        tenant=key.tenant,
-        scopes=key.scopes,
-        created=key.created,
-        expires=key.expires,
-    )
+    return KeyView(**fields_of(key, KeyView))
 
 
-class LedgerKeys:
+class LedgerKeys(LedgerPart):
     """API keys in the ledger's Redis.
 
     All calls raise MidstreamError("unavailable") while it is unreachable.
     """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._redis: Any = ledger.redis
 
     @reachable
     async def create(self, request: KeyRequest) -> CreatedKey:
@@ -153,7 +142,7 @@ class LedgerKeys:
                 expires=None if request.expires_in is None else at + request.expires_in,
             )
             if await self._redis.hsetnx(KEYS, key.id, to_msgpack(key)):
-                return CreatedKey(**msgspec.structs.asdict(view_of(key)), key=text)
+                return CreatedKey(**fields_of(key, KeyView), key=text)
 
     @reachable
     async def get(self, key_id: str) -> StoredKey | None:
@@ -164,12 +153,11 @@ class LedgerKeys:
     async def valid(self, key_ids: Iterable[str]) -> set[str]:
         """Return the ids whose keys exist and have not expired; one round trip."""
         ids = [*key_ids]
-        at = now()
         result = await self._redis.hmget(KEYS, ids) if ids else []
         return {
             key_id
             for key_id, raw in zip(ids, result, strict=True)
-            if raw is not None and _holds(raw, at)
+            if raw is not None and _holds(raw)
         }
 
     @reachable
@@ -206,25 +194,16 @@ async def any_key(settings: Settings) -> bool:
         await ledger.close()
 
 
-def _holds(raw: bytes, at: float) -> bool:
+def _holds(raw: bytes) -> bool:
     """Return whether the key is valid; False if it cannot be read, since such a key admits no
     request.
     """
     try:
-        return not has_expired(_decoded(raw), at)
+        return not has_expired(_decoded(raw))
     except MidstreamError:
         return False
 
 
 def _decoded(raw: bytes) -> StoredKey:
-    with Translated(
-        msgspec.ValidationError,
-        lambda error: MidstreamError(
-            "version_mismatch",
-            (
-                f"a key was stored by a version of Midstream incompatible with {__version__}: "
-                f"{error}"
-            ),
-        ),
-    ):
+    with Translated(msgspec.ValidationError, lambda error: unreadable("a key was stored", error)):
         return from_msgpack(raw, StoredKey)

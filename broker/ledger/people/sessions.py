@@ -7,7 +7,7 @@ import hashlib
 import re
 import secrets
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,7 +15,7 @@ from ....schemas.access.keys import StoredKey
 from ....schemas.access.sessions import MAX_SESSIONS, SESSION_S, Session
 from ....schemas.base.errors import MidstreamError
 from ....schemas.base.records import from_msgpack, now, to_msgpack
-from ..jobs.ledger import Ledger, reachable
+from ..jobs.ledger import LedgerPart, reachable
 
 SESSION = "ms:key-session:"
 SESSIONS = "ms:key-sessions:"
@@ -33,14 +33,11 @@ def name_of(session_id: str) -> str | None:
     return hashlib.sha256(session_id.encode()).hexdigest() if _ID.fullmatch(session_id) else None
 
 
-class Sessions:
+class Sessions(LedgerPart):
     """Sessions in the ledger's Redis.
 
     All calls raise MidstreamError("unavailable") while it is unreachable.
     """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._redis: Any = ledger.redis
 
     @reachable
     async def create(self, key: StoredKey) -> NewSession:

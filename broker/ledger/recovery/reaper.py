@@ -11,8 +11,9 @@ import secrets
 import sys
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
 from typing import NamedTuple, cast
+
+import msgspec
 
 from ....schemas.base.records import now
 from ....schemas.base.states import State
@@ -20,13 +21,12 @@ from ....schemas.jobs.ledger_shares import shares
 from ....schemas.jobs.queues import Queue
 from ....schemas.packages import part
 from ....schemas.settings.faults import crash_point
-from ....schemas.settings.settings import Settings
 from ...queue.celery_app import UNACKED, lists_of, queue_of
 from ...queue.messages import job_of_task
 from ..core import scripts
 from ..jobs.captures import LedgerCaptures
 from ..jobs.inputs import LedgerInputs
-from ..jobs.ledger import Ledger, of_each, reachable
+from ..jobs.ledger import Ledger, LedgerPart, of_each, reachable
 from ..jobs.status import relay_since
 from ..named.source_runs import LedgerRuns
 from ..results.views import listing
@@ -69,41 +69,37 @@ class Queued(NamedTuple):
     attempt: int  # attempts made
 
 
-@dataclass
-class ReaperReport:
+class ReaperReport(msgspec.Struct):
     """Job ids by what one sweep did to them."""
 
     # queued, but their message was lost: sent again
-    resent: list[str] = field(default_factory=list)
-    requeued: list[str] = field(default_factory=list)  # their worker's lease had run out
-    failed: list[str] = field(default_factory=list)  # ... and it was the last attempt
+    resent: list[str] = []
+    requeued: list[str] = []  # their worker's lease had run out
+    failed: list[str] = []  # ... and it was the last attempt
     # generated, but receipts were missing at the deadline
-    timed_out: list[str] = field(default_factory=list)
+    timed_out: list[str] = []
     # never begun, and `expires_in` had passed: aborted
-    late: list[str] = field(default_factory=list)
-    cancelled: list[str] = field(default_factory=list)  # being cancelled when their worker died
-    picked: list[str] = field(default_factory=list)  # waited, and there was room for their message
+    late: list[str] = []
+    cancelled: list[str] = []  # being cancelled when their worker died
+    picked: list[str] = []  # waited, and there was room for their message
     # their captures were older than `capture_ttl_s`
-    deleted: list[str] = field(default_factory=list)
+    deleted: list[str] = []
     # listing entries whose job's record has expired, and names of runs deleted as long ago
     pruned: int = 0
-    corrected: list[str] = field(default_factory=list)  # usage counters of tenants that were wrong
+    corrected: list[str] = []  # usage counters of tenants that were wrong
 
     def __bool__(self) -> bool:
-        return any(getattr(self, field.name) for field in fields(self))
+        return any(msgspec.structs.astuple(self))
 
 
-class Reaper:
+class Reaper(LedgerPart):
     """Recovers what was lost, on the ledger's event loop.
 
     Several may run concurrently: every step is a compare-and-set; duplicate messages are harmless.
     """
 
-    def __init__(self, ledger: Ledger, settings: Settings) -> None:
-        self._settings = settings
-        self._ledger = ledger
-        self._redis = ledger.redis
-        self._scripts = ledger.scripts
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__(ledger)
         self._recount_at = 0.0
         self._captures = LedgerCaptures(ledger)
         self._runs = LedgerRuns(ledger)
@@ -132,10 +128,7 @@ class Reaper:
         }
         for raw in due:
             job_id = raw.decode()
-            reply = await self._scripts.reap(
-                args=scripts.pack(self._settings, at, id=job_id, **waits)
-            )
-            result, *record = scripts.text(reply)
+            result, *record = scripts.text(await self._run("reap", at, id=job_id, **waits))
             if result in ("gone", "held"):
                 continue
             model, attempt, queue = record
@@ -148,9 +141,7 @@ class Reaper:
                 crash_point("sweeper.requeued")
         for queue, jobs in queued.items():
             report.resent += await self._resend_lost(queue, jobs, at)
-        report.picked = scripts.text(
-            await self._scripts.top_up(args=scripts.pack(self._settings, at))
-        )
+        report.picked = scripts.text(await self._run("top_up", at))
         for duty in self._duties:
             await duty(self._ledger)
         report.corrected = await self._recount(at)
@@ -172,11 +163,7 @@ class Reaper:
 
         Returns the requeued ids.
         """
-        text = scripts.text(
-            await self._scripts.release_boots(
-                args=scripts.pack(self._settings, worker=worker, boot=boot)
-            )
-        )
+        text = scripts.text(await self._run("release_boots", worker=worker, boot=boot))
         return [
             job_id for job_id, state in zip(text[::2], text[1::2], strict=True) if state == "queued"
         ]
@@ -193,8 +180,8 @@ class Reaper:
         if at < self._recount_at:
             return []
         self._recount_at = at + RECOUNT_AGAIN_S
-        await self._scripts.forget_workers(args=scripts.pack(self._settings, at))
-        recount = UsageReconciliation(self._scripts, self._settings, at)
+        await self._run("forget_workers", at)
+        recount = UsageReconciliation(self._ledger, at)
         while (differed := await recount.step()) is None:
             pass
         self._recount_at = at + RECOUNT_S
@@ -209,10 +196,8 @@ class Reaper:
         for job_id, attempt in jobs:
             present = waiting.get(job_id, NOWHERE) >= attempt
             later = at + scripts.QUEUED_LOOK_S + SECONDS_PER_MESSAGE * read
-            if await self._scripts.look_again(
-                args=scripts.pack(
-                    self._settings, at, id=job_id, attempt=attempt, present=present, later=later
-                )
+            if await self._run(
+                "look_again", at, id=job_id, attempt=attempt, present=present, later=later
             ):
                 log.warning("job %s had no message in the queue: a new one was sent", job_id)
                 resent.append(job_id)
@@ -298,7 +283,7 @@ def _job_of(message: bytes) -> tuple[str, int]:
     return ("", NOWHERE) if match is None else job_of_task(match[1].decode())
 
 
-class UsageReconciliation:
+class UsageReconciliation(LedgerPart):
     """One recount of the usage counters: call `step` until it returns the differences.
 
     Usage is updated in the commits that change it, so it is correct except for changes that a
@@ -307,15 +292,9 @@ class UsageReconciliation:
     recount that begins later replaces it.
     """
 
-    def __init__(
-        self, bound: scripts.Scripts, settings: Settings, at: float, slice_: int = RECOUNT_SLICE
-    ) -> None:
-        """`bound`: the `Scripts` of an asynchronous client.
-
-        `at`: the time, in seconds since the epoch.
-        """
-        self._scripts = bound
-        self._settings = settings
+    def __init__(self, ledger: Ledger, at: float, slice_: int = RECOUNT_SLICE) -> None:
+        """`at`: the time, in seconds since the epoch."""
+        super().__init__(ledger)
         self._at = at
         self._slice = slice_
         self._name = secrets.token_hex(8)
@@ -333,25 +312,18 @@ class UsageReconciliation:
         recount has replaced this one.
         """
         if not self._left:
-            counted = await self._scripts.recounted(
-                args=scripts.pack(self._settings, self._at, name=self._name)
-            )
-            return [
-                *_differences(counted),
-                *_differences(
-                    await self._scripts.list_modules(args=scripts.pack(self._settings, self._at))
-                ),
-            ]
+            counted = await self._run("recounted", self._at, name=self._name)
+            modules = await self._run("list_modules", self._at)
+            return [*_differences(counted), *_differences(modules)]
         which, family = self._left[0]
-        local = {
-            "name": self._name,
-            "which": which,
-            "family": family,
-            "cursor": self._cursor,
-            "many": self._slice,
-        }
-        self._cursor = await self._scripts.recount(
-            args=scripts.pack(self._settings, self._at, **local)
+        self._cursor = await self._run(
+            "recount",
+            self._at,
+            name=self._name,
+            which=which,
+            family=family,
+            cursor=self._cursor,
+            many=self._slice,
         )
         if not self._cursor:
             return []

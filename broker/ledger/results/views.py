@@ -10,7 +10,7 @@ from msgspec import UNSET
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
 from ....schemas.base.errors import invalid
-from ....schemas.base.records import by_key, now
+from ....schemas.base.records import by_key, fields_of, now
 from ....schemas.jobs.jobs import (
     TERMINAL,
     CaptureResults,
@@ -23,7 +23,7 @@ from ....schemas.jobs.jobs import (
     State,
 )
 from ....schemas.jobs.kinds import kind_of
-from ....schemas.jobs.receipts import PLACED, Receipt, receipt_decoder
+from ....schemas.jobs.receipts import PLACED, CapturedFile, Receipt, receipt_decoder
 from ....schemas.jobs.results import JobResult
 from ....schemas.jobs.works import Work
 from ....schemas.prompts.selectors import as_ranges
@@ -42,7 +42,7 @@ _STREAM_ID = re.compile(r"^\d{1,20}(-\d{1,20})?$")
 def view(record: JobRecord, settings: Settings) -> JobView:
     """Return the record as users see it; a job whose results were removed reads `expired`."""
     past = record.finished is not None and now() > record.finished + settings.result_ttl_s
-    fields = {name: getattr(record, name) for name in JobView.__struct_fields__} | {
+    fields = fields_of(record, JobView) | {
         "state": State.EXPIRED if record.state in TERMINAL and past else record.state,
         "receipts_expected": record.expected,
         "prompts": 0 if kind_of(record.kind).reads_receipts else record.prompts,
@@ -117,23 +117,15 @@ def probe_result(request: int, score: ProbeScore) -> ProbeResult:
     )
     # policies list their actions, of which `action` is the one that decides how requests continue
     shown = ("steer", "stop", "flag") if score.policy is None else ("steer", "stop")
-    return ProbeResult(
-        request=request,
-        probe=score.name,
-        digest=score.digest,
-        scores=dict(zip(score.labels, score.score, strict=True)),
-        positions=score.positions,
-        crossed=crossed,
-        action=next((action for action in shown if action in score.actions), "none"),
-        flagged=score.flagged,
-        stopped=score.stopped,
-        tokens=tokens,
-        gate=score.gate,
-        gated=score.gated,
-        policy=score.policy,
-        decisions=score.decisions,
-        triggers=score.triggers,
-    )
+    fields = fields_of(score, ProbeResult) | {
+        "request": request,
+        "probe": score.name,
+        "scores": dict(zip(score.labels, score.score, strict=True)),
+        "crossed": crossed,
+        "action": next((action for action in shown if action in score.actions), "none"),
+        "tokens": tokens,
+    }
+    return ProbeResult(**fields)
 
 
 def capture_results(
@@ -145,35 +137,14 @@ def capture_results(
             status="not_requested", job=view.id, hook_names=view.hook_names or UNSET
         )
     files = [
-        FileEntry(
-            path=file.path,
-            request=receipt.request,
-            rank=receipt.rank,
-            pp=receipt.pp,
-            bytes=file.bytes,
-            crc32=file.crc32,
-            rows=file.rows,
-            sites={"post_block": file.layers} if file.layers and not file.sites else file.sites,
-            positions=file.positions,
-            offset=file.offset,
-            layout=file.layout,
-            tag=file.tag,
-            reused=file.reused,
-            dropped=file.dropped,
-            non_finite=file.non_finite,
-        )
+        _file_entry(receipt, file)
         for receipt in ticket
         for file in receipt.files
         if file.layout != PLACED
     ]
     consumers = [
         ConsumerReport(
-            name=consumed.name,
-            request=receipt.request,
-            pp=receipt.pp,
-            ok=consumed.ok,
-            message=consumed.message,
-            rows=consumed.rows,
+            request=receipt.request, pp=receipt.pp, **fields_of(consumed, ConsumerReport)
         )
         for receipt in ticket
         for consumed in receipt.consumed
@@ -191,6 +162,13 @@ def capture_results(
         detail=_capture_detail(view, ticket),
         hook_names=view.hook_names or UNSET,
     )
+
+
+def _file_entry(receipt: Receipt, file: CapturedFile) -> FileEntry:
+    fields = fields_of(receipt, FileEntry) | fields_of(file, FileEntry)
+    if file.layers and not file.sites:
+        fields["sites"] = {"post_block": file.layers}
+    return FileEntry(**fields)
 
 
 def _capture_detail(view: JobView, ticket: Sequence[Receipt]) -> str:
@@ -254,17 +232,7 @@ def determinism(view: JobView, record: JobRecord, ticket: Sequence[Receipt]) -> 
         of_stage = [receipt for receipt in ticket if receipt.pp == pp]
         accounts = by_key((receipt.request, receipt.account) for receipt in of_stage)
         ranks = [
-            RankReport(
-                rank=receipt.rank,
-                tp=receipt.tp,
-                request=receipt.request,
-                step=receipt.step,
-                checksum=receipt.checksum,
-                actions=receipt.actions,
-                applied=receipt.applied,
-                status=receipt.verdict,
-                message=receipt.message,
-            )
+            RankReport(**(fields_of(receipt, RankReport) | {"status": receipt.verdict}))
             for receipt in of_stage
         ]
         stages.append(

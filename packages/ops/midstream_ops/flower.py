@@ -21,7 +21,6 @@ from midstream.broker.processes.hosts import Hosts
 from midstream.broker.processes.install import basic
 from midstream.broker.queue.celery_app import make_app
 from midstream.schemas.base.errors import STATUS_OF_KIND
-from midstream.schemas.base.records import now
 from midstream.schemas.settings.settings import (
     Settings,
     SettingsError,
@@ -64,7 +63,7 @@ class Door:
             return True
         scheme, _, text = authorization.partition(" ")
         shown = keys.parse(text.strip()) if scheme.lower() == "bearer" and path == METRICS else None
-        return shown is not None and keys.is_right(shown, self._keys.get(shown.id), now())
+        return shown is not None and keys.is_right(shown, self._keys.get(shown.id))
 
 
 def options(settings: Settings) -> dict[str, str]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any, Self, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit
 
@@ -163,12 +164,7 @@ class S3Store:
         return ""
 
     def used(self) -> int:
-        return self.ask(
-            "list",
-            lambda s3, _: sum(
-                item["size"] for batch in obstore.list(s3, chunk_size=1000) for item in batch
-            ),
-        )
+        return sum(item["size"] for item in self.listed())
 
     def writer(self) -> "S3Writer":
         return S3Writer(self)
@@ -212,7 +208,7 @@ class S3Store:
         if not key.endswith("/"):
             self.ask("delete", lambda s3, _: obstore.delete(s3, key), key)
             return
-        paths = self.paths(key)
+        paths = [item["path"] for item in self.listed(key)]
         for at in range(0, len(paths), _DELETED_TOGETHER):
             batch = paths[at : at + _DELETED_TOGETHER]
             self.ask(
@@ -252,10 +248,9 @@ class S3Store:
         self.delete(f"{DELETED}/{name}")
 
     def segments(self, job: str) -> list[str]:
-        paths = self.paths(check_key(f"{REFERENCES}/{job}"))
-        return sorted(
-            f"{tag}/{SEGMENTS}/{name}" for tag, name in (path.split("/")[-2:] for path in paths)
-        )
+        references = self.listed(check_key(f"{REFERENCES}/{job}"))
+        paths = (item["path"].split("/")[-2:] for item in references)
+        return sorted(f"{tag}/{SEGMENTS}/{name}" for tag, name in paths)
 
     def marked(self, name: str) -> bool:
         key = check_key(f"{DELETED}/{name}")
@@ -272,10 +267,6 @@ class S3Store:
     def together(self, action: Callable[[T], R], items: Iterable[T]) -> list[R]:
         return together(action, items)
 
-    @property
-    def client(self) -> Any:
-        return client(self.address)
-
     def ask(self, operation: str, action: Callable[[Any, StoreCall], T], key: str = "") -> T:
         return ask(self.address, operation, action, key)
 
@@ -291,15 +282,13 @@ class S3Store:
 
         return self.ask("put", put, key)
 
-    def paths(self, folder: str) -> list[str]:
-        """Return the keys of all objects below a folder."""
+    def listed(self, folder: str = "") -> list[Any]:
+        """Return all objects below a folder, or of the store, as obstore describes them."""
         return self.ask(
             "list",
-            lambda s3, _: [
-                item["path"]
-                for batch in obstore.list(s3, folder, chunk_size=1000)
-                for item in batch
-            ],
+            lambda s3, _: list(
+                chain.from_iterable(obstore.list(s3, folder or None, chunk_size=1000))
+            ),
             folder,
         )
 

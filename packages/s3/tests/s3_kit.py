@@ -366,7 +366,9 @@ def keys(store: Any) -> list[str]:
     """The keys of all objects of the store, of those that it does not list too."""
     import obstore
 
-    return sorted(each["path"] for batch in obstore.list(store.client) for each in batch)
+    from midstream_s3.client import client
+
+    return sorted(each["path"] for batch in obstore.list(client(store.address)) for each in batch)
 
 
 #: What processes that use the server have in their environment.

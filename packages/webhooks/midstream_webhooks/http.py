@@ -132,7 +132,8 @@ class Poster:
         self._timeout_s = timeout_s
         self._threads = ThreadPoolExecutor(RESOLVER_THREADS, thread_name_prefix="webhook-names")
         self._pool = httpcore2.AsyncConnectionPool(
-            ssl_context=_tls(),
+            # trusts the system's certificate authorities, or those of SSL_CERT_FILE or SSL_CERT_DIR
+            ssl_context=httpcore2.default_ssl_context(),
             max_connections=None,  # the sender limits them
             max_keepalive_connections=KEPT,
             keepalive_expiry=KEEPALIVE_S,
@@ -213,10 +214,3 @@ def _why(error: BaseException) -> str:
 
 def _header(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> str | None:
     return next((value.decode("latin-1") for key, value in headers if key.lower() == name), None)
-
-
-def _tls() -> ssl.SSLContext:
-    """Return a context that trusts the operating system's certificate authorities, or those of
-    SSL_CERT_FILE or SSL_CERT_DIR.
-    """
-    return httpcore2.default_ssl_context()

@@ -10,11 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
+import msgspec
 from msgspec import UNSET
 
 from midstream.broker.ledger.core.script_arguments import pack
 from midstream.broker.ledger.core.tenants import refusal
-from midstream.broker.ledger.jobs.ledger import Ledger, of_each, reachable
+from midstream.broker.ledger.jobs.ledger import Ledger, LedgerPart, of_each, reachable
 from midstream.broker.ledger.results import pages
 from midstream.schemas.access.webhooks import (
     DeliveryAttempt,
@@ -51,7 +52,7 @@ FIELDS = ("job", "event", "tenant", "url", "state", "created", "next", "shown")
 
 
 class DeliveryLease(NamedTuple):
-    """A delivery that is this sender's until `ends`."""
+    """A delivery that is this sender's until `ends`; first what `hooks_lease.lua` returns."""
 
     id: str  # the `webhook-id`
     job: str
@@ -64,10 +65,10 @@ class DeliveryLease(NamedTuple):
     attempt: int  # of the job
     model: str
     tries: int  # attempts before this one, since its retry schedule began
+    detail: str  # the decision of a policy, as JSON; empty: there is none
+    shown: str  # the job's id as the receiver may see it; empty: `job`
     token: str
     ends: float
-    detail: str = ""  # the decision of a policy, as JSON
-    shown: str = ""  # the job's id as the receiver may see it; empty: `job`
 
     def body(self) -> bytes:
         """Return the body of the request: the same bytes in every attempt."""
@@ -86,17 +87,15 @@ class DeliveryLease(NamedTuple):
         return to_json(HookBody(type=cast(CallbackEvent, self.event), timestamp=stamp, data=data))
 
 
-class WebhookOutbox:
+class WebhookOutbox(LedgerPart):
     """The outbox in a ledger's Redis; `clock` returns seconds since the epoch.
 
     Belongs to the ledger's event loop.
     """
 
     def __init__(self, ledger: Ledger, clock: Callable[[], float] = now) -> None:
-        self._redis: Any = ledger.redis
-        self._written = ledger.written
-        self._settings = ledger.settings
-        self._scripts = ledger.scripts_of(LUA, PARTS)
+        super().__init__(ledger)
+        self._own = ledger.scripts_of(LUA, PARTS)
         self.clock = clock
 
     # --- the sender's side
@@ -121,33 +120,13 @@ class WebhookOutbox:
             scan=LANES_SCANNED,
             under_way=dict(under_way),
         )
-        if rows := await self._scripts.hooks_lease(args=arguments):
-            await self._written()
-        leases = []
-        for row in rows:
-            values = ((part or b"").decode() for part in row)
-            id_, job, event, tenant, key, url, created, state, attempt, model, *rest = values
-            tries, detail, shown = rest
-            leases.append(
-                DeliveryLease(
-                    id=id_,
-                    job=job,
-                    event=event,
-                    tenant=tenant,
-                    key=key,
-                    url=url,
-                    created=created,
-                    job_state=state,
-                    attempt=int(attempt),
-                    model=model,
-                    tries=int(tries),
-                    token=token,
-                    ends=at + lease_s,
-                    detail=detail,
-                    shown=shown,
-                )
-            )
-        return leases
+        if rows := await self._own.hooks_lease(args=arguments):
+            await self._ledger.written()
+        stored = ([(part or b"").decode() for part in row] for row in rows)
+        return [
+            msgspec.convert([*values, token, at + lease_s], DeliveryLease, strict=False)
+            for values in stored
+        ]
 
     @reachable
     async def settle(
@@ -177,7 +156,7 @@ class WebhookOutbox:
             well=well,
             most=LANE_ROOM,
         )
-        return cast(str, (await self._scripts.hooks_settle(args=arguments)).decode())
+        return cast(str, (await self._own.hooks_settle(args=arguments)).decode())
 
     @reachable
     async def clamp(self, lease_s: float) -> int:
@@ -190,7 +169,7 @@ class WebhookOutbox:
             for name in await self._redis.zrangebyscore("ms:hooks", f"({at!r}", "+inf")
         ]
         moved = [
-            await self._scripts.hooks_clamp(
+            await self._own.hooks_clamp(
                 args=pack(at, ids=ids[first : first + CLAMPED_AT_ONCE], lease=lease_s)
             )
             for first in range(0, len(ids), CLAMPED_AT_ONCE)
@@ -201,9 +180,7 @@ class WebhookOutbox:
     async def clean(self, ttl_s: float, limit: int = 1000) -> int:
         """Delete up to `limit` deliveries settled more than `ttl_s` ago; returns how many."""
         at = self.clock()
-        return int(
-            await self._scripts.hooks_clean(args=pack(at, before=repr(at - ttl_s), limit=limit))
-        )
+        return int(await self._own.hooks_clean(args=pack(at, before=repr(at - ttl_s), limit=limit)))
 
     @reachable
     async def depth(self) -> tuple[int, float | None]:
@@ -293,7 +270,7 @@ class WebhookOutbox:
         `delivery`.
         """
         limit = self._settings.tuning.webhook_pending_limit
-        outcome = await self._scripts.hooks_redeliver(
+        outcome = await self._own.hooks_redeliver(
             args=pack(self.clock(), id=delivery_id, pending_limit=limit)
         )
         if outcome == b"unknown":

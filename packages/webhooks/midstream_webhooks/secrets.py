@@ -6,10 +6,9 @@ They are stored in Redis unhashed, because the signer needs them.
 
 import base64
 import secrets
-from typing import Any
 
 from midstream.broker.ledger.core.script_arguments import pack
-from midstream.broker.ledger.jobs.ledger import Ledger, reachable
+from midstream.broker.ledger.jobs.ledger import Ledger, LedgerPart, reachable
 from midstream.schemas.access.webhooks import Secret, SecretList
 from midstream.schemas.base.records import now
 
@@ -19,12 +18,12 @@ from .outbox import LUA, PARTS
 SECRET_BYTES = 32
 
 
-class WebhookSecrets:
+class WebhookSecrets(LedgerPart):
     """The secrets in a ledger's Redis. Belongs to the ledger's event loop."""
 
     def __init__(self, ledger: Ledger) -> None:
-        self._redis: Any = ledger.redis
-        self._scripts = ledger.scripts_of(LUA, PARTS)
+        super().__init__(ledger)
+        self._own = ledger.scripts_of(LUA, PARTS)
 
     async def of(self, tenant: str, key: str) -> SecretList:
         """Return the secrets that sign webhooks of jobs submitted with `key` (empty: without a
@@ -58,7 +57,7 @@ class WebhookSecrets:
     ) -> list[Secret]:
         at = now()
         fresh = SECRET_PREFIX + base64.b64encode(secrets.token_bytes(SECRET_BYTES)).decode()
-        result = await self._scripts.hooks_rotate(
+        result = await self._own.hooks_rotate(
             args=pack(
                 at,
                 owner=owner,

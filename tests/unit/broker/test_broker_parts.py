@@ -41,7 +41,7 @@ def test_parts_of_a_ledger_use_its_scripts(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(redis.asyncio.Redis, "register_script", bind)
     assert LedgerSweeps(ledger)._scripts is ledger.scripts
-    assert Reaper(ledger, ledger.settings)._scripts is ledger.scripts
+    assert Reaper(ledger)._scripts is ledger.scripts
 
 
 def test_job_ids_cannot_be_guessed_and_sort_by_age() -> None:  # field case 40

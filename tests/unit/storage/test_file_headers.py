@@ -23,7 +23,7 @@ from midstream.schemas.base.errors import MidstreamError, Problem, invalid
 from midstream.schemas.base.records import from_json, to_json
 from midstream.storage.formats import lens_files, lora_files, module_files, sae_files
 from midstream.storage.formats.capture_blobs import DamagedBlob, read_header
-from midstream.storage.formats.tensor_files import npy_header, whole_file
+from midstream.storage.formats.tensor_files import npy_header, whole_header
 
 SAES = Path(__file__).parents[2] / "data" / "saes"
 MODEL: dict[str, Any] = {"hooks": ["post_block"], "num_layers": 4, "hidden_size": 8}
@@ -185,7 +185,7 @@ def test_whatever_a_safetensors_file_holds_it_is_read_or_refused(raw: bytes) -> 
         return raw[start : start + count]
 
     read_or_refused(
-        lambda: whole_file(read, len(raw)),
+        lambda: whole_header(read, len(raw)),
         lambda: read_header(read, len(raw)),
         lambda: lora_files.parse(b"{}", raw),
         lambda: module_files.specs_of(raw),
@@ -199,10 +199,10 @@ def test_whatever_a_numpy_file_holds_it_is_read_or_refused(raw: bytes) -> None:
 
 
 def test_a_whole_safetensors_file_is_read() -> None:
-    places = whole_file(lambda start, count: VALID[start : start + count], len(VALID))
+    _, places = whole_header(lambda start, count: VALID[start : start + count], len(VALID))
     assert {name: place.shape for name, place in places.items()} == {"x": [2, 2], "y": [3]}
     with pytest.raises(DamagedBlob, match="not all there"):
-        whole_file(lambda start, count: VALID[start : start + count], len(VALID) - 1)
+        whole_header(lambda start, count: VALID[start : start + count], len(VALID) - 1)
 
 
 def test_a_problem_can_be_encoded_whatever_it_quotes() -> None:

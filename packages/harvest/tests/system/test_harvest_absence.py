@@ -24,7 +24,7 @@ from midstream.schemas.settings.settings import Settings
 async def main(url, job):
     settings = Settings(redis_url=url)
     ledger = Ledger.connect(settings)
-    report = await Reaper(ledger, settings).sweep()
+    report = await Reaper(ledger).sweep()
     view = await ledger.view(job)
     print(json.dumps([report.failed, view.kind, view.state]))
     await ledger.close()
@@ -47,7 +47,7 @@ async def test_a_harvest_goes_on_once_its_package_is_back(rig: Rig) -> None:
         )
         assert json.loads(done.stdout or done.stderr) == [[], "harvest", "queued"]
         assert await harvests.view(harvest.id) == before
-        await Reaper(rig.ledger, rig.settings).sweep()
+        await Reaper(rig.ledger).sweep()
         view = await work(rig, runs, harvest.id)
     assert view.state == "succeeded"
     assert view.documents == 4

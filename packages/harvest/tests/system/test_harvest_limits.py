@@ -19,7 +19,7 @@ from sweep_rig import Rig, having
 from tenant_kit import ADMIN, Caller, asking, bearer
 
 from midstream.broker.ledger.core import tenants
-from midstream.broker.ledger.core.scripts import SHELVED_S, Scripts
+from midstream.broker.ledger.core.scripts import SHELVED_S
 from midstream.broker.ledger.recovery.reaper import Reaper, UsageReconciliation
 from midstream.schemas.access.keys import Limits, Tenant
 from midstream.schemas.base.errors import MidstreamError
@@ -41,7 +41,7 @@ DOCUMENTS = texts(100, 400)
 
 
 async def counted_anew(rig: Rig) -> list[str]:
-    count = UsageReconciliation(Scripts(rig.ledger.redis), rig.settings, now())
+    count = UsageReconciliation(rig.ledger, now())
     while (differed := await count.step()) is None:
         pass
     return differed
@@ -207,7 +207,7 @@ async def test_surveys_take_no_place_of_a_part_and_wait_in_the_ledger(
         go.set()
         assert await asyncio.gather(*running) == [AttemptOutcome.SUCCEEDED] * 2
         before = await sent(ledger, "fake-model")
-        await Reaper(ledger, rig.settings).sweep(now() + 60)
+        await Reaper(ledger).sweep(now() + 60)
         again = [each.job_id for each in (await sent(ledger, "fake-model"))[len(before) :]]
         assert again == [surveys[2].id]
         assert await runs.run(surveys[2].id, "harvest") == AttemptOutcome.SUCCEEDED
@@ -226,7 +226,7 @@ async def test_surveys_that_wait_are_sent_again_in_the_order_of_their_submission
     for age in (2, 0, 3, 1):
         assert await ledger.claim(surveys[age].id, "w1", "boot", 1, identity, crowded=True) is None
     before = await sent(ledger, "fake-model")
-    await Reaper(ledger, rig.settings).sweep(now() + 60)
+    await Reaper(ledger).sweep(now() + 60)
     again = [each.job_id for each in (await sent(ledger, "fake-model"))[len(before) :]]
     assert again == [job.id for job in surveys]
 

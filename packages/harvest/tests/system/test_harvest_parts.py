@@ -288,7 +288,7 @@ async def test_a_plan_that_is_stored_after_the_seal_is_removed(
         first = asyncio.create_task(runs.run(job, "harvest"))
         while (await rig.ledger.view(job)).attempt < 1:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-        await Reaper(rig.ledger, rig.settings).sweep(now() + 2 * rig.settings.lease_s)
+        await Reaper(rig.ledger).sweep(now() + 2 * rig.settings.lease_s)
         async with rig.worker("another", data_dir=str(tmp_path / "another")) as others:
             assert (await work(rig, others, harvest.id)).state == "succeeded"
             reachable.set()

@@ -347,7 +347,7 @@ async def test_a_sweep_waits_for_a_store_that_is_away_and_goes_on(
     monkeypatch.setattr(FileStore, "trouble", lambda store: trouble[0])
 
     job_id = await rig.submit(asked)
-    reaper = Reaper(rig.ledger, rig.settings)
+    reaper = Reaper(rig.ledger)
     async with rig.worker(fault=fault) as runs:
         for _ in range(3):
             assert await runs.run_job(job_id) is AttemptOutcome.STORE_UNAVAILABLE

@@ -221,7 +221,10 @@ def test_a_request_that_never_ends_is_given_up(
 
 @pytest.mark.parametrize(
     "change",
-    [lambda store: obstore.put(store.client, "x", b"other"), lambda store: store.delete("x")],
+    [
+        lambda store: obstore.put(s3_client.client(store.address), "x", b"other"),
+        lambda store: store.delete("x"),
+    ],
     ids=["replaced", "removed"],
 )
 def test_what_was_replaced_or_removed_before_it_was_confirmed_is_not_reported(
@@ -414,10 +417,10 @@ def test_temporary_credentials_of_a_role_are_asked_for_again(
     with server(*asking, (200, {}, answers[0]), *asking, (200, {}, answers[1])) as (url, _):
         monkeypatch.setenv("AWS_METADATA_ENDPOINT", url)
         s3_client.client.cache_clear()
-        obstore.put(bucket.client, "x", b"1")
+        obstore.put(s3_client.client(bucket.address), "x", b"1")
         del s3.keys[first["aws_access_key_id"]]
         time.sleep(0.2)  # obstore asks at most ten times a second
-        obstore.put(bucket.client, "x", b"2")
+        obstore.put(s3_client.client(bucket.address), "x", b"2")
         assert s3.count("PUT") == 2
 
 

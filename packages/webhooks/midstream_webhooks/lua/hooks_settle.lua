@@ -28,6 +28,12 @@ if verdict == 'pending' then
   hook_put(id, lane, args.due)
   return verdict
 end
-hook_end(id, lane, verdict)
+redis.call('HSET', hook, 'state', verdict)
+redis.call('HDEL', hook, 'next', 'pause', 'lease')
+redis.call('ZREM', 'ms:hooks', id)
+redis.call('SREM', 'ms:hook-pending:' .. tenant, id)
+redis.call('ZREM', 'ms:hook-lane:' .. lane, id)
+redis.call('ZREM', 'ms:hook-busy:' .. lane, id)
+redis.call('ZADD', 'ms:hook-done', args.at, id)
 hook_plan(lane)
 return verdict

@@ -312,7 +312,7 @@ def test_global_capture_that_exceeds_a_steps_room_is_skipped_without_refusals(
     """A long prompt that asks for nothing must not be answered 400 about a capture; the user's own
     capture comes first.
     """
-    everyone._logged.clear()
+    everyone._complaints._made.clear()
     limits: dict[str, Any] = {
         "capture_row_limit": 4,
         "global_captures": [CaptureSpec(layers="0-2", positions=[0, 5], tag="global")],

@@ -89,7 +89,7 @@ class Board:
             raise MidstreamError("unavailable", "Redis is away")
         self.reports.append(report)
 
-    async def clear_desync(self, worker: str, boot: str = "", epoch: int = 0) -> None:
+    async def clear_desync(self, worker: str, boot: str, epoch: int = 0) -> None:
         self._there()
         self.desync = ""
         self.cleared.append(epoch)
