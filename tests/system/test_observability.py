@@ -311,6 +311,7 @@ def test_the_status_shows_the_worker_and_its_engine(stack: Seen, held: httpx2.Re
     assert status.redis.aof
 
 
+@pytest.mark.long  # through Celery's program; test_worker_jobs.py asks in this process
 def test_inspect_shows_the_engine_of_a_worker(stack: Seen) -> None:
     asked = ["-A", "midstream.workers.remote", "inspect", "midstream_engine", "-t", "30"]
     of_worker = ["-d", f"w1@{os.uname().nodename}", "--json"]
