@@ -75,7 +75,13 @@ def test_patching_with_alpha_zero_or_its_own_row_is_bit_exact(
         assert same(rows_of(cached, ran(cached, CORRUPT, steering)), plain)
 
 
-@pytest.mark.parametrize("hook", sorted(STREAM_HOOKS))
+@pytest.mark.parametrize(
+    "hook",
+    [
+        pytest.param(hook, marks=[] if hook == "post_block" else pytest.mark.long)
+        for hook in sorted(STREAM_HOOKS)
+    ],
+)
 def test_patching_the_whole_stream_reproduces_the_source_run(
     cached: Host, clean: Job, corrupt: Job, hook
 ) -> None:

@@ -189,27 +189,31 @@ _FP4 = {
 }
 
 
+#: Configs, and vLLM's reason against each. `make test` tries the first.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (
+        compressed("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}),
+        "compressed-tensors: fp4 weights.*NVFP4 linear layer",
+    ),
+    (
+        {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False},
+        "gptq: int8 weights .*weight_bits",
+    ),
+    (
+        {"quant_method": "fp8", "activation_scheme": "dynamic"},
+        "fp8 activations per tensor .*use a GPU",
+    ),
+    (
+        {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+        "modelopt_fp4.* NVFP4 linear layer",
+    ),
+    ({"quant_method": "torchao", "quant_type": {"default": "int8_weight_only"}}, "torchao"),
+]
+
+
 @pytest.mark.parametrize(
     ("config", "reason"),
-    [
-        (
-            compressed("nvfp4-pack-quantized", _FP4, _FP4 | {"dynamic": "local"}),
-            "compressed-tensors: fp4 weights.*NVFP4 linear layer",
-        ),
-        (
-            {"quant_method": "gptq", "bits": 8, "group_size": 32, "sym": True, "desc_act": False},
-            "gptq: int8 weights .*weight_bits",
-        ),
-        (
-            {"quant_method": "fp8", "activation_scheme": "dynamic"},
-            "fp8 activations per tensor .*use a GPU",
-        ),
-        (
-            {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
-            "modelopt_fp4.* NVFP4 linear layer",
-        ),
-        ({"quant_method": "torchao", "quant_type": {"default": "int8_weight_only"}}, "torchao"),
-    ],
+    [REFUSED[0], *(pytest.param(*case, marks=pytest.mark.long) for case in REFUSED[1:])],
 )
 @pytest.mark.slow("vLLM inspects a model's class in a process of its own")
 def test_formats_without_a_kernel_here_are_refused_with_vllms_reason(

@@ -231,7 +231,7 @@ def patched_truth(reference: Reference, prompt: list[int], *edits: Edit) -> np.n
     return logprobs_of(reference.logits[-1])
 
 
-@pytest.mark.parametrize("layer", [1, 3])
+@pytest.mark.parametrize("layer", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_reentry_equals_a_full_forward_at_every_hook(
     cached: Host, reference: Reference, layer: int
 ) -> None:

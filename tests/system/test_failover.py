@@ -66,7 +66,10 @@ def pair(tmp_path: Path) -> Iterator[FrontedRedis]:
         yield pair
 
 
-@pytest.mark.parametrize("fail_over", WAYS)
+@pytest.mark.parametrize(
+    "fail_over",
+    [after_a_kill, behind_a_name, pytest.param(behind_a_proxy, marks=pytest.mark.long)],
+)
 @pytest.mark.slow("writes before, during and after a failover")
 def test_acknowledged_writes_outlive_a_failover(pair: FrontedRedis, fail_over: Failover) -> None:
     assert lost_writes(pair.url, 1, lambda: fail_over(pair)) == []
@@ -133,13 +136,8 @@ class FrontedStack(Stack):
             self.pair.__exit__()
 
 
-@pytest.mark.parametrize(
-    "fail_over",
-    [
-        pytest.param(way, marks=pytest.mark.long) if way is not behind_a_name else way
-        for way in WAYS
-    ],
-)
+@pytest.mark.long
+@pytest.mark.parametrize("fail_over", WAYS)
 @pytest.mark.slow("clients of a whole service, through a failover and back")
 def test_a_failover_under_load_loses_and_doubles_no_job(
     tmp_path: Path, fail_over: Failover

@@ -579,12 +579,13 @@ def broker(redis_url: str) -> Iterator[Broker]:
     loop.close()
 
 
-def test_tensors_are_pinned_exactly_while_referenced(broker: Broker) -> None:
+@pytest.mark.parametrize("examples", [10, pytest.param(25, marks=pytest.mark.long)])
+def test_tensors_are_pinned_exactly_while_referenced(broker: Broker, examples: int) -> None:
     Pins.broker = broker
     run_state_machine_as_test(  # type: ignore[no-untyped-call]
         Pins,
         settings=settings(
-            max_examples=25,
+            max_examples=examples,
             stateful_step_count=25,
             deadline=None,
             suppress_health_check=list(HealthCheck),

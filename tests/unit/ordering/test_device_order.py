@@ -15,7 +15,7 @@ from midstream.workers.runner.rows.planner import Planner
 #: What decides where steering is applied → seeds of each simulation; and those that `make test`
 #: runs too.
 SEEDS: dict[Decides, int] = {"nothing": 200, "probes": 60, "tokens": 60}
-FEW = {"nothing": 6, "probes": 2, "tokens": 6}
+FEW = {"nothing": 3, "probes": 2, "tokens": 3}
 #: The first seed; another one looks for rare orders on purpose.
 FIRST = int(os.environ.get("ORDERING_SEED", "0"))
 

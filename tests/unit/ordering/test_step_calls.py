@@ -55,8 +55,8 @@ CALLS = {
     # tokens decide the steering of all requests; a graph is chosen for each step
     **{"triggered all": 47, "families": 38},
 }
-#: Kinds that are parts of others here.
-PARTS = {"one", "steer", "gated"}
+#: Kinds that are parts of others here, or cost what another does.
+PARTS = {"one", "steer", "gated", "stopped all"}
 #: Kind of load → operations that a step queues on the forward's stream beside the forward.
 QUEUED = {
     **dict.fromkeys(CALLS, 2),

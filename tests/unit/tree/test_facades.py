@@ -21,8 +21,28 @@ m.entry_points = lambda **asked: m.EntryPoints([])
 def alone(program: str) -> subprocess.CompletedProcess[str]:
     """Run a program where no package offers anything."""
     return subprocess.run(
-        [sys.executable, "-c", ALONE + program], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", ALONE + program], capture_output=True, text=True, timeout=300
     )
+
+
+#: Runs programs one after the other, and prints the last line of what each raises.
+EACH = """
+import traceback
+
+for program in {programs!r}:
+    try:
+        exec(program, {{}})
+    except BaseException as error:
+        print(traceback.format_exception_only(error)[-1], end="")
+"""
+
+
+def errors_of(*programs: str) -> list[str]:
+    """What each of these programs raises where no package offers anything, in one process."""
+    done = alone(EACH.format(programs=programs))
+    errors = done.stdout.splitlines()
+    assert len(errors) == len(programs), done.stderr
+    return errors
 
 
 def test_the_facade_has_the_names_of_its_package() -> None:
@@ -41,34 +61,33 @@ def test_a_facade_whose_package_is_absent_names_the_extra() -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["PatchStudy", "Mapped"])
-def test_a_class_whose_package_is_absent_names_the_extra(name: str) -> None:
-    done = alone(f"from midstream import {name}")
-    assert done.stderr.splitlines()[-1] == (
+def test_a_class_whose_package_is_absent_names_the_extra() -> None:
+    names = ["PatchStudy", "Mapped"]
+    assert errors_of(*(f"from midstream import {name}" for name in names)) == [
         f"ImportError: midstream.{name} needs the package midstream-lab: {installing('lab')}"
-    )
+        for name in names
+    ]
 
 
-@pytest.mark.parametrize("name", ["harvests", "map", "sweep"])
-def test_a_call_whose_package_is_absent_names_the_extra(name: str) -> None:
-    done = alone(f"import midstream; midstream.Client('http://127.0.0.1:1').{name}")
-    assert done.stderr.splitlines()[-1] == (
+def test_a_call_whose_package_is_absent_names_the_extra() -> None:
+    names = ["harvests", "map", "sweep"]
+    client = "import midstream; midstream.Client('http://127.0.0.1:1')"
+    assert errors_of(*(f"{client}.{name}" for name in names)) == [
         f"AttributeError: Client has no attribute {name!r}; {installing(CALLS[name])}"
-    )
+        for name in names
+    ]
 
 
-@pytest.mark.parametrize("call", ["plot", "to_pandas"])
-def test_what_training_measured_without_its_package_names_the_extra(call: str) -> None:
-    done = alone(
+def test_what_training_measured_without_its_package_names_the_extra() -> None:
+    probe = (
         "from midstream import Client\n"
         "from midstream.schemas.artifacts.probes import Probe, ProbeContent\n"
         "content = ProbeContent(hook='post_block', layer=0, tensors=[], labels=[], thresholds=[])\n"
         "kept = {'name': 'p', 'model': 'm', 'digest': 'd', 'created': 0.0}\n"
-        f"Probe(**kept, content=content, hidden_size=1, bytes=4).{call}()"
+        "probe = Probe(**kept, content=content, hidden_size=1, bytes=4)\n"
     )
-    assert done.stderr.splitlines()[-1].endswith(
-        f"what draws a Probe is not installed: {installing('lab')}"
-    )
+    for error in errors_of(f"{probe}probe.plot()", f"{probe}probe.to_pandas()"):
+        assert error.endswith(f"what draws a Probe is not installed: {installing('lab')}")
 
 
 def test_the_extras_of_kinds_and_of_their_calls_are_those_of_the_rows() -> None:
@@ -78,35 +97,48 @@ def test_the_extras_of_kinds_and_of_their_calls_are_those_of_the_rows() -> None:
     assert {**named, "map": "lab"} == CALLS
 
 
-#: Asks an API without packages for what they serve; prints status and detail of each answer.
+GRADIENT = {"of": "gradient", "scalar": {"kind": "loss"}}
+#: Path → what is sent there to an API without packages.
+CALLED: dict[str, dict[str, object]] = {
+    "/v1/sweeps": {},
+    "/v1/sweeps/job_1": {},
+    "/v1/attributions": {},
+    "/v1/modules/fit": {},
+    "/v1/jacobians/fit": {},
+    "/v1/doses": {},
+    "/v1/jobs": {"model": "m", "prompts": ["a"], "capture": GRADIENT},
+}
+#: Prints status and detail of each answer.
 ASK = """
 from litestar.testing import TestClient
 from midstream.api.app import make_app
 from midstream.schemas.settings.settings import Settings
 
 with TestClient(make_app(Settings(redis_url="redis://127.0.0.1:1")), "http://127.0.0.1") as client:
-    for path in {paths!r}:
-        answer = client.post(path, json={{}})
+    for path, body in {called!r}.items():
+        answer = client.post(path, json=body)
         print(answer.status_code, answer.json()["detail"])
 """
 
 
-def test_routes_of_kinds_that_are_absent_name_the_extra() -> None:
-    paths = ["sweeps", "sweeps/job_1", "attributions", "modules/fit", "jacobians/fit", "doses"]
-    done = alone(ASK.format(paths=[f"/v1/{path}" for path in paths]))
-    answers = done.stdout.splitlines()
-    assert len(answers) == len(paths), done.stderr
-    for answer in answers:
-        assert answer.startswith("501 no package that is installed here knows jobs of kind ")
-        assert installing("lab") in answer
+@pytest.fixture(scope="module")
+def answers() -> dict[str, str]:
+    """Path → status and detail."""
+    done = alone(ASK.format(called=CALLED))
+    return dict(zip(CALLED, done.stdout.splitlines(), strict=True))
 
 
-def test_gradient_rows_without_their_kind_name_the_extra() -> None:
-    gradient = "{'of': 'gradient', 'scalar': {'kind': 'loss'}}"
-    body = f"{{'model': 'm', 'prompts': ['a'], 'capture': {gradient}}}"
-    done = alone(ASK.format(paths=["/v1/jobs"]).replace("json={}", f"json={body}"))
-    assert done.stdout.startswith("501 "), done.stderr
-    assert installing("lab") in done.stdout
+def test_routes_of_kinds_that_are_absent_name_the_extra(answers: dict[str, str]) -> None:
+    for path in CALLED.keys() - {"/v1/jobs"}:
+        assert answers[path].startswith(
+            "501 no package that is installed here knows jobs of kind "
+        ), path
+        assert installing("lab") in answers[path]
+
+
+def test_gradient_rows_without_their_kind_name_the_extra(answers: dict[str, str]) -> None:
+    assert answers["/v1/jobs"].startswith("501 ")
+    assert installing("lab") in answers["/v1/jobs"]
 
 
 def test_a_gradient_worker_without_its_engine_names_the_extra() -> None:
@@ -118,12 +150,12 @@ def test_a_gradient_worker_without_its_engine_names_the_extra() -> None:
     assert installing("lab") in done.stderr.splitlines()[-1]
 
 
-@pytest.mark.parametrize(("room", "extra"), [("harvest", "harvest"), ("probes", "lab")])
-def test_a_room_whose_package_is_absent_names_the_extra(room: str, extra: str) -> None:
-    done = alone(f"import midstream; midstream.{room}")
-    assert done.stderr.splitlines()[-1] == (
+def test_a_room_whose_package_is_absent_names_the_extra() -> None:
+    extras = {"harvest": "harvest", "probes": "lab"}
+    assert errors_of(*(f"import midstream; midstream.{room}" for room in extras)) == [
         f"ImportError: midstream.{room} needs the package midstream-{extra}: {installing(extra)}"
-    )
+        for room, extra in extras.items()
+    ]
 
 
 def test_the_rest_of_the_client_needs_no_package() -> None:
@@ -131,11 +163,24 @@ def test_the_rest_of_the_client_needs_no_package() -> None:
     assert done.stdout == "there\n", done.stderr
 
 
+#: Gives each command, and prints the exit code of each.
+COMMANDS = """
+from midstream.client.cli.main import main
+
+for command in {commands!r}:
+    try:
+        main([command, 'a', 'b'])
+    except SystemExit as ended:
+        print(ended.code)
+"""
+
+
 def test_a_command_whose_package_is_absent_names_the_extra() -> None:
-    for command, (package, extra) in PACKAGED.items():
-        done = alone(f"from midstream.client.cli.main import main; main([{command!r}, 'a', 'b'])")
-        assert done.returncode == 1
-        assert done.stderr.startswith(
+    done = alone(COMMANDS.format(commands=[*PACKAGED]))
+    assert done.stdout.split() == ["1"] * len(PACKAGED), done.stderr
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    for error, (command, (package, extra)) in zip(errors, PACKAGED.items(), strict=True):
+        assert error.startswith(
             f"error: `midstream {command}` needs {package}, not installed here: {installing(extra)}"
         )
 

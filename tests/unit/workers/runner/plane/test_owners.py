@@ -239,8 +239,10 @@ def rig(tmp_path: Path) -> Rig:
 PAIRS = list(itertools.combinations_with_replacement(WISHES, 2))
 
 
-@pytest.mark.slow("546 pairs, in six parts")
-@pytest.mark.parametrize("part", range(6))
+@pytest.mark.slow("91 pairs in each part")
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=[pytest.mark.long] if part > 1 else []) for part in range(6)]
+)
 def test_no_wish_of_a_request_changes_what_the_operator_does(rig: Rig, part: int) -> None:
     fails: list[int] = []
     for number, pair in enumerate(PAIRS):
