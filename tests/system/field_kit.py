@@ -14,6 +14,10 @@ from edge import HIDDEN, MODEL, Api, Hand
 
 from midstream.schemas.jobs.jobs import Job
 
+#: Returns what becomes of a body that is sent to a path.
+Outcome = Callable[[str, dict[str, Any]], Any]
+#: Path and body → what became of it.
+OUTCOMES: dict[tuple[str, bytes], Any] = {}
 VECTOR = [1.0] * HIDDEN
 STEERING = [{"layers": 1, "vector": VECTOR}]
 
@@ -60,9 +64,7 @@ def cases(submissions: Mapping[type[msgspec.Struct], Submission]) -> list[Any]:
     ]
 
 
-def check(
-    submission: Submission, field: str, outcome: Callable[[str, dict[str, Any]], Any]
-) -> None:
+def check(submission: Submission, field: str, outcome: Outcome) -> None:
     """The field has an effect on `outcome` of path and body, or is refused: then `outcome` is what
     the refusal names.
     """
@@ -75,8 +77,22 @@ def check(
     if isinstance(found, str):
         assert found.split(".")[0].split("[")[0] == field
         return
-    without = outcome(submission.path, body)
-    assert (found == without) == (field in WITHOUT)
+    assert (found == plainly(submission.path, body, outcome)) == (field in WITHOUT)
+
+
+def check_same(submission: Submission, outcome: Outcome) -> None:
+    """The same body has the same outcome, also in another test: what differs is the field's."""
+    body = {"model": MODEL, **submission.body}
+    kept = plainly(submission.path, body, outcome)
+    assert outcome(submission.path, body) == kept
+
+
+def plainly(path: str, body: dict[str, Any], outcome: Outcome) -> Any:
+    """The outcome of a body without the field that is tried: of most fields, of the same body."""
+    asked = path, msgspec.json.encode(body)
+    if asked not in OUTCOMES:
+        OUTCOMES[asked] = outcome(path, body)
+    return OUTCOMES[asked]
 
 
 def job_of(api: Api, hand: Hand, path: str, body: dict[str, Any]) -> Any:

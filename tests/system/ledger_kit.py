@@ -11,6 +11,7 @@ from celery import Celery
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
 from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.ledger.named.registry import Registry
+from midstream.broker.processes.liveness import RELAY_KEY
 from midstream.broker.queue.celery_app import (
     PRIORITY_STEPS,
     lists_of,
@@ -19,7 +20,7 @@ from midstream.broker.queue.celery_app import (
 )
 from midstream.broker.queue.messages import job_of_task
 from midstream.schemas.base.errors import Problem
-from midstream.schemas.base.records import now
+from midstream.schemas.base.records import now, to_json
 from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.jobs.jobs import Job, Output, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.kinds import KINDS
@@ -225,3 +226,8 @@ def worker_info(worker: str = WORKER, boot: str = BOOT, **changes: Any) -> Worke
         "identity": IDENTITY,
     }
     return WorkerInfo(**(facts | changes))
+
+
+async def relay_beat(ledger: Ledger, since: float = 0.0) -> None:
+    """Gives a sign of life of a relay that has run since then."""
+    await ledger.redis.set(RELAY_KEY, to_json({"since": since}), ex=60)

@@ -3,14 +3,27 @@
 How that is found: `field_kit.py`. A new field fails until it is listed here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import msgspec
 import pytest
 from edge import MODEL, Api, Hand
-from field_kit import HANDLING, STEERING, Submission, With, cases, check, job_of, named, plain
+from field_kit import (
+    HANDLING,
+    STEERING,
+    Outcome,
+    Submission,
+    With,
+    cases,
+    check,
+    check_same,
+    job_of,
+    named,
+    plain,
+    plainly,
+)
 from wait_kit import wait_until
 
 from midstream.schemas.jobs.jobs import JobRequest, SamplingRequest
@@ -145,7 +158,7 @@ def hand(api: Api) -> Iterator[Hand]:
 
 
 @pytest.fixture
-def outcome(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> Callable[[str, dict[str, Any]], Any]:
+def outcome(api: Api, hand: Hand, pool: ThreadPoolExecutor) -> Outcome:
     """Returns the field that a refusal names; else the job that is stored, with the answer of an
     OpenAI-style endpoint.
     """
@@ -179,14 +192,20 @@ def test_every_field_of_sampling_is_sent() -> None:
 
 @pytest.mark.parametrize(("kind", "field"), cases(SUBMISSIONS))
 def test_a_field_has_an_effect_or_is_refused(
-    outcome: Callable[[str, dict[str, Any]], Any], kind: type[msgspec.Struct], field: str
+    outcome: Outcome, kind: type[msgspec.Struct], field: str
 ) -> None:
     check(SUBMISSIONS[kind], field, outcome)
 
 
-@pytest.mark.parametrize("field", SAMPLING)
-def test_a_field_of_sampling_is_kept(
-    outcome: Callable[[str, dict[str, Any]], Any], field: str
+@pytest.mark.parametrize("kind", SUBMISSIONS, ids=lambda kind: kind.__name__)
+def test_the_same_submission_has_the_same_outcome(
+    outcome: Outcome, kind: type[msgspec.Struct]
 ) -> None:
+    check_same(SUBMISSIONS[kind], outcome)
+
+
+@pytest.mark.parametrize("field", SAMPLING)
+def test_a_field_of_sampling_is_kept(outcome: Outcome, field: str) -> None:
     path, body, _ = SUBMISSIONS[JobRequest]
-    assert outcome(path, {**body, "sampling": {field: SAMPLING[field]}}) != outcome(path, body)
+    found = outcome(path, {**body, "sampling": {field: SAMPLING[field]}})
+    assert found != plainly(path, body, outcome)

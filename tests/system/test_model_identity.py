@@ -263,6 +263,32 @@ def ask(stack: Stack) -> httpx2.Response:
     return httpx2.post(f"{stack.url}/v1/jobs", json=body, headers={"Prefer": "wait=60"}, timeout=90)
 
 
+# field case 43
+def test_a_job_beyond_the_workers_version_fails_naming_both_versions(stack: Stack) -> None:
+    job = Job(
+        id=new_job_id(),
+        kind="generate",
+        model=SERVED,
+        prompts=[StoredPrompt(token_ids=[1])],
+        sampling=Sampling(max_tokens=2),
+        created=now(),
+        identity=identity_of(stack.settings),
+    )
+    stack.do(lambda ledger: submit_unsent(ledger, job))
+    newer = msgspec.msgpack.encode(msgspec.msgpack.decode(to_msgpack(job)) | {"invented_later": 1})
+    fields = {"spec": newer, "written_by": "9.0.0"}
+    stack.do(lambda ledger: ledger.redis.hset(f"ms:job:{job.id}", mapping=fields))
+    enqueue(stack.app, job.id, job.kind, job.model)
+    view = stack.wait(job.id)
+    assert view.state == State.FAILED
+    assert view.attempt == 1
+    assert view.error.type == "urn:midstream:version_mismatch"
+    assert (
+        f"accepted by midstream 9.0.0; midstream {__version__} cannot read it" in view.error.detail
+    )
+    assert "invented_later" in view.error.detail
+
+
 #: Runs a module of the package as a version that speaks another wire.
 PROGRAM = """
 import runpy, sys
@@ -328,33 +354,6 @@ def test_a_newer_compatible_worker_takes_jobs(stack: Stack) -> None:
     assert answer.status_code == 200
     assert answer.json()["state"] == "succeeded"
     assert httpx2.get(f"{stack.url}/readyz").json()["models"] == [SERVED]
-
-
-# field case 43
-def test_a_job_beyond_the_workers_version_fails_naming_both_versions(stack: Stack) -> None:
-    restart_worker(stack, __version__, WIRE, WIRE)
-    job = Job(
-        id=new_job_id(),
-        kind="generate",
-        model=SERVED,
-        prompts=[StoredPrompt(token_ids=[1])],
-        sampling=Sampling(max_tokens=2),
-        created=now(),
-        identity=identity_of(stack.settings),
-    )
-    stack.do(lambda ledger: submit_unsent(ledger, job))
-    newer = msgspec.msgpack.encode(msgspec.msgpack.decode(to_msgpack(job)) | {"invented_later": 1})
-    fields = {"spec": newer, "written_by": "9.0.0"}
-    stack.do(lambda ledger: ledger.redis.hset(f"ms:job:{job.id}", mapping=fields))
-    enqueue(stack.app, job.id, job.kind, job.model)
-    view = stack.wait(job.id)
-    assert view.state == State.FAILED
-    assert view.attempt == 1
-    assert view.error.type == "urn:midstream:version_mismatch"
-    assert (
-        f"accepted by midstream 9.0.0; midstream {__version__} cannot read it" in view.error.detail
-    )
-    assert "invented_later" in view.error.detail
 
 
 def test_overlapping_version_ranges_are_compatible() -> None:

@@ -24,6 +24,7 @@ from ledger_kit import (
     outputs,
     queued_job,
     receipt,
+    relay_beat,
     sent,
     settings_for,
     settler,
@@ -42,12 +43,8 @@ from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.processes.liveness import RELAY_ALIVE_S, RELAY_KEY, RELAY_LATE_S
 from midstream.broker.queue.celery_app import make_app, queue_of
 from midstream.broker.receipts.relay import Relay
-from midstream.schemas.base.records import now, to_json
+from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import State
-
-
-async def relay_beat(ledger: Ledger, since: float = 0.0) -> None:
-    await ledger.redis.set(RELAY_KEY, to_json({"since": since}), ex=60)
 
 
 async def test_a_queued_job_without_a_message_gets_one(ledger: Ledger, reaper: Reaper) -> None:

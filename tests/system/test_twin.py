@@ -5,6 +5,7 @@ import os
 import re
 import select
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from wait_kit import wait_until
 
 from midstream.api.operations.twin import NICE
 from midstream.api.web.body import INLINE_ITEMS
+from midstream_ops.redis_server import RedisServer
 
 LARGE = {"model": MODEL, "prompts": ["hello there"] * (INLINE_ITEMS + 1)}
 SMALL = {"model": MODEL, "prompts": ["hello there"]}
@@ -41,9 +43,27 @@ def twin_of(api: Api) -> int:
 
 
 @pytest.fixture
-def own_api(redis_url: str, tmp_path: Path) -> Api:
+def own_api(redis_url: str, tmp_path: Path) -> Iterator[Api]:
+    """One that is new, without a twin."""
     with running(tmp_path, redis_url) as api, Hand(api.settings):
         yield api
+
+
+@pytest.fixture(scope="module")
+def running_api(
+    redis_session: RedisServer, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Api]:
+    with running(tmp_path_factory.mktemp("twinned"), redis_session.url) as api:
+        with Hand(api.settings):
+            api.submit(prompts=LARGE["prompts"])
+        yield api
+
+
+@pytest.fixture
+def twinned(running_api: Api, redis_url: str) -> Iterator[Api]:
+    """One that has a twin, over an empty Redis; whoever kills the twin leaves another."""
+    with Hand(running_api.settings):
+        yield running_api
 
 
 def test_a_small_call_starts_no_twin_and_a_large_one_does(own_api: Api) -> None:
@@ -61,10 +81,10 @@ def test_a_small_call_that_takes_long_is_answered_by_the_twin(own_api: Api) -> N
     assert twin_of(own_api)
 
 
-def test_the_answer_has_each_header_once_and_the_caller_s_request_id(own_api: Api) -> None:
+def test_the_answer_has_each_header_once_and_the_caller_s_request_id(twinned: Api) -> None:
     headers = {"X-Request-ID": "mine"}
-    small = own_api.http.post("/v1/jobs", json=SMALL, headers=headers)
-    large = own_api.http.post("/v1/jobs", json=LARGE, headers=headers)
+    small = twinned.http.post("/v1/jobs", json=SMALL, headers=headers)
+    large = twinned.http.post("/v1/jobs", json=LARGE, headers=headers)
     assert large.status_code == small.status_code == 202
     assert sorted(large.headers) == sorted(small.headers)
     assert len(large.headers.raw) == len({name for name, _ in large.headers.raw})
@@ -84,22 +104,22 @@ def test_a_refusal_of_the_twin_names_the_field_and_is_counted(
 
 
 def test_the_release_of_a_held_answer_of_the_twin_is_measured(
-    own_api: Api, pool: ThreadPoolExecutor
+    twinned: Api, pool: ThreadPoolExecutor
 ) -> None:
     held = pool.submit(
         httpx2.post,
-        f"{own_api.url}/v1/jobs",
+        f"{twinned.url}/v1/jobs",
         json=LARGE,
         headers={"Prefer": "wait=60"},
         timeout=CALL_TIMEOUT_S,
     )
-    wait_until(lambda: own_api.http.get("/v1/jobs").json()["jobs"], CALL_TIMEOUT_S)
-    with Hand(own_api.settings) as hand:
-        hand.finish(own_api.http.get("/v1/jobs").json()["jobs"][0]["id"])
+    wait_until(lambda: twinned.http.get("/v1/jobs").json()["jobs"], CALL_TIMEOUT_S)
+    with Hand(twinned.settings) as hand:
+        hand.finish(twinned.http.get("/v1/jobs").json()["jobs"][0]["id"])
     assert held.result().status_code == 200
-    assert twin_of(own_api)
+    assert twin_of(twinned)
     counted = 'midstream_release_seconds_count{route="/v1/jobs"} 1.0'
-    assert counted in own_api.http.get("/metrics").text
+    assert counted in twinned.http.get("/metrics").text
 
 
 def test_a_key_is_asked_for_once_and_its_tenant_owns_the_job(
@@ -113,9 +133,8 @@ def test_a_key_is_asked_for_once_and_its_tenant_owns_the_job(
         assert api.http.post("/v1/jobs", json=LARGE).status_code == 202
 
 
-def test_the_twin_answers_only_its_own_process(own_api: Api) -> None:
-    own_api.submit(prompts=LARGE["prompts"])
-    twin = twin_of(own_api)
+def test_the_twin_answers_only_its_own_process(twinned: Api) -> None:
+    twin = twin_of(twinned)
     sockets = {
         os.readlink(entry) for entry in Path(f"/proc/{twin}/fd").iterdir() if entry.is_symlink()
     }
@@ -131,32 +150,30 @@ def test_the_twin_answers_only_its_own_process(own_api: Api) -> None:
 
 
 def test_a_killed_twin_fails_the_calls_that_it_has_and_no_others(
-    own_api: Api, pool: ThreadPoolExecutor
+    twinned: Api, pool: ThreadPoolExecutor
 ) -> None:
-    own_api.submit(prompts=LARGE["prompts"])
-    twin = twin_of(own_api)
-    held = pool.submit(own_api.http.post, "/v1/jobs", json=LARGE, headers={"Prefer": "wait=60"})
-    wait_until(lambda: own_api.http.get("/v1/jobs").json()["jobs"][1:], CALL_TIMEOUT_S)
+    twin = twin_of(twinned)
+    held = pool.submit(twinned.http.post, "/v1/jobs", json=LARGE, headers={"Prefer": "wait=60"})
+    wait_until(lambda: twinned.http.get("/v1/jobs").json()["jobs"], CALL_TIMEOUT_S)
     os.kill(twin, signal.SIGKILL)
     refused(held.result(), 503, None, "may have been accepted", "Idempotency-Key")
-    own_api.submit()
-    own_api.submit(prompts=LARGE["prompts"])
-    assert twin_of(own_api) != twin
+    twinned.submit()
+    twinned.submit(prompts=LARGE["prompts"])
+    assert twin_of(twinned) != twin
 
 
 def test_calls_that_find_the_twin_dead_start_one_together(
-    own_api: Api, pool: ThreadPoolExecutor
+    twinned: Api, pool: ThreadPoolExecutor
 ) -> None:
-    own_api.submit(prompts=LARGE["prompts"])
-    before = twin_of(own_api)
+    before = twin_of(twinned)
     end = os.pidfd_open(before)
     os.kill(before, signal.SIGKILL)
     # until its last thread has ended, it takes connections
     assert select.select([end], [], [], CALL_TIMEOUT_S)[0]
     os.close(end)
-    calls = [pool.submit(own_api.submit, prompts=LARGE["prompts"]) for _ in range(8)]
+    calls = [pool.submit(twinned.submit, prompts=LARGE["prompts"]) for _ in range(8)]
     assert len({call.result() for call in calls}) == len(calls)
-    running = [pid for pid in descendants(own_api.process.pid) if _runs(pid)]
+    running = [pid for pid in descendants(twinned.process.pid) if _runs(pid)]
     assert len(running) == 2, "one that forks, and one twin"
 
 
@@ -193,13 +210,12 @@ def test_a_held_answer_of_the_twin_is_sent_when_the_api_stops(
     assert held.result().json()["state"] == "queued"
 
 
-def test_a_stream_of_the_twin_arrives_token_by_token(redis_url: str, tmp_path: Path) -> None:
+def test_a_stream_of_the_twin_arrives_token_by_token(twinned: Api) -> None:
     body = {"model": MODEL, "prompt": ["hello"] * (INLINE_ITEMS + 1), "stream": True}
     with (
-        running(tmp_path, redis_url) as api,
-        Hand(api.settings) as hand,
+        Hand(twinned.settings) as hand,
         ThreadPoolExecutor() as pool,
-        api.http.stream("POST", "/v1/completions", json=body) as answer,
+        twinned.http.stream("POST", "/v1/completions", json=body) as answer,
     ):
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.iter_lines()

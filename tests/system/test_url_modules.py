@@ -1,18 +1,19 @@
 """Are modules that the URL names applied as those of the body, and wrong ones refused by name?"""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import numpy as np
 import pytest
 from edge import refused
-from stack import Stack
 
 from midstream.client import Client
 from midstream.schemas.base.records import to_json
 from midstream.schemas.base.tensors import from_numpy
+
+pytest_plugins = ["shared_stack"]
+pytestmark = pytest.mark.xdist_group("shared_stack")
 
 HIDDEN = 8
 BODY: dict[str, Any] = {
@@ -26,16 +27,12 @@ CHAT = {name: value for name, value in BODY.items() if name != "prompt"} | {
 }
 
 
-@pytest.fixture(scope="module")
-def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    folder = tmp_path_factory.mktemp("modules")
-    with Stack(folder, api=True, callbacks=False, lease_s=60.0) as running:
-        entry = {"layers": "1-2", "vector": vector(1), "scale": 2.0}
-        answer = httpx2.put(
-            f"{running.url}/v1/artifacts/modules/joy", json={"steering": [entry]}, timeout=60
-        )
-        assert answer.status_code == 201
-        yield running
+@pytest.fixture(scope="module", autouse=True)
+def joy(http: httpx2.Client) -> None:
+    """A module."""
+    entry = {"layers": "1-2", "vector": vector(1), "scale": 2.0}
+    answer = http.put("/v1/artifacts/modules/joy", json={"steering": [entry]})
+    assert answer.status_code == 201
 
 
 def vector(seed: int) -> Any:

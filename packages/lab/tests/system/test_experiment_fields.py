@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 from edge import HIDDEN, MODEL, Api, Hand
-from field_kit import HANDLING, VECTOR, Submission, With, cases, check, job_of
+from field_kit import HANDLING, VECTOR, Submission, With, cases, check, check_same, job_of
 from ledger_kit import IDENTITY
 
 from midstream.schemas.jobs.models import GradientInfo
@@ -148,3 +148,10 @@ def test_a_field_has_an_effect_or_is_refused(
     api: Api, hand: Hand, kind: type[msgspec.Struct], field: str
 ) -> None:
     check(SUBMISSIONS[kind], field, partial(job_of, api, hand))
+
+
+@pytest.mark.parametrize("kind", SUBMISSIONS, ids=lambda kind: kind.__name__)
+def test_the_same_submission_has_the_same_outcome(
+    api: Api, hand: Hand, kind: type[msgspec.Struct]
+) -> None:
+    check_same(SUBMISSIONS[kind], partial(job_of, api, hand))
