@@ -18,6 +18,9 @@ from .jobs import Jobs
 from .server import ServerCalls
 from .wire import HttpCall, JobLike, ManifestEntry
 
+#: Bytes per chunk of a download.
+CHUNK = 1 << 20
+
 
 class Captures(Calls[M]):
     """Stored captures; `matrix` joins rows of several jobs
@@ -105,11 +108,12 @@ class Captures(Calls[M]):
     async def _download(self, target: Path, job_id: str, file: ManifestEntry) -> Path:
         async with self._io.stream(
             method="GET", url=wire.capture_path(job_id, "files", file.name)
-        ) as streamed:
-            if streamed.response.status_code >= 400:
-                wire.raise_problem(await streamed.read())
+        ) as response:
+            if response.status_code >= 400:
+                await self._io.read(response)
+                wire.raise_problem(response)
             with download.Saved(target, job_id, file) as saved:
-                async with aclosing(streamed.chunks()) as chunks:
+                async with aclosing(self._io.chunks(response, CHUNK)) as chunks:
                     async for chunk in chunks:
                         await self._io.work(saved.write, chunk)
             return saved.path

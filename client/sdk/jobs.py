@@ -172,12 +172,13 @@ class Jobs(Calls[M]):
                     url=wire.job_path(job_id, "events"),
                     headers={"accept": "text/event-stream"} | seen,
                     timeout=timeout,
-                ) as streamed:
-                    if streamed.response.status_code >= 400:
-                        wire.raise_problem(await streamed.read())
-                    if streamed.response.status_code == 204:  # the job has ended: no more events
+                ) as response:
+                    if response.status_code >= 400:
+                        await self._io.read(response)
+                        wire.raise_problem(response)
+                    if response.status_code == 204:  # the job has ended: no more events
                         return
-                    async with aclosing(streamed.pieces()) as pieces:
+                    async with aclosing(self._io.chunks(response)) as pieces:
                         async for piece in pieces:
                             patience.ok()
                             for event in parser.events(piece):
