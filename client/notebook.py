@@ -33,18 +33,10 @@ class Listing(list[T]):
 
 
 def install() -> None:
-    """Make the schemas' records display as HTML in any notebook, and register images with a running
-    IPython.
-    """
-    base.html_renderer = _record_html
+    """Register images of results with a running IPython."""
     shell = ipython_shell()
     if shell is not None:
         rendered("register", shell)
-
-
-def _record_html(record: Any) -> str | None:
-    rendered_html: str | None = rendered("record_html", record)
-    return rendered_html
 
 
 def rendered(function: str, *values: Any, **options: Any) -> Any:

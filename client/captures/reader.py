@@ -25,7 +25,6 @@ from ...schemas.prompts.selectors import (
     full_name,
 )
 from ...storage.store import ArtifactStore, open_store
-from ..notebook import rendered
 from . import tables
 from .attention import attention_at, pattern, routing_at, usable
 from .blobs import BlobLocation, BlobReader, at, expand, find, open_blobs
@@ -327,9 +326,6 @@ class CaptureReader(Plotted):
             f"CaptureReader(job={self.job!r}, tag={self.tag!r}, requests={count}, "
             f"files={len(self.files)}{status})"
         )
-
-    def _repr_html_(self) -> str:
-        return str(rendered("reader_html", self))
 
     def __enter__(self) -> "CaptureReader":
         return self

@@ -1,4 +1,6 @@
-"""Renders the results of calls in notebooks: implements `_repr_html_` and `_repr_png_`."""
+"""Renders the results of calls in notebooks: implements `_repr_html_` and `_repr_png_`, and what
+else `schemas.base.records` calls by name.
+"""
 
 import base64
 import io
@@ -12,20 +14,22 @@ from rich.segment import Segment
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.records import Record
 from ...schemas.jobs.jobs import Output
 from ...schemas.jobs.results import JobResult
 from ...schemas.requests.steering import GlobalView
 from ...schemas.service.status import ServiceStatus
-from . import attention as maps, figures, jobs, lines, readings, records, status, steering
+from ..captures.patterns import Attention
+from ..captures.reader import CaptureReader
+from ..sdk.readings import Features, Lens
+from ..sdk.wire import Answer
+from . import attention as maps, figures, jobs, readings, records, status, steering
+from .figures import plot as plot
 from .forms import added, form_of
+from .lines import frame as frame, of_kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from ..captures.patterns import Attention
-    from ..captures.reader import CaptureReader
-    from ..sdk.readings import Features, Lens
-    from ..sdk.wire import Answer
 
 #: Characters per line.
 _WIDTH = 110
@@ -45,14 +49,16 @@ def register(shell: Any) -> None:
 
 
 def record_html(record: Any) -> str | None:
-    """Return a record as HTML, a page of records as their table; None for a type that notebooks
-    show as text.
+    """Return a result or record as HTML, a page of records as their table; None for a type that
+    notebooks show as text.
     """
     if render := _HTML.get(type(record)) or form_of(type(record)).html:
         return render(record)
     if records.layout(type(record)).facts:
         return html(*records.parts(record))
-    entries = getattr(record, record.__struct_fields__[0], None)
+    if not isinstance(record, Record):
+        return None
+    entries = getattr(record, record.__struct_fields__[0])
     return listing_html(entries) if isinstance(entries, list) else None
 
 
@@ -105,7 +111,7 @@ def image_of(name: str, drawn: bytes) -> str:
 
 
 def _job_html(result: JobResult) -> str:
-    for value in lines.of_kind(result):
+    for value in of_kind(result):
         if render := form_of(type(value)).html:
             return render(value)
     captures = result.capture_results
@@ -120,7 +126,7 @@ def _job_html(result: JobResult) -> str:
     return html(*parts)
 
 
-def answer_html(answer: "Answer") -> str:
+def answer_html(answer: Answer) -> str:
     """Return texts, captures, and whether the ranks agree on what they applied."""
     shown = jobs.table("", "request", "text", "finish")
     for number, (text, finish) in enumerate(zip(answer.texts, answer.finish_reasons, strict=True)):
@@ -136,7 +142,7 @@ def answer_html(answer: "Answer") -> str:
     return html(*parts)
 
 
-def reader_html(reader: "CaptureReader") -> str:
+def reader_html(reader: CaptureReader) -> str:
     """Return the captured rows, and what is missing."""
     return html(
         jobs.capture(reader),
@@ -144,17 +150,7 @@ def reader_html(reader: "CaptureReader") -> str:
     )
 
 
-def plot(value: Any, path: Any, **options: Any) -> Any:
-    """Draw a result with matplotlib; see `schemas.base.records.Plotted`."""
-    return figures.plot(value, path, **options)
-
-
-def frame(value: Any, *arguments: Any, **options: Any) -> Any:
-    """Return a result as a data frame; see `schemas.base.records.Result`."""
-    return lines.frame(value, *arguments, **options)
-
-
-def attention_html(attention: "Attention") -> str:
+def attention_html(attention: Attention) -> str:
     """Return the patterns (without matplotlib, as the terminal draws them), and what the heads
     attend to.
     """
@@ -164,19 +160,24 @@ def attention_html(attention: "Attention") -> str:
     return image_of("attention", drawn) + html(maps.strongest(attention))
 
 
-def lens_html(lens: "Lens") -> str:
+def lens_html(lens: Lens) -> str:
     """Return the top tokens by layer and position, and the ranks of named tokens."""
     named = [readings.named_table(lens)] if lens.named else []
     return html(readings.lens_table(lens), readings.KEY, *named)
 
 
-def features_html(features: "Features") -> str:
+def features_html(features: Features) -> str:
     """Return each token with its most active features."""
     return html(readings.features_table(features))
 
 
-#: Record type → the function that renders it as HTML.
+#: Type → the function that renders it as HTML.
 _HTML: dict[type, Callable[[Any], str]] = {
+    Answer: answer_html,
+    Attention: attention_html,
+    CaptureReader: reader_html,
+    Features: features_html,
+    Lens: lens_html,
     JobResult: _job_html,
     GlobalView: lambda view: html(steering.global_line(view), steering.entries(view.entries)),
     ServiceStatus: lambda now: html(status.status(now, "")),

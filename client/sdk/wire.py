@@ -37,7 +37,7 @@ from ...schemas.jobs.results import JobResult
 from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from ...schemas.settings.secret_files import is_exposed
 from ...schemas.settings.settings import Settings
-from .. import notebook, values
+from .. import values
 from ..captures.reader import CaptureReader
 from ..values import checked as checked
 from .fields import Steering
@@ -128,9 +128,6 @@ class Answer(Result):
     def text(self) -> str:
         """The first prompt's text."""
         return self.texts[0]
-
-    def _repr_html_(self) -> str:
-        return str(notebook.rendered("answer_html", self))
 
     @property
     def rows(self) -> CaptureReader:

@@ -436,8 +436,7 @@ def test_ipython_renders_reports_without_repr_methods(monkeypatch: pytest.Monkey
         "IPython.core.formatters", reason="ipykernel is not installed (extra `dev`)"
     )
     shell = SimpleNamespace(display_formatter=formatters.DisplayFormatter())
-    monkeypatch.setattr("midstream.schemas.base.records.html_renderer", None)
-    assert set(shell.display_formatter.format(result())[0]) == {"text/plain"}
+    assert set(shell.display_formatter.format(result())[0]) == {"text/plain", "text/html"}
     monkeypatch.setattr("midstream.client.notebook.ipython_shell", lambda: shell)
     install()
     data, _ = shell.display_formatter.format(result())
