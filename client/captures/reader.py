@@ -47,9 +47,9 @@ class VerifyFinding:
     """A finding of `CaptureReader.verify`: about one blob, or about missing requests or rows."""
 
     path: Path  # of the blob; the job's id if whole requests are missing
-    bytes: int
-    crc32: int  # recomputed
-    ok: bool
+    bytes: int = 0
+    crc32: int = 0  # recomputed
+    ok: bool = False
     detail: str = ""  # what is wrong, if anything
     request: int = 0
     offset: int = 0  # of the blob in the file
@@ -233,7 +233,7 @@ class CaptureReader(Plotted):
         """
         reader = cls.__new__(cls)
         opened = [
-            BlobReader(BlobLocation(None, f"<bytes {number}>"), memoryview(raw), checked=True)
+            BlobReader(BlobLocation(None, f"<bytes {number}>"), memoryview(raw))
             for number, raw in enumerate([blobs] if isinstance(blobs, bytes) else list(blobs))
         ]
         reader._open(opened, None, tag, partial, first_tag=True, whole=False)
@@ -625,34 +625,21 @@ class CaptureReader(Plotted):
         """
         result = []
         if self.status not in ("", "ok"):
-            result.append(
-                VerifyFinding(
-                    Path(self.job),
-                    0,
-                    0,
-                    ok=False,
-                    detail=f"the status of the capture is {self.status}"
-                    + (f": {self.detail}" if self.detail else ""),
-                )
-            )
+            why = f": {self.detail}" if self.detail else ""
+            detail = f"the status of the capture is {self.status}{why}"
+            result.append(VerifyFinding(Path(self.job), detail=detail))
         if why := self._missing_requests():
-            result.append(VerifyFinding(Path(self.job), 0, 0, ok=False, detail=why))
+            result.append(VerifyFinding(Path(self.job), detail=why))
         for number, request in self._requests.items():
             path = request.blobs[0].place.path
             if why := request.incomplete():
-                result.append(VerifyFinding(path, 0, 0, ok=False, detail=why, request=number))
+                result.append(VerifyFinding(path, detail=why, request=number))
             if dropped := request.dropped:
-                result.append(
-                    VerifyFinding(
-                        path,
-                        0,
-                        0,
-                        ok=False,
-                        detail=f"request {number}: positions dropped under overload: "
-                        f"{as_ranges(dropped, _SHOWN_RANGES)} ({len(dropped)} in total)",
-                        request=number,
-                    )
+                detail = (
+                    f"request {number}: positions dropped under overload: "
+                    f"{as_ranges(dropped, _SHOWN_RANGES)} ({len(dropped)} in total)"
                 )
+                result.append(VerifyFinding(path, detail=detail, request=number))
         return result
 
     def _missing_requests(self) -> str:
