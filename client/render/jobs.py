@@ -141,6 +141,13 @@ def lines(
     )
 
 
+def bare(title: str, gap: int = 2) -> Table:
+    """Return an empty table without lines, with `gap` characters between its columns."""
+    return Table(
+        box=None, pad_edge=False, padding=(0, gap, 0, 0), title=title, title_justify="left"
+    )
+
+
 def facts(*facts: tuple[str, str]) -> Table:
     """Return a table of (name, value) lines, without empty values."""
     shown = Table(show_header=False, box=None, pad_edge=False)

@@ -425,7 +425,7 @@ SHOWN: dict[type, Shown] = {
             "name": _text("name"),
             "digest": _short_digest,
             "version": lambda policy: str(policy.current.version),
-            "mode": lambda policy: policy.mode,
+            "mode": _text("mode"),
             "traffic": lambda policy: "all" if policy.current.content.all_traffic else "named",
             **_DECIDES,
             **_CONDITION,
@@ -449,8 +449,8 @@ SHOWN: dict[type, Shown] = {
                 coloured(view.state) + (f" ({escape(view.detail)})" if view.detail else "")
             ),
             "model": _text("model"),
-            "job": lambda view: view.job,
-            "tag": lambda view: view.tag,
+            "job": _text("job"),
+            "tag": _text("tag"),
             "files": _bytes,
             "in use": lambda view: f"by {count(view.in_use, 'job')}" if view.in_use else "",
             "in memory": lambda view: escape(", ".join(view.held_by)),
@@ -478,7 +478,7 @@ SHOWN: dict[type, Shown] = {
             "took": lambda view: seconds(view.created, view.finished),
         },
         {
-            "job": lambda view: view.id,
+            "job": _text("id"),
             "state": lambda view: coloured(view.state),
             "kind": lambda view: f"{view.kind}, {_extent(view)}, model {escape(view.model)}",
             "identity": lambda view: view.identity[:SHOWN_IDENTITY],
@@ -504,7 +504,7 @@ SHOWN: dict[type, Shown] = {
     CaptureEntry: Shown(
         "Captures",
         {
-            "job": lambda entry: entry.job,
+            "job": _text("job"),
             "status": lambda entry: coloured(entry.status),
             "rows": lambda entry: str(entry.rows),
             "size": _bytes,
@@ -517,7 +517,7 @@ SHOWN: dict[type, Shown] = {
             "request": lambda output: str(output.index),
             "text": lambda output: escape(repr(output.text)),
             "tokens": lambda output: str(len(output.token_ids)),
-            "finish": lambda output: output.finish_reason,
+            "finish": _text("finish_reason"),
         },
     ),
     ReaderReading: Shown(
@@ -541,11 +541,11 @@ SHOWN: dict[type, Shown] = {
             "last": lambda delivery: outcome(next(reversed(delivery.attempts), None)),
         },
         {
-            "webhook": lambda delivery: delivery.id,
-            "event": lambda delivery: delivery.event,
+            "webhook": _text("id"),
+            "event": _text("event"),
             "state": lambda delivery: coloured(delivery.state),
             "to": _text("url"),
-            "job": lambda delivery: delivery.job,
+            "job": _text("job"),
             "again in": lambda delivery: (
                 ""
                 if delivery.next_attempt is None
@@ -566,7 +566,7 @@ SHOWN: dict[type, Shown] = {
     KeyView: Shown(
         "keys",
         {
-            "id": lambda key: key.id,
+            "id": _text("id"),
             "name, tenant": lambda key: f"{escape(key.name)}\n{key.tenant}",
             "scopes": lambda key: " ".join(key.scopes),
             "created": lambda key: _day(key.created),

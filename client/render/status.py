@@ -11,7 +11,7 @@ from rich.text import Text
 from ...schemas.jobs.jobs import State
 from ...schemas.jobs.models import SHOWN_IDENTITY, WorkerInfo
 from ...schemas.service.status import QueueStatus, ServiceStatus
-from .jobs import count, size
+from .jobs import bare, count, size
 
 #: Column titles in the table of jobs, by state.
 _STATES = {
@@ -88,14 +88,8 @@ def _table(
     """Build a table. The first `name_columns` columns contain names, which are truncated to fit;
     the others contain numbers, which are not.
     """
-    result = Table(
-        title=f"\n{title}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    result = bare(f"\n{title}", gap=1)
+    result.title_style = "bold"
     for place, column in enumerate(columns):
         if place < name_columns:
             result.add_column(column, overflow="ellipsis", no_wrap=True, max_width=_NAME)
