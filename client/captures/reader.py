@@ -374,8 +374,8 @@ class CaptureReader(Plotted):
 
     def site(self, layer: int | str, hook: str | None = None, request: int = 0) -> tuple[str, int]:
         """Return the hook point and the layer of `array(layer, hook, request)`."""
-        name, _, number = self._tensor(layer, hook, request)[2].rpartition(".")
-        return self.hook_names.get(name, name), int(number)
+        _, _, (name, number) = self._tensor(layer, hook, request)
+        return self.hook_names.get(name, name), number
 
     def positions(self, request: int = 0) -> list[int]:
         """Return the absolute token positions of the rows: row i of every array is at position
@@ -464,10 +464,10 @@ class CaptureReader(Plotted):
         read: Callable[[BlobReader, str], np.ndarray],
     ) -> np.ndarray:
         """Return the rows of one site, with the columns of all ranks side by side."""
-        merged, blobs, name = self._tensor(layer, hook, request)
+        merged, blobs, (name, number) = self._tensor(layer, hook, request)
         parts = []
         for blob in blobs:
-            array = read(blob, name)
+            array = read(blob, f"{name}.{number}")
             rows = merged.rows(blob)
             parts.append(array if rows is None else array[rows])
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
@@ -553,22 +553,21 @@ class CaptureReader(Plotted):
         Raises MidstreamError if `q` was not captured, or if the capture does not record the kind of
         attention.
         """
-        _, blobs, site = self._tensor(layer, "q", request)
-        return attention_at(blobs[0].header.manifest.attention, int(site.rpartition(".")[2]))
+        _, blobs, (_, number) = self._tensor(layer, "q", request)
+        return attention_at(blobs[0].header.manifest.attention, number)
 
     def heads(self, layer: int | str, hook: str | None = None, request: int = 0) -> np.ndarray:
         """Return the captured heads of a hook that has heads: `[positions, heads, head size]`
         float32.
         """
-        _, blobs, name = self._tensor(layer, hook, request)
+        _, blobs, (name, _) = self._tensor(layer, hook, request)
         shape = blobs[0].header.manifest.row
-        bare = name.partition(".")[0]
         if shape is None or (
-            shape.heads == 1 and BANK[bare] not in OF_HEADS  # type: ignore[index]
+            shape.heads == 1 and BANK[name] not in OF_HEADS  # type: ignore[index]
         ):
             raise MidstreamError(
                 "not_found",
-                f"{bare} has no heads, or the file does not record them",
+                f"{name} has no heads, or the file does not record them",
                 field="hook",
             )
         rows = self.array(layer, hook, request)
@@ -582,10 +581,10 @@ class CaptureReader(Plotted):
         groups, correction bias, scale. Shared experts are not included. Raises MidstreamError if
         `router` was not captured, or if the model's rule is unknown.
         """
-        _, blobs, site = self._tensor(layer, "router", request)
+        _, blobs, (_, number) = self._tensor(layer, "router", request)
         return routed(
             self.array(layer, "router", request),
-            routing_at(blobs[0].header.manifest.routing, int(site.rpartition(".")[2])),
+            routing_at(blobs[0].header.manifest.routing, number),
         )
 
     def row(
@@ -673,7 +672,8 @@ class CaptureReader(Plotted):
 
     def _tensor(
         self, layer: int | str, hook: str | None, request: int
-    ) -> tuple[_Request, list[BlobReader], str]:
+    ) -> tuple[_Request, list[BlobReader], tuple[str, int]]:
+        """Return the request, the blobs of a site, and the site: its hook point and layer."""
         if (site := full_name(layer)) and hook is None:
             hook, layer = site
         if not isinstance(layer, int | np.integer):
@@ -696,7 +696,7 @@ class CaptureReader(Plotted):
                 field="layer",
                 allowed=str(layers) if layers else f"hooks {', '.join(self.hooks(request))}",
             )
-        return result, blobs, f"{chosen}.{layer}"
+        return result, blobs, (chosen, int(layer))
 
 
 def _from_the_end(layer: int, manifest: Manifest) -> int:
