@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midstream.schemas.base.dtypes import DTYPES, ITEM_BYTES, DType, widened
+from midstream.schemas.base.dtypes import DTYPES, DType, widened
 from midstream.schemas.base.errors import Translated
 from midstream.schemas.base.limits import (
     MAX_FILE_HEADER,
@@ -45,10 +45,6 @@ _STORAGES: dict[str, DType | None] = {
     "BFloat16Storage": "bfloat16",
     "DoubleStorage": None,
 }
-_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
-_PARAMETER = ("torch._utils", "_rebuild_parameter")
-_ORDERED = ("collections", "OrderedDict")
-_BYTES = ("_codecs", "encode")  # how torch's pickles hold bytes
 _MARK = object()
 
 
@@ -200,9 +196,11 @@ class _Global:
     module: str
     name: str
 
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.module, self.name
+
+_TENSOR = _Global("torch._utils", "_rebuild_tensor_v2")
+_PARAMETER = _Global("torch._utils", "_rebuild_parameter")
+_ORDERED = _Global("collections", "OrderedDict")
+_BYTES = _Global("_codecs", "encode")  # how torch's pickles hold bytes
 
 
 @dataclass(frozen=True)
@@ -271,9 +269,14 @@ def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> 
     match name:
         case "PROTO" | "FRAME":
             pass
-        case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
-            stack.append(argument)
-        case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8":
+        case (
+            "BININT"
+            | "BININT1"
+            | "BININT2"
+            | "LONG1"
+            | "BINFLOAT"
+            | ("BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8")
+        ):
             stack.append(argument)
         case "NONE" | "NEWTRUE" | "NEWFALSE":
             stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[name])
@@ -356,11 +359,11 @@ def _storage(reference: Any) -> _Storage:
 
 def _reduced(called: Any, arguments: Any) -> Any:
     if isinstance(called, _Global) and isinstance(arguments, tuple):
-        if called.key == _ORDERED and not arguments:
+        if called == _ORDERED and not arguments:
             return {}
-        if called.key == _PARAMETER and arguments and isinstance(arguments[0], _View):
+        if called == _PARAMETER and arguments and isinstance(arguments[0], _View):
             return arguments[0]
-        if called.key == _TENSOR:
+        if called == _TENSOR:
             match arguments:
                 case (
                     _Storage() as storage,
@@ -371,7 +374,7 @@ def _reduced(called: Any, arguments: Any) -> Any:
                 ) if all(type(n) is int and n >= 0 for n in (offset, *shape, *strides)):
                     return _View(storage, offset, shape, strides)
             raise ValueError("its pickle is damaged: a tensor has no shape")
-        if called.key == _BYTES:
+        if called == _BYTES:
             raise ValueError("it holds bytes, as of a numpy array: save torch.from_numpy(array)")
         raise ValueError(
             f"it holds a {called.module}.{called.name}".replace("\n", " ")[:200]
@@ -416,7 +419,8 @@ class _Storages:
         if key not in self._read:
             self._read[key] = member(self._archive, self._folder + key)
         raw = self._read[key]
-        size = ITEM_BYTES[dtype] if dtype else 8
+        stored_as = np.dtype(DTYPES[dtype].raw if dtype else "<f8")
+        size = stored_as.itemsize
         needed = math.prod(view.shape) * size
         if len(view.strides) != len(view.shape) or not 0 < needed <= len(raw):
             raise ValueError(
@@ -431,9 +435,7 @@ class _Storages:
         self._left -= needed
         if self._left < 0:
             raise ValueError(f"its tensors have more than {self._most} bytes")
-        stored = np.frombuffer(raw, {8: "<f8", 4: "<u4", 2: "<u2"}[size], count=len(raw) // size)[
-            view.offset :
-        ]
+        stored = np.frombuffer(raw, stored_as, count=len(raw) // size)[view.offset :]
         values = np.lib.stride_tricks.as_strided(
             stored, view.shape, [stride * size for stride in view.strides], writeable=False
         )
