@@ -234,7 +234,7 @@ def _builtin(value: Any) -> Any:
     if type(value) in (str, int, float, bool, list, dict):
         return value
     if is_torch(value):
-        value = _from_torch(value)
+        value = as_numpy(value)
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, range | tuple):
@@ -257,10 +257,13 @@ def is_torch(values: Any) -> bool:
     return type(values).__module__.partition(".")[0] == "torch"
 
 
-def _from_torch(values: Any) -> np.ndarray:
-    values = values.detach().cpu()
-    # numpy has no bfloat16
-    return np.asarray(values.float() if str(values.dtype) == "torch.bfloat16" else values)
+def as_numpy(values: Any) -> np.ndarray:
+    """Return an array or a torch tensor, which may be anywhere, as a numpy array."""
+    if is_torch(values):
+        values = values.detach().cpu()
+        if str(values.dtype) == "torch.bfloat16":  # numpy has none
+            values = values.float()
+    return np.asarray(values)
 
 
 def packed(values: Any, field: str) -> Tensor:
@@ -269,7 +272,7 @@ def packed(values: Any, field: str) -> Tensor:
     """
     # rows of different lengths
     with Translated(ValueError, lambda error: invalid(field, f"is not an array: {error}")):
-        array = _from_torch(values) if is_torch(values) else np.asarray(values)
+        array = as_numpy(values)
     if array.dtype.name == "bfloat16":  # of ml_dtypes, which jax brings: numpy has no such kind
         array = array.astype(np.float32)
     if array.dtype.kind not in "fiu":
@@ -372,15 +375,11 @@ def _job(value: Any, field: str) -> Any:
     }
     if top_level:
         sampling = fields.get("sampling") or {}
-        known = (
-            {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
-            if isinstance(sampling, Sampling)
-            else dict(sampling)
-        )
-        repeated = [] if isinstance(sampling, Sampling) else [n for n in top_level if n in known]
-        if repeated:
+        if isinstance(sampling, Sampling):
+            sampling = msgspec.structs.asdict(sampling)
+        elif repeated := [name for name in top_level if name in sampling]:
             raise invalid(repeated[0], "is also in `sampling`: give it once")
-        fields["sampling"] = known | top_level
+        fields["sampling"] = {**sampling, **top_level}
     return fields
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from midstream.client.sdk import wire
 from midstream.client.sdk.client import Client
 from midstream.client.sdk.fields import ReadingFields
-from midstream.client.values import is_torch
+from midstream.client.values import as_numpy
 from midstream.schemas.base.errors import MidstreamError, Translated, invalid
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.readings.lens import LensReading
@@ -398,7 +398,7 @@ def _token_ids(input: Any) -> list[list[int]]:
         ),
         hidden=True,
     ):
-        result = np.asarray(input.detach().cpu() if is_torch(input) else input)
+        result = as_numpy(input)
     if result.dtype.kind not in "iu" or result.ndim not in (1, 2) or not result.size:
         allowed = "text, a list of texts, or token ids [pos] or [batch, pos]"
         raise invalid(

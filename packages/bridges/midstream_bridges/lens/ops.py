@@ -9,12 +9,12 @@ heads. The formulas are those of `docs/steering.md`.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace as changed
 from typing import Any, Literal
 
 import numpy as np
 
-from midstream.client.values import is_torch
+from midstream.client.values import as_numpy
 from midstream.schemas.base.errors import Translated, invalid
 from midstream.schemas.requests.interventions import PLACE
 
@@ -112,9 +112,7 @@ def _array(values: Any, name: str) -> np.ndarray:
     with Translated(
         (TypeError, ValueError), lambda error: invalid(name, f"is not an array of numbers: {error}")
     ):
-        result = np.asarray(
-            values.detach().cpu().float() if is_torch(values) else values, dtype=np.float32
-        )
+        result = np.asarray(as_numpy(values), dtype=np.float32)
     if result.ndim == 0 or not result.size:
         raise invalid(
             name,
@@ -265,7 +263,7 @@ def patch(
             source_pos if one_for_all else [int(each) for each in source_pos]  # type: ignore[union-attr]
         )
     op = _op("patch", "patch", "replace", pos, heads, source=source, alpha=alpha, **_mask(dims))
-    return Op(op.kind, op.name, op.order, op.fields, cache=cache)
+    return changed(op, cache=cache)
 
 
 def attend(patterns: Mapping[int, Any]) -> Op:
