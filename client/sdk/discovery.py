@@ -112,21 +112,15 @@ def address(url: str | None, api_key: str | None) -> tuple[str, str | None]:
             raise invalid("url", f"{url!r} is no URL", allowed="such as http://127.0.0.1:8321")
         return (url if "://" in url else f"http://{url}").rstrip("/"), api_key
     settings = load_settings()
-    return find_url(None, settings).rstrip(
-        "/"
-    ), settings.api_key or None if api_key is None else api_key
+    key = settings.api_key or None if api_key is None else api_key
+    return find_url(settings).rstrip("/"), key
 
 
-def find_url(
-    given: str | None = None, settings: Settings | None = None, *, sure: bool = True
-) -> str:
+def find_url(settings: Settings, *, sure: bool = True) -> str:
     """Return the API's address.
 
-    `sure`: check that the configured stack runs there. Raises SettingsError, ServerUnreachable.
+    `sure`: check that the configured stack runs there. Raises ServerUnreachable.
     """
-    if given:
-        return given
-    settings = settings or load_settings()
     if settings.public_url:
         return settings.public_url
     data = data_dir(settings)
