@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ...schemas.jobs.captures import CapturePage
+from ..captures.blobs import BlobLocation
 from ..captures.reader import CaptureReader
 from ..captures.row_matrix import RowChoice, matrix
 from . import wire
@@ -95,15 +96,18 @@ class Captures(Calls[M]):
     ) -> CaptureReader:
         manifest = await self._ask(HttpCall("GET", wire.capture_path(job_id)), wire.ReadManifest)
         download.check(manifest, job_id, partial)
-        result = download.in_place(manifest, job_id) if folder is None else None
-        if result:
-            return download.reader(manifest, job_id, result, tag, partial)
-        target = download.target_folder(folder)
-        paths: list[Path] = []
-        for file in manifest.files:
-            path = await self._io.work(download.from_link, target, job_id, file)
-            paths.append(path or await self._download(target, job_id, file))
-        return download.reader(manifest, job_id, paths, tag, partial)
+        files: list[Path | BlobLocation] = []
+        if folder is None:
+            files += download.in_place(manifest, job_id)
+        if not files:
+            target = download.target_folder(folder)
+            for file in manifest.files:
+                path = await self._io.work(download.from_link, target, job_id, file)
+                files.append(path or await self._download(target, job_id, file))
+        status = {"status": manifest.status, "detail": manifest.detail}
+        return CaptureReader.of_job(files, job_id, tag=tag, partial=partial, **status).under(
+            manifest.hook_names
+        )
 
     async def _download(self, target: Path, job_id: str, file: ManifestEntry) -> Path:
         async with self._io.stream(
