@@ -123,10 +123,6 @@ def _show_secrets(_: Connector, listed: Any) -> None:
         err.print(f"also valid until {records.moment(former.until)}: {former.secret}", style="dim")
 
 
-def _models(connect: Connector, /) -> list[str]:
-    return connect().models()
-
-
 def _server(connect: Connector, /) -> Health:
     client: Client = connect()
     with Translated(
@@ -174,7 +170,7 @@ _OWN = (
         _show_global,
     ),
     Kind("ranks", "ranks", {"get": "global_steering.dynamic"}, _show_ranks),
-    Kind("model", "models", {"list": _models}),
+    Kind("model", "models", {"list": "models"}),
     Kind("server", "servers", {"get": _server}, _show_server),
     Kind("key", "keys", calls_of("keys", "list", "delete") | {"create": keys.key}, keys.show_key),
     Kind("tenant", "tenants", {"list": "tenants.list", "get": _tenant, "put": _put_tenant}),

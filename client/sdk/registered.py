@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
-from urllib.parse import quote
 
 from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLens
 from ...schemas.artifacts.loras import LORAS, Lora
@@ -36,8 +35,10 @@ from ...schemas.requests.steering import (
     ModuleRequest,
     ModuleView,
 )
+from ...storage.formats.module_files import of_sites, specs_of
+from .. import vectors
 from ..notebook import Listing
-from ..values import packed
+from ..values import checked, packed
 from . import wire
 from .calls import Calls, M, call
 from .fields import Array, ProbeFields, Steering
@@ -63,29 +64,19 @@ def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
 
     Raises MidstreamError naming the field, FileNotFoundError.
     """
-    if not isinstance(steering, str | Path | Mapping) or (
-        isinstance(steering, Mapping) and steering.keys() <= set(SteeringSpec.__struct_fields__)
-    ):
-        return wire.pack_steering(steering)
-    from ...storage.formats.module_files import of_sites
-    from .. import vectors
-
-    with Translated(
-        ValueError,
-        lambda error: invalid(
-            "steering", str(error) if isinstance(steering, Mapping) else f"{steering}: {error}"
-        ),
-    ):
-        if isinstance(steering, Mapping):
-            return of_sites(
-                {site: packed(values, f"steering.{site}") for site, values in steering.items()}
-            )
-        return vectors.read(steering)
+    if isinstance(steering, str | Path):
+        with Translated(ValueError, lambda error: invalid("steering", f"{steering}: {error}")):
+            return vectors.read(steering)
+    if isinstance(steering, Mapping) and not steering.keys() <= set(SteeringSpec.__struct_fields__):
+        arrays = {site: packed(values, f"steering.{site}") for site, values in steering.items()}
+        with Translated(ValueError, lambda error: invalid("steering", str(error))):
+            return of_sites(arrays)
+    return checked(steering, list[SteeringSpec], "steering")
 
 
 def _run(method: str, name: JobLike, model: str | None) -> HttpCall:
     """Build a call on a source run; `name` may also be its job."""
-    return HttpCall(method, f"{_RUNS}/{quote(wire.id_of(name), safe='')}", params=of_model(model))
+    return HttpCall(method, wire.path("runs", wire.id_of(name)), params=of_model(model))
 
 
 class NamedCalls(Calls[M], Generic[M, R]):
@@ -171,9 +162,6 @@ class Modules(NamedCalls[M, ModuleView]):
         Raises MidstreamError for entries that the format cannot hold (see `docs/steering.md`),
         OSError.
         """
-        from ...storage.formats.module_files import specs_of
-        from .. import vectors
-
         answer = await self._send(self._call("GET", name, model, "/file"))
         wire.raise_problem(answer)
         with Translated(ValueError, lambda error: invalid("format", str(error))):

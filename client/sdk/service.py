@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from urllib.parse import quote
 
 from ...schemas.access.keys import (
     DEFAULT_TENANT,
@@ -37,10 +36,7 @@ _DAY_S = 24 * 3600.0
 
 
 def key_request(
-    name: str,
-    tenant: str = DEFAULT_TENANT,
-    scopes: str | Sequence[str] = ("submit", "read"),
-    expires_in: float | str | None = None,
+    name: str, tenant: str, scopes: str | Sequence[str], expires_in: float | str | None
 ) -> KeyRequest:
     """Build the body of `POST /v1/keys`. Raises MidstreamError that names an invalid field."""
     return wire.checked(
@@ -50,10 +46,6 @@ def key_request(
 
 def _tenant(method: str, name: str, limits: Limits | None = None) -> HttpCall:
     return HttpCall(method, f"{_TENANTS}/{wire.checked(name, TenantName, 'tenant')}", body=limits)
-
-
-def _delivery(delivery_id: str) -> str:
-    return f"{_DELIVERIES}/{quote(delivery_id, safe='')}"
 
 
 class Keys(Calls[M]):
@@ -135,16 +127,17 @@ class Webhooks(Calls[M]):
 
         Raises `not_found`, also if the record has expired.
         """
-        return await self._ask(HttpCall("GET", _delivery(delivery_id)), WebhookDelivery)
+        return await self._ask(
+            HttpCall("GET", wire.path("webhooks", "deliveries", delivery_id)), WebhookDelivery
+        )
 
     @call
     async def redeliver(self, delivery_id: str) -> WebhookDelivery:
         """Send a webhook again under the same id; if it is waiting for its next attempt, send it
         immediately.
         """
-        return await self._ask(
-            HttpCall("POST", f"{_delivery(delivery_id)}/redeliver"), WebhookDelivery
-        )
+        path = wire.path("webhooks", "deliveries", delivery_id, "redeliver")
+        return await self._ask(HttpCall("POST", path), WebhookDelivery)
 
 
 class Secrets(Calls[M]):

@@ -4,7 +4,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,7 +40,6 @@ from ...schemas.settings.settings import Settings
 from .. import values
 from ..captures.reader import CaptureReader
 from ..values import checked as checked
-from .fields import Steering
 
 T = TypeVar("T")
 
@@ -160,11 +159,6 @@ class ReadManifest(msgspec.Struct):
     hook_names: dict[str, str] = {}
 
 
-def pack_steering(entries: Steering | Sequence[Steering]) -> list[SteeringSpec]:
-    """Return steering entries with tensors packed. Raises MidstreamError naming the field."""
-    return checked(entries, list[SteeringSpec], "steering")
-
-
 #: Field whose tensors are packed → its type.
 _PACKED: dict[str, Any] = {
     "steering": list[SteeringSpec],
@@ -243,16 +237,19 @@ def given(**values: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
+def path(*parts: str) -> str:
+    """Return `/v1/<parts>`, each quoted, so that it stays one segment."""
+    return "/".join(["/v1", *(quote(part, safe="") for part in parts)])
+
+
 def job_path(job: JobLike, *parts: str) -> str:
-    """Return `/v1/jobs/<id>/<parts>`, with the id quoted, so that it stays one path segment."""
-    return "/".join(["/v1/jobs", quote(id_of(job), safe=""), *parts])
+    """Return `/v1/jobs/<id>/<parts>`."""
+    return path("jobs", id_of(job), *parts)
 
 
 def capture_path(job: JobLike, *parts: str) -> str:
-    """Return `/v1/captures/<id>/<parts>`, with all parts quoted."""
-    return "/".join(
-        ["/v1/captures", quote(id_of(job), safe=""), *(quote(part, safe="") for part in parts)]
-    )
+    """Return `/v1/captures/<id>/<parts>`."""
+    return path("captures", id_of(job), *parts)
 
 
 def idempotency_key() -> str:
