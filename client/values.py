@@ -74,28 +74,33 @@ def checked(value: Any, kind: type[T], prefix: str = "") -> T:
         return msgspec.convert(plain(value, kind, prefix), kind)
 
 
-def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
+def given(**values: Any) -> dict[str, Any]:
+    """Return the arguments that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def request(body: T | None, fields: dict[str, Any], kind: type[T]) -> T:
     """Build a request body from a struct or from keyword arguments.
 
     Raises UnknownArgument for an unknown keyword, MidstreamError naming an invalid field.
     """
-    if given is not None:
-        if not isinstance(given, kind | Mapping):
+    if body is not None:
+        if not isinstance(body, kind | Mapping):
             raise invalid(
                 "request",
-                f"expected a {kind.__name__}, got {type(given).__name__}",
+                f"expected a {kind.__name__}, got {type(body).__name__}",
                 hint=_advice("text", getattr(kind, "__struct_fields__", ()))
-                if isinstance(given, str)
+                if isinstance(body, str)
                 else None,
             )
         if fields:
             raise invalid(
                 next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both"
             )
-        converted: T = plain(given, kind)
+        converted: T = plain(body, kind)
         return converted
     known_keywords(fields, kind)
-    return checked({name: value for name, value in fields.items() if value is not None}, kind)
+    return checked(given(**fields), kind)
 
 
 def known_keywords(fields: Iterable[str], kind: Any, own: Iterable[str] = ()) -> None:

@@ -21,7 +21,7 @@ from ..schemas.packages import installing, load_all
 from ..schemas.prompts.selectors import LayerSelector, SelectorError, resolve_layers
 from ..schemas.requests.specs import SteeringSpec
 from ..storage.formats import module_files
-from .values import checked
+from .values import checked, given
 
 #: Entry points of formats: a package's name → its rows, `VectorFormat`s.
 GROUP = "midstream.formats"
@@ -85,10 +85,9 @@ def from_bytes(
     specs = _placed(_parsed(raw), layers)
     if len(specs) > MAX_ENTRIES:
         raise ValueError(f"it has {len(specs)} entries: at most {MAX_ENTRIES} are allowed")
-    given = checked(
-        {name: value for name, value in options.items() if value is not None}, SteeringSpec
-    )
-    chosen = {name: getattr(given, name) for name in options if options[name] is not None}
+    options = given(**options)
+    read_as = checked(options, SteeringSpec)
+    chosen = {name: getattr(read_as, name) for name in options}
     if "hook" in chosen and any(spec.hook is not None for spec in specs):
         raise ValueError("the file names its hook points: leave the hook out")
     specs = [msgspec.structs.replace(spec, **chosen) for spec in specs]
@@ -195,20 +194,20 @@ def of_names(
     of every entry. Raises ValueError.
     """
     tensors = without_notes(tensors)
-    given = shared or {}
+    fields_of_all = shared or {}
     if tensors.keys() == {"bias"}:
         raise ValueError("its only tensor is 'bias'; valid: a vector to add, named 'vector'")
     if tensors.keys() <= module_files.SHAPES.keys():
         fields = {name: _flat(name, tensor) for name, tensor in tensors.items()}
-        return [SteeringSpec(**{"op": module_files.implied_op(fields), **given, **fields})]
+        return [SteeringSpec(**{"op": module_files.implied_op(fields), **fields_of_all, **fields})]
     layers = {name: match for name in tensors if (match := _LAYER.fullmatch(name))}
     if len(layers) < len(tensors):
-        return module_files.of_sites(tensors, given)
+        return module_files.of_sites(tensors, fields_of_all)
     result = sorted((int(match["layer"]), name) for name, match in layers.items())
     if len({layer for layer, _ in result}) < len(result):
         raise ValueError("it names a layer twice")
     return [
-        SteeringSpec(layers=layer, vector=_flat("vector", tensors[name]), **given)
+        SteeringSpec(layers=layer, vector=_flat("vector", tensors[name]), **fields_of_all)
         for layer, name in result
     ]
 

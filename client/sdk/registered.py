@@ -42,7 +42,7 @@ from ..values import checked, packed
 from . import wire
 from .calls import Calls, M, call
 from .fields import Array, ProbeFields, Steering
-from .wire import HttpCall, JobLike, of_model
+from .wire import HttpCall, JobLike
 
 if TYPE_CHECKING:
     from .typed import Fit
@@ -76,7 +76,7 @@ def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
 
 def _run(method: str, name: JobLike, model: str | None) -> HttpCall:
     """Build a call on a source run; `name` may also be its job."""
-    return HttpCall(method, wire.path("runs", wire.id_of(name)), params=of_model(model))
+    return HttpCall(method, wire.path("runs", wire.id_of(name)), params=wire.given(model=model))
 
 
 class NamedCalls(Calls[M], Generic[M, R]):
@@ -101,7 +101,7 @@ class NamedCalls(Calls[M], Generic[M, R]):
         """
         path = f"{self._path}/{wire.checked(name, PathName, 'name')}{more}"
         timeout = self._timeout if body is None else self._put_timeout
-        return HttpCall(method, path, body, of_model(model), timeout=timeout)
+        return HttpCall(method, path, body, wire.given(model=model), timeout=timeout)
 
     async def _put(self, name: str, **fields: Any) -> R:
         """Register an object by the fields of its body."""
@@ -111,7 +111,7 @@ class NamedCalls(Calls[M], Generic[M, R]):
     @call
     async def list(self, model: str | None = None) -> Listing[R]:
         """Return all of a model."""
-        call = HttpCall("GET", self._path, params=of_model(model), timeout=self._timeout)
+        call = HttpCall("GET", self._path, params=wire.given(model=model), timeout=self._timeout)
         return Listing(getattr(await self._ask(call, self._kind.page), self._kind.plural))
 
     @call
@@ -179,7 +179,7 @@ class GlobalSteeringCalls(Calls[M]):
     async def _about(self, method: str, path: str, kind: type[R], model: str | None) -> R:
         """Send a call about the state of all ranks."""
         return await self._ask(
-            HttpCall(method, path, None, of_model(model), timeout=CHANGE_S), kind
+            HttpCall(method, path, None, wire.given(model=model), timeout=CHANGE_S), kind
         )
 
     @call

@@ -39,7 +39,7 @@ from ...schemas.settings.secret_files import is_exposed
 from ...schemas.settings.settings import Settings
 from .. import values
 from ..captures.reader import CaptureReader
-from ..values import checked as checked
+from ..values import checked as checked, given as given
 
 T = TypeVar("T")
 
@@ -172,9 +172,9 @@ def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, 
 
     Raises MidstreamError that names an invalid field, UnknownArgument for an unknown one.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
-    values.known_keywords(given, kind)
-    body: dict[str, Any] = values.plain(given, kind)
+    present = given(**fields)
+    values.known_keywords(present, kind)
+    body: dict[str, Any] = values.plain(present, kind)
     for name, packed in _PACKED.items():
         if name in body:
             body[name] = checked(body[name], packed, name)
@@ -225,16 +225,6 @@ def id_of(job: JobLike) -> str:
             allowed="a job's id, or a value that submit, run, completion or job returned",
         )
     return result
-
-
-def of_model(model: str | None) -> dict[str, str | int | float]:
-    """Return the query parameters for a model; none if the only served model is meant."""
-    return {} if model is None else {"model": model}
-
-
-def given(**values: Any) -> dict[str, Any]:
-    """Return the arguments that are not None."""
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def path(*parts: str) -> str:
