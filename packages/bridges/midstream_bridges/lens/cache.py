@@ -162,15 +162,15 @@ class ActivationCache(Mapping[str, np.ndarray]):
             scale=self.scale,
         )
 
-    def _layers(self, layer: int | None, upto: int) -> int:
-        """Resolve a `layer` argument: None and -1 stand for the number of layers.
-
-        Raises MidstreamError if it is not from 0 to `upto`.
+    def _layers(self, layer: int | None) -> int:
+        """Resolve a `layer` argument: None and -1 stand for the number of layers. Raises
+        MidstreamError if it is above.
         """
-        count = self.card.num_layers if layer in (None, -1) else layer
-        if not isinstance(count, int) or not 0 <= count <= upto:
+        most = self.card.num_layers
+        count = most if layer in (None, -1) else layer
+        if not isinstance(count, int) or not 0 <= count <= most:
             raise invalid(
-                "layer", f"{layer} is out of range", allowed=f"0 to {upto}; None or -1: all"
+                "layer", f"{layer} is out of range", allowed=f"0 to {most}; None or -1: all"
             )
         return count
 
@@ -178,7 +178,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         self, activation_name: str, layer: int | None = -1, sublayer_type: str | None = None
     ) -> np.ndarray:
         """Return one activation of all layers below `layer`, `[layers, …]`. None or -1: all."""
-        count = self._layers(layer, self.card.num_layers)
+        count = self._layers(layer)
         if not count:
             raise invalid(
                 "layer",
@@ -204,7 +204,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         if apply_ln:
             raise invalid("apply_ln", _LN, allowed="False")
         last = self.card.num_layers
-        count = self._layers(layer, self.card.num_layers)
+        count = self._layers(layer)
         parts: dict[str, CacheKey] = {}
         for item in range(min(count + 1, last)):
             parts[f"{item}_pre"] = ("resid_pre", item)
@@ -242,7 +242,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
             )
         if mode not in ("all", "attn", "mlp"):
             raise invalid("mode", f"{mode!r} is not known", allowed="all, attn, mlp")
-        count = self._layers(layer, self.card.num_layers)
+        count = self._layers(layer)
         parts: dict[str, CacheKey] = {"embed": ("resid_pre", 0)} if incl_embeds else {}
         for item in range(count + 1 if mlp_input and count < self.card.num_layers else count):
             if mode != "mlp":

@@ -105,10 +105,14 @@ class Card(ModelFacts, kw_only=True):
             return (self.hidden_size,)
         return (row.heads, row.width) if BANK[hook] in OF_HEADS else (row.size,)
 
+    @property
+    def names(self) -> list[str]:
+        """The activations of a block that the model serves, in the order of the forward pass."""
+        return [name for name in BLOCK if self.has(name)]
+
     def sites(self) -> list[NamedSite]:
         """Return all served activations, layer by layer in the order of the forward pass."""
-        names = [name for name in BLOCK if self.has(name)]
-        return [NamedSite(name, layer) for layer in range(self.num_layers) for name in names]
+        return [NamedSite(name, layer) for layer in range(self.num_layers) for name in self.names]
 
 
 def site_of(key: CacheKey, card: Card, field: str = "name") -> NamedSite:
@@ -119,12 +123,7 @@ def site_of(key: CacheKey, card: Card, field: str = "name") -> NamedSite:
     if isinstance(key, str) and (match := _FULL.fullmatch(key)):
         name = match["name"]
         layer = int(match["layer"])
-    elif (
-        isinstance(key, tuple)
-        and len(key) in (2, 3)
-        and isinstance(key[0], str)
-        and _is_number(key[1])
-    ):
+    elif _is_short(key):
         name = SHORT.get(key[0], key[0])
         layer = int(key[1])
     elif isinstance(key, str) and (why := _absent(key)):
@@ -141,7 +140,7 @@ def site_of(key: CacheKey, card: Card, field: str = "name") -> NamedSite:
         raise invalid(
             field,
             f"no activation is called {name[:80]!r}",
-            allowed=", ".join(item for item in BLOCK if card.has(item)),
+            allowed=", ".join(card.names),
         )
     if not -card.num_layers <= layer < card.num_layers:
         raise invalid(
@@ -152,8 +151,11 @@ def site_of(key: CacheKey, card: Card, field: str = "name") -> NamedSite:
     return NamedSite(name, layer % card.num_layers)
 
 
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def _is_short(key: Any) -> bool:
+    """Return whether it is a short name with its layer."""
+    if not isinstance(key, tuple) or len(key) not in (2, 3) or not isinstance(key[0], str):
+        return False
+    return hasattr(key[1], "__index__") and not isinstance(key[1], bool)
 
 
 def _absent(name: str) -> str:
@@ -175,9 +177,7 @@ def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[Named
     if callable(names):
         sites = [site for site in card.sites() if names(site.full)]
     else:
-        is_key = isinstance(names, str) or (
-            isinstance(names, tuple) and len(names) in (2, 3) and _is_number(names[1])
-        )
+        is_key = isinstance(names, str) or _is_short(names)
         keys: Iterable[CacheKey] = [names] if is_key else names  # type: ignore[list-item]
         named = {site_of(key, card, f"{field}[{number}]") for number, key in enumerate(keys)}
         sites = [site for site in card.sites() if site in named]
@@ -185,7 +185,7 @@ def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[Named
         raise invalid(
             field,
             "selects no activation",
-            allowed=", ".join(name for name in BLOCK if card.has(name)) + ", each of a block",
+            allowed=f"{', '.join(card.names)}, each of a block",
         )
     return sites
 
