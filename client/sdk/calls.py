@@ -119,15 +119,18 @@ class Calls(Generic[M]):
         """Return the body of a successful response as `kind`; raises what `wire.decode` raises."""
         return wire.decode(await self._send(call), kind)
 
+    async def _get(self, path: str, kind: type[T], **params: Any) -> T:
+        """Return what a path has, as `_ask` does. `params`: of the query, without those that are
+        None.
+        """
+        return await self._ask(HttpCall("GET", path, params=values.given(**params)), kind)
+
     async def _do(self, call: HttpCall) -> None:
         """Send a call whose response has no body; raises what `wire.raise_problem` raises."""
         wire.raise_problem(await self._send(call))
 
     async def _models(self) -> list[str]:
-        return [
-            entry["id"]
-            for entry in (await self._ask(HttpCall("GET", "/v1/models"), dict[str, Any]))["data"]
-        ]
+        return [entry["id"] for entry in (await self._get("/v1/models", dict[str, Any]))["data"]]
 
     async def _body(
         self,

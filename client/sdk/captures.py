@@ -74,10 +74,7 @@ class Captures(Calls[M]):
         self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None
     ) -> CapturePage:
         """Return one page of stored captures, newest first; its `next` is the next `cursor`."""
-        return await self._ask(
-            HttpCall("GET", "/v1/captures", params=wire.given(tag=tag, limit=limit, cursor=cursor)),
-            CapturePage,
-        )
+        return await self._get("/v1/captures", CapturePage, tag=tag, limit=limit, cursor=cursor)
 
     @call
     async def delete(self, job_id: JobLike) -> None:
@@ -94,7 +91,7 @@ class Captures(Calls[M]):
     async def _open(
         self, job_id: str, folder: Path | str | None, tag: str | None, partial: bool
     ) -> CaptureReader:
-        manifest = await self._ask(HttpCall("GET", wire.capture_path(job_id)), wire.ReadManifest)
+        manifest = await self._get(wire.capture_path(job_id), wire.ReadManifest)
         download.check(manifest, job_id, partial)
         files: list[Path | BlobLocation] = []
         if folder is None:
@@ -113,9 +110,7 @@ class Captures(Calls[M]):
         async with self._io.stream(
             method="GET", url=wire.capture_path(job_id, "files", file.name)
         ) as response:
-            if response.status_code >= 400:
-                await self._io.read(response)
-                wire.raise_problem(response)
+            wire.raise_problem(response)
             with download.Saved(target, job_id, file) as saved:
                 async with aclosing(self._io.chunks(response, CHUNK)) as chunks:
                     async for chunk in chunks:

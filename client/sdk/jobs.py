@@ -56,7 +56,7 @@ class Jobs(Calls[M]):
     @call
     async def get(self, job_id: JobLike) -> JobView:
         """Return the job's current state, without waiting. Raises `not_found`."""
-        return await self._ask(HttpCall("GET", wire.job_path(job_id)), JobView)
+        return await self._get(wire.job_path(job_id), JobView)
 
     @call
     async def list(
@@ -72,8 +72,8 @@ class Jobs(Calls[M]):
 
         `policy`: only jobs that triggered this policy (`triggered` says whether it acted).
         """
-        params = wire.given(state=state, model=model, policy=policy, limit=limit, cursor=cursor)
-        return await self._ask(HttpCall("GET", "/v1/jobs", params=params), JobPage)
+        query = {"state": state, "model": model, "policy": policy, "limit": limit, "cursor": cursor}
+        return await self._get("/v1/jobs", JobPage, **query)
 
     @call
     async def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView:
@@ -114,7 +114,7 @@ class Jobs(Calls[M]):
 
     async def _result(self, job_id: JobLike) -> JobResult:
         """Return the result as the server has it."""
-        return await self._ask(HttpCall("GET", wire.job_path(job_id, "result")), JobResult)
+        return await self._get(wire.job_path(job_id, "result"), JobResult)
 
     @call
     async def run(
@@ -173,9 +173,7 @@ class Jobs(Calls[M]):
                     headers={"accept": "text/event-stream"} | seen,
                     timeout=timeout,
                 ) as response:
-                    if response.status_code >= 400:
-                        await self._io.read(response)
-                        wire.raise_problem(response)
+                    wire.raise_problem(response)
                     if response.status_code == 204:  # the job has ended: no more events
                         return
                     async with aclosing(self._io.chunks(response)) as pieces:

@@ -56,7 +56,6 @@ SteeringInput = Steering | Sequence[Steering] | Mapping[str, Array] | Path | str
 CHANGE_S = 120.0
 _GLOBAL = "/v1/steering/global"
 _DYNAMIC = "/v1/steering/dynamic"
-_RUNS = "/v1/runs"
 
 
 def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
@@ -74,9 +73,9 @@ def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
     return checked(steering, list[SteeringSpec], "steering")
 
 
-def _run(method: str, name: JobLike, model: str | None) -> HttpCall:
-    """Build a call on a source run; `name` may also be its job."""
-    return HttpCall(method, wire.path("runs", wire.id_of(name)), params=wire.given(model=model))
+def _run(name: JobLike) -> str:
+    """Return the path of a source run; `name` may also be its job."""
+    return wire.path("runs", wire.id_of(name))
 
 
 class NamedCalls(Calls[M], Generic[M, R]):
@@ -373,10 +372,7 @@ class SourceRuns(Calls[M]):
         self, model: str | None = None, *, limit: int | None = None, cursor: str | None = None
     ) -> RunPage:
         """Return one page of named source runs, newest first; its `next` is the next `cursor`."""
-        return await self._ask(
-            HttpCall("GET", _RUNS, params=wire.given(model=model, limit=limit, cursor=cursor)),
-            RunPage,
-        )
+        return await self._get("/v1/runs", RunPage, model=model, limit=limit, cursor=cursor)
 
     @call
     async def get(self, name: JobLike, model: str | None = None) -> RunView:
@@ -385,7 +381,7 @@ class SourceRuns(Calls[M]):
 
         `name`: the run's name, or a job with a capture.
         """
-        return await self._ask(_run("GET", name, model), RunView)
+        return await self._get(_run(name), RunView, model=model)
 
     @call
     async def delete(self, name: JobLike, model: str | None = None) -> None:
@@ -393,4 +389,4 @@ class SourceRuns(Calls[M]):
 
         Raises `not_found`, and `conflict` while its job runs.
         """
-        await self._do(_run("DELETE", name, model))
+        await self._do(HttpCall("DELETE", _run(name), params=wire.given(model=model)))

@@ -31,7 +31,7 @@ class ServerCalls(Calls[M]):
         """Return the facts of one model, as `GET /v1/models/{name}` gives them. Raises
         `not_found`.
         """
-        return await self._ask(HttpCall("GET", wire.path("models", name)), dict[str, Any])
+        return await self._get(wire.path("models", name), dict[str, Any])
 
     @call
     async def ready(self) -> bool:

@@ -37,17 +37,15 @@ class BlockingTransport:
 
     @asynccontextmanager
     async def stream(self, **arguments: Any) -> AsyncIterator[httpx2.Response]:
-        """Send a request, and yield the response, whose body `read` and `chunks` read.
-        `arguments`: those of `httpx2.Client.stream`.
+        """Send a request, and yield the response, whose body `chunks` reads; that of an error is
+        read whole. `arguments`: those of `httpx2.Client.stream`.
 
         Raises httpx2.TransportError, here and while the body is read.
         """
         with self._http.stream(**arguments) as response:
+            if response.is_error:
+                response.read()
             yield response
-
-    async def read(self, response: httpx2.Response) -> None:
-        """Read the whole body. Used for error responses."""
-        response.read()
 
     async def chunks(
         self, response: httpx2.Response, size: int | None = None
@@ -94,10 +92,9 @@ class AwaitingTransport:
     @asynccontextmanager
     async def stream(self, **arguments: Any) -> AsyncIterator[httpx2.Response]:
         async with self._http.stream(**arguments) as response:
+            if response.is_error:
+                await response.aread()
             yield response
-
-    async def read(self, response: httpx2.Response) -> None:
-        await response.aread()
 
     async def chunks(
         self, response: httpx2.Response, size: int | None = None

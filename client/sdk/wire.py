@@ -343,6 +343,14 @@ def not_understood(response: httpx2.Response, problem: str) -> MidstreamError:
     return MidstreamError("internal", problem)
 
 
+class _Added(msgspec.Struct):
+    """Midstream's additions to the fields of OpenAI-style responses."""
+
+    capture_results: CaptureResults | None = None
+    determinism: Determinism | None = None
+    probes: list[ProbeResult] = []
+
+
 def answer(response: httpx2.Response) -> Answer:
     """Parse an OpenAI-style response. Raises what `decode` raises."""
     raw = decode(response, dict[str, Any])
@@ -353,6 +361,7 @@ def answer(response: httpx2.Response) -> Answer:
             (f"the response from {response.request.url.path} has an unexpected shape: {error!r}"),
         ),
     ):
+        added = msgspec.convert(raw, _Added)
         choices = sorted(raw["choices"], key=lambda choice: choice["index"])
         return Answer(
             job=response.headers.get(JOB_HEADER, ""),
@@ -361,14 +370,10 @@ def answer(response: httpx2.Response) -> Answer:
                 for choice in choices
             ],
             finish_reasons=[choice["finish_reason"] for choice in choices],
-            capture_results=msgspec.convert(raw["capture_results"], CaptureResults)
-            if raw.get("capture_results")
-            else None,
-            determinism=msgspec.convert(raw["determinism"], Determinism)
-            if raw.get("determinism")
-            else None,
+            capture_results=added.capture_results,
+            determinism=added.determinism,
             raw=raw,
-            probes=msgspec.convert(raw.get("probes", []), list[ProbeResult]),
+            probes=added.probes,
         )
 
 
