@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 from rich import markup
 from rich.console import Console, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import Record
-from ...schemas.jobs.jobs import Output
+from ...schemas.jobs.jobs import CaptureResults, Determinism, Output
 from ...schemas.jobs.results import JobResult
 from ...schemas.requests.steering import GlobalView
 from ...schemas.service.status import ServiceStatus
@@ -114,32 +115,31 @@ def _job_html(result: JobResult) -> str:
     for value in of_kind(result):
         if render := form_of(type(value)).html:
             return render(value)
-    captures = result.capture_results
-    parts: list[RenderableType] = [records.listed(result.outputs, Output)]
-    if captures.status != "not_requested":
+    shown = records.listed(result.outputs, Output)
+    return _with_reports(shown, result.capture_results, result.determinism)
+
+
+def _with_reports(
+    shown: Table, captures: CaptureResults | None, determinism: Determinism | None
+) -> str:
+    """Return a table of texts, captures, and whether the ranks agree on what they applied."""
+    parts: list[RenderableType] = [shown]
+    if captures is not None and captures.status != "not_requested":
         parts.append(
             f"captures {jobs.coloured(captures.status)}: "
             f"{jobs.count(captures.rows, 'row')}, {jobs.size(captures.bytes)}"
         )
-    if result.determinism is not None:
-        parts.append(jobs.determinism_line(result.determinism))
+    if determinism is not None:
+        parts.append(jobs.determinism_line(determinism))
     return html(*parts)
 
 
 def answer_html(answer: Answer) -> str:
-    """Return texts, captures, and whether the ranks agree on what they applied."""
+    """Return texts, captures, and whether the ranks agree."""
     shown = jobs.table("", "request", "text", "finish")
     for number, (text, finish) in enumerate(zip(answer.texts, answer.finish_reasons, strict=True)):
         shown.add_row(str(number), markup.escape(repr(text)), str(finish))
-    parts: list[RenderableType] = [shown]
-    if answer.capture_results is not None:
-        parts.append(
-            f"captures {jobs.coloured(answer.capture_results.status)}: "
-            f"{jobs.count(answer.capture_results.rows, 'row')}"
-        )
-    if answer.determinism is not None:
-        parts.append(jobs.determinism_line(answer.determinism))
-    return html(*parts)
+    return _with_reports(shown, answer.capture_results, answer.determinism)
 
 
 def reader_html(reader: CaptureReader) -> str:
