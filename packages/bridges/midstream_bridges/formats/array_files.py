@@ -207,7 +207,6 @@ _BYTES = _Global("_codecs", "encode")  # how torch's pickles hold bytes
 class _Storage:
     dtype: DType | None  # None: float64
     key: str
-    elements: int
 
 
 @dataclass(frozen=True)
@@ -349,9 +348,9 @@ def _storage(reference: Any) -> _Storage:
             _Global(module="torch", name=name),
             str() as key,
             str(),
-            int() as elements,
+            int(),
         ) if name in _STORAGES:
-            return _Storage(_STORAGES[name], key, elements)
+            return _Storage(_STORAGES[name], key)
         case ("storage", _Global(name=name), *_):
             raise ValueError(f"it has tensors of {name!r:.80}; valid: {', '.join(_STORAGES)}")
     raise ValueError("its pickle is damaged: a storage is not named as torch.save names it")

@@ -306,11 +306,7 @@ class HookedModel:
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> list[str]:
         """Return the text of each token of a text or of token ids, with its leading space."""
-        ids = (
-            self._ids(input, prepend_bos)
-            if isinstance(input, str)
-            else _one(_token_ids(input), "input")
-        )
+        ids = self._ids(input, prepend_bos) if isinstance(input, str) else _one(_token_ids(input))
         return self.client.detokenize(self.card.id, ids).token_strs
 
     def to_string(self, tokens: Any) -> str | list[str]:
@@ -392,9 +388,9 @@ def _token_ids(input: Any) -> list[list[int]]:
     return [[int(token) for token in row] for row in np.atleast_2d(result)]
 
 
-def _one(prompts: list[list[int]], field: str) -> list[int]:
+def _one(prompts: list[list[int]]) -> list[int]:
     if len(prompts) != 1:
-        raise invalid(field, f"holds {len(prompts)} prompts", allowed="one")
+        raise invalid("input", f"holds {len(prompts)} prompts", allowed="one")
     return prompts[0]
 
 
