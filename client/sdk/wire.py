@@ -292,6 +292,10 @@ def decode(response: httpx2.Response, kind: type[T]) -> T:
         return from_json(response.content, kind)
 
 
+class _Received(Problem, forbid_unknown_fields=False):
+    """A problem document, of which unknown members are ignored, as RFC 9457 has clients do."""
+
+
 def raise_problem(response: httpx2.Response) -> None:
     """Raise MidstreamError for an error response, with the kind, field and valid values of its
     problem document.
@@ -299,8 +303,8 @@ def raise_problem(response: httpx2.Response) -> None:
     if response.status_code < 400:
         return
     try:
-        problem = msgspec.convert(_lenient(response.content), Problem)
-    except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
+        problem = from_json(response.content, _Received)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
         text = response.text.strip().partition("\n")[0][:200]
         raise not_understood(response, f"status {response.status_code} with {text!r}") from error
     kind = problem.type.rpartition(":")[2]
@@ -317,16 +321,6 @@ def raise_problem(response: httpx2.Response) -> None:
     if seconds.isdecimal():
         refused.retry_after = float(seconds)
     raise refused
-
-
-def _lenient(content: bytes | str) -> dict[str, Any]:
-    """Decode a problem document, without unknown extension members (RFC 9457: clients must ignore
-    them).
-    """
-    document = json.loads(content)
-    if not isinstance(document, dict):
-        raise ValueError("not a problem document")
-    return {name: value for name, value in document.items() if name in Problem.__struct_fields__}
 
 
 def not_understood(response: httpx2.Response, problem: str) -> MidstreamError:
@@ -455,7 +449,7 @@ class EventParser:
             return None
         self.last_id = fields.get("id", [self.last_id])[-1]
         if fields["event"][-1] == PROBLEM_EVENT:
-            raise error_of(msgspec.convert(_lenient("\n".join(fields["data"])), Problem))
+            raise error_of(from_json("\n".join(fields["data"]), _Received))
         body = json.loads("\n".join(fields["data"]))
         attempt = body.pop("attempt", 0)
         return msgspec.convert(
