@@ -70,9 +70,19 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
+def moment(at: float | None) -> str:
+    """Return seconds since the epoch (None: now) as local time, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
 def minute(at: float) -> str:
-    """Return seconds since the epoch as local time."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+    """Return seconds since the epoch as local time, to the minute."""
+    return moment(at)[:16]
+
+
+def day(at: float) -> str:
+    """Return seconds since the epoch as a local date."""
+    return moment(at)[:10]
 
 
 def seconds(start: float | None, end: float | None) -> str:

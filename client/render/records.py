@@ -30,7 +30,20 @@ from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
 from ...schemas.requests.trainings import Training
 from .forms import Shown, form_of
-from .jobs import Cell, coloured, count, facts, lines, minute, run_prompts, seconds, size, table
+from .jobs import (
+    Cell,
+    coloured,
+    count,
+    day,
+    facts,
+    lines,
+    minute,
+    moment,
+    run_prompts,
+    seconds,
+    size,
+    table,
+)
 from .steering import DIGEST, entries, what
 
 #: The most characters of a URL in a list: about as many as the id of a webhook above it has.
@@ -55,11 +68,6 @@ def one(record: Any) -> Table:
 def parts(record: Any) -> list[Table]:
     """Return the tables of one record: facts and details."""
     return [one(record), *layout(type(record)).details(record)]
-
-
-def moment(at: float | None) -> str:
-    """Return seconds since the epoch (None: now) as local time, to the second."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def outcome(attempt: DeliveryAttempt | None) -> str:
@@ -199,11 +207,7 @@ def effect(of: Training) -> str:
 def _expires(key: KeyView) -> str:
     if key.expires is None:
         return "never"
-    return _day(key.expires) if key.expires > time.time() else "[red]expired[/]"
-
-
-def _day(at: float) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(at))
+    return day(key.expires) if key.expires > time.time() else "[red]expired[/]"
 
 
 def _registered(
@@ -569,7 +573,7 @@ SHOWN: dict[type, Shown] = {
             "id": _text("id"),
             "name, tenant": lambda key: f"{escape(key.name)}\n{key.tenant}",
             "scopes": lambda key: " ".join(key.scopes),
-            "created": lambda key: _day(key.created),
+            "created": lambda key: day(key.created),
             "expires": _expires,
         },
     ),

@@ -1,6 +1,5 @@
 """Terminal output of the service's status, for 80 columns."""
 
-import time
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
@@ -11,7 +10,7 @@ from rich.text import Text
 from ...schemas.jobs.jobs import State
 from ...schemas.jobs.models import SHOWN_IDENTITY, WorkerInfo
 from ...schemas.service.status import QueueStatus, ServiceStatus
-from .jobs import bare, count, size
+from .jobs import bare, count, moment, size
 
 #: Column titles in the table of jobs, by state.
 _STATES = {
@@ -55,7 +54,7 @@ def _head(now: ServiceStatus, url: str) -> Text:
     )
     line = Text()
     line.append(f"midstream {now.version}", style="bold")
-    line.append(f" at {url} · {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now.at))}\n")
+    line.append(f" at {url} · {moment(now.at)}\n")
     line.append(
         f"{count(now.live, 'job')} live, {now.queued} queued, {count(now.held, 'response')} held\n"
     )
