@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from ..schemas.base.dtypes import ITEM_BYTES, DType
 from ..schemas.base.errors import Translated
 from ..schemas.base.limits import MAX_ENTRIES, MAX_LAYER, MAX_VECTOR_FILE
 from ..schemas.base.tensors import Tensor, to_numpy
@@ -233,17 +234,14 @@ def _placed(specs: list[SteeringSpec], layers: LayerSelector | None) -> list[Ste
         numbers = _numbers(layers)
     if len(present) < len({msgspec.json.encode(spec.layers) for spec in specs}):
         raise ValueError("its entries have several layers each: leave the layers out")
+    has = f"it has {', '.join(map(str, sorted(present)))}"
     if isinstance(layers, int | list) and (
         missing := [layer for layer in numbers if layer not in present]
     ):
-        raise ValueError(
-            f"it has no layer {missing[0]}; it has {', '.join(map(str, sorted(present)))}"
-        )
+        raise ValueError(f"it has no layer {missing[0]}; {has}")
     chosen = [spec for spec in specs if spec.layers in numbers]
     if not chosen:
-        raise ValueError(
-            f"it has none of the layers {layers}; it has {', '.join(map(str, sorted(present)))}"
-        )
+        raise ValueError(f"it has none of the layers {layers}; {has}")
     return chosen
 
 
@@ -271,15 +269,14 @@ def _at_layers(spec: SteeringSpec, layers: LayerSelector | None) -> list[Steerin
             f"it has {vector.shape[0]} rows for {len(where)} layers: name as many; a row more than "
             "the model's layers may be the embedding's, in row 0: save the others"
         )
-    size = len(vector.data) // vector.shape[0]
+    rows = rows_of(vector.dtype, vector.shape[1], vector.data)
+    return [SteeringSpec(layers=layer, vector=row) for layer, row in zip(where, rows, strict=True)]
+
+
+def rows_of(dtype: DType, width: int, data: bytes) -> list[Tensor]:
+    """Return each row of an array as a vector."""
+    size = width * ITEM_BYTES[dtype]
     return [
-        SteeringSpec(
-            layers=layer,
-            vector=Tensor(
-                dtype=vector.dtype,
-                shape=vector.shape[1:],
-                data=vector.data[at * size : (at + 1) * size],
-            ),
-        )
-        for at, layer in enumerate(where)
+        Tensor(dtype=dtype, shape=[width], data=data[at : at + size])
+        for at in range(0, len(data), size)
     ]

@@ -43,11 +43,11 @@ class BlobLocation:
         return self.key.endswith(SEGMENT_SUFFIX)
 
 
-def at(path: Path) -> BlobLocation:
+def at(file: Path | str | BlobLocation) -> BlobLocation:
     """Return the place of a local file as an object of the capture root:
-    `<root>/<tag>/<job>/<file>` or `<root>/<tag>/segments/<file>`.
+    `<root>/<tag>/<job>/<file>` or `<root>/<tag>/segments/<file>`; a place as it is.
     """
-    return BlobLocation(*_within(path, 3))
+    return file if isinstance(file, BlobLocation) else BlobLocation(*_within(Path(file), 3))
 
 
 def _within(path: Path, depth: int) -> tuple[ArtifactStore, str]:

@@ -211,10 +211,7 @@ class CaptureReader(Plotted):
         if isinstance(source, str):
             source = open_store(source) if "://" in source else Path(source)
         if listed := not isinstance(source, Path | ArtifactStore):
-            places = expand(
-                (place if isinstance(place, BlobLocation) else at(Path(place)) for place in source),
-                job,
-            )
+            places = expand(map(at, source), job)
         else:
             places = find(source, job, tag)
         whole = not listed and not (isinstance(source, Path) and source.is_file())
@@ -256,7 +253,7 @@ class CaptureReader(Plotted):
         of the job's capture.
         """
         reader = cls.__new__(cls)
-        blobs = open_blobs(file if isinstance(file, BlobLocation) else at(file) for file in files)
+        blobs = open_blobs(map(at, files))
         for blob in blobs:
             if blob.header.manifest.job != job:
                 raise MidstreamError(

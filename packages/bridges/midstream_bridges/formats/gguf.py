@@ -121,9 +121,8 @@ class _Reader:
         if inner in _SCALARS:
             self.take(struct.calcsize(f"<{_SCALARS[inner]}") * count)
         elif inner == _TEXT:
-            while count:  # bounded by the file: each text takes at least eight bytes
+            for _ in range(count):  # bounded by the file: each text takes at least eight bytes
                 self.text()
-                count -= 1
         else:
             raise ValueError("it is not a control vector: its metadata has arrays of arrays")
         return None

@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from midstream.client.values import given
+from midstream.client.vectors import rows_of
 from midstream.schemas.base.dtypes import ITEM_BYTES, DType
 from midstream.schemas.base.errors import Translated
 from midstream.schemas.base.json_bounds import TooManyValues, check_json
 from midstream.schemas.base.limits import MAX_ENTRIES, MAX_TENSOR_BYTES, Index
-from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.prompts.selectors import resolve_hook
 from midstream.schemas.requests.specs import SteeringSpec
 
@@ -150,11 +150,7 @@ def specs_of(vector: LensVector) -> list[SteeringSpec]:
             "position_indices: is for activations of shape [layers, positions, hidden_size]"
         )
     common = given(scale=vector.scale, norm_match=vector.norm_match or None)
-    size = shape[-1] * ITEM_BYTES[dtype]
-    rows = [
-        Tensor(dtype=dtype, shape=shape[-1:], data=raw[at : at + size])
-        for at in range(0, len(raw), size)
-    ]
+    rows = rows_of(dtype, shape[-1], raw)
     sites = [{"layers": layer, **place} for layer in layers for place in places]
     return [
         SteeringSpec(vector=row, **site, **common) for site, row in zip(sites, rows, strict=True)
