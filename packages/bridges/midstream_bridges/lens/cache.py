@@ -1,6 +1,7 @@
 """Gives a run's captured activations under TransformerLens' names, as numpy arrays."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,6 @@ class ActivationCache(Mapping[str, np.ndarray]):
         card: Card,
         sites: Sequence[NamedSite],
         prompts: Sequence[Sequence[int]],
-        batch: bool = True,
         gradients: "ActivationCache | None" = None,
         scale: float | None = None,
     ):
@@ -83,7 +83,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         self.scale = scale
         self.sites = list(sites)
         self.prompts = [list(prompt) for prompt in prompts]  # token ids
-        self.has_batch_dim = batch
+        self.has_batch_dim = True
 
     def __repr__(self) -> str:
         return (
@@ -151,16 +151,10 @@ class ActivationCache(Mapping[str, np.ndarray]):
             raise invalid(
                 "remove_batch_dim", f"there are {len(self.prompts)} prompts", allowed="one prompt"
             )
-        gradients = self.gradients and self.gradients.remove_batch_dim()
-        return ActivationCache(
-            reader=self.reader,
-            card=self.card,
-            sites=self.sites,
-            prompts=self.prompts,
-            batch=False,
-            gradients=gradients,
-            scale=self.scale,
-        )
+        cache = copy(self)
+        cache.gradients = self.gradients and self.gradients.remove_batch_dim()
+        cache.has_batch_dim = False
+        return cache
 
     def _layers(self, layer: int | None) -> int:
         """Resolve a `layer` argument: None and -1 stand for the number of layers. Raises

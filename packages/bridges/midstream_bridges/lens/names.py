@@ -4,8 +4,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from midstream.schemas.base.errors import MidstreamError, invalid
 from midstream.schemas.base.records import by_key
 from midstream.schemas.jobs.models import ModelFacts
@@ -71,18 +69,10 @@ class NamedSite(NamedTuple):
         return f"blocks.{self.layer}.{self.name}"
 
 
-class Attending(msgspec.Struct):
-    """The kind of attention of some layers: the fields that this package reads."""
-
-    heads: int = 0
-    head_dim: int = 0
-
-
 class Card(ModelFacts, kw_only=True):
     """The response of `GET /v1/models/{name}`: the fields that this package reads."""
 
     id: str
-    attention: list[Attending] = []  # type: ignore[assignment]
 
     def has(self, name: str) -> bool:
         """Return whether the model serves the activation `name` of `BLOCK`."""
