@@ -14,14 +14,9 @@ RENDERER = "midstream.client.render.notebook"
 
 def in_notebook() -> bool:
     """Return whether this process is a notebook's kernel."""
-    shell = ipython_shell()
-    return shell is not None and getattr(shell, "kernel", None) is not None
-
-
-def ipython_shell() -> Any:
-    """Return IPython's shell if this process runs in one; otherwise None."""
     ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
 
 
 class Listing(list[T]):
@@ -30,13 +25,6 @@ class Listing(list[T]):
     def _repr_html_(self) -> str | None:
         rendered_html: str | None = rendered("listing_html", self)
         return rendered_html
-
-
-def install() -> None:
-    """Register images of results with a running IPython."""
-    shell = ipython_shell()
-    if shell is not None:
-        rendered("register", shell)
 
 
 def rendered(function: str, *values: Any, **options: Any) -> Any:

@@ -26,7 +26,7 @@ from ..sdk.readings import Features, Lens
 from ..sdk.wire import Answer
 from . import attention as maps, figures, jobs, readings, records, status, steering
 from .figures import plot as plot
-from .forms import added, form_of
+from .forms import form_of
 from .lines import frame as frame, of_kind
 
 if TYPE_CHECKING:
@@ -41,12 +41,10 @@ _PRE = (
 )
 
 
-def register(shell: Any) -> None:
-    """Register images of the schemas' types, which have no `_repr_png_`, with IPython's shell."""
-    images = shell.display_formatter.formatters["image/png"]
-    for kind, form in added().items():
-        if form.png is not None:
-            images.for_type(kind, form.png)
+def result_png(result: Any) -> bytes | None:
+    """Return the image of a result whose class has one."""
+    draw = form_of(type(result)).png
+    return None if draw is None else draw(result)
 
 
 def record_html(record: Any) -> str | None:

@@ -8,7 +8,6 @@ from ...schemas.base.errors import suggestion
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.packages import entries, installing, part
 from ...schemas.requests.artifact_kinds import ARTIFACTS
-from .. import notebook
 from ..extras import CALLS
 from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, added_verb, stream, verb
@@ -142,7 +141,6 @@ class _Connected(Verbs[M]):
 
     def __init__(self, url: str | None = None, api_key: str | None = None):
         self.url, api_key = discovery.address(url, api_key)
-        notebook.install()
         super().__init__(self._transport(self.url, wire.headers(api_key)), self._blocking)
 
     def __repr__(self) -> str:

@@ -61,6 +61,12 @@ def _html(result: Any) -> str | None:
     return html
 
 
+def _png(result: Any) -> bytes | None:
+    """Return a PNG for notebooks, if its class has one; None without the client."""
+    png: bytes | None = None if plotter is None else plotter("result_png", result)
+    return png
+
+
 class Result(Suggesting):
     """A result whose numbers become a data frame, and which is printed in one line."""
 
@@ -95,6 +101,8 @@ class Plotted(Result):
     """A result that can be drawn."""
 
     __slots__ = ()
+
+    _repr_png_ = _png
 
     def plot(self, path: Any = None, **options: Any) -> Any:
         """Draw the result with matplotlib (extra `plots`), and return the figure.
