@@ -22,9 +22,7 @@ def in_notebook() -> bool:
 class Listing(list[T]):
     """A list that notebooks show as a table."""
 
-    def _repr_html_(self) -> str | None:
-        rendered_html: str | None = rendered("listing_html", self)
-        return rendered_html
+    _repr_html_ = base.html_of
 
 
 def rendered(function: str, *values: Any, **options: Any) -> Any:

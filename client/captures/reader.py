@@ -214,12 +214,16 @@ class CaptureReader(Plotted):
             places = expand(map(at, source), job)
         else:
             places = find(source, job, tag)
-        whole = not listed and not (isinstance(source, Path) and source.is_file())
-        # A list of files keeps the user's order; files in a folder have none.
-        self._open(open_blobs(places), job, tag, partial, first_tag=listed, whole=whole)
-        if not self._requests:
-            what = f"of job {job} " if job else ""
-            raise MidstreamError("not_found", f"there are no capture files {what}in {source}")
+        what = f"of job {job} " if job else ""
+        self._open(
+            open_blobs(places),
+            job=job,
+            tag=tag,
+            partial=partial,
+            first_tag=listed,  # a list of files keeps the user's order; files in a folder have none
+            whole=not listed and not (isinstance(source, Path) and source.is_file()),
+            none=f"there are no capture files {what}in {source}",
+        )
 
     @classmethod
     def from_bytes(
@@ -233,9 +237,7 @@ class CaptureReader(Plotted):
             BlobReader(BlobLocation(None, f"<bytes {number}>"), memoryview(raw))
             for number, raw in enumerate([blobs] if isinstance(blobs, bytes) else list(blobs))
         ]
-        reader._open(opened, None, tag, partial, first_tag=True, whole=False)
-        if not reader._requests:
-            raise MidstreamError("not_found", "no blobs given")
+        reader._open(opened, tag=tag, partial=partial, none="no blobs given")
         return reader
 
     @classmethod
@@ -259,12 +261,9 @@ class CaptureReader(Plotted):
                 raise MidstreamError(
                     "capture_failed", f"{blob.place.path.name} does not hold rows of job {job}"
                 )
-        reader._open(blobs, job, tag, partial, first_tag=True, whole=True)
-        if not reader._requests:
-            raise MidstreamError(
-                "not_found",
-                f"job {job} has no capture files" + (f" under the tag {tag!r}" if tag else ""),
-            )
+        under = f" under the tag {tag!r}" if tag else ""
+        none = f"job {job} has no capture files{under}"
+        reader._open(blobs, job=job, tag=tag, partial=partial, whole=True, none=none)
         reader.status = status
         reader.detail = detail
         return reader
@@ -272,14 +271,17 @@ class CaptureReader(Plotted):
     def _open(
         self,
         blobs: list[BlobReader],
-        job: str | None,
+        *,
+        job: str | None = None,
         tag: str | None,
         partial: bool,
-        first_tag: bool,
-        whole: bool,
+        first_tag: bool = True,
+        whole: bool = False,
+        none: str,
     ) -> None:
         """Group the blobs by request. `first_tag`: without `tag`, read the first blob's tag.
-        `whole`: the blobs should be all those of the job.
+        `whole`: the blobs should be all those of the job. Raises MidstreamError with the text
+        `none` if there is none.
         """
         self._partial = partial
         if job is not None:
@@ -306,13 +308,13 @@ class CaptureReader(Plotted):
                 attempts.setdefault(manifest.request, {}).setdefault(manifest.attempt, []).append(
                     blob
                 )
+        if not attempts:
+            raise MidstreamError("not_found", none)
         self._requests = {request: _last_whole(attempts[request]) for request in sorted(attempts)}
         #: Number of requests that should have rows; 0: unknown.
-        self._expected = (
-            max((request.manifest.requests for request in self._requests.values()), default=0)
-            if whole
-            else 0
-        )
+        self._expected = 0
+        if whole:
+            self._expected = max(request.manifest.requests for request in self._requests.values())
 
     def __repr__(self) -> str:
         count = f"{len(self._requests)}" + (

@@ -48,16 +48,16 @@ def result_png(result: Any) -> bytes | None:
 
 
 def record_html(record: Any) -> str | None:
-    """Return a result or record as HTML, a page of records as their table; None for a type that
-    notebooks show as text.
+    """Return a result or record as HTML, a page or list of records as their table; None for a type
+    that notebooks show as text.
     """
     if render := _HTML.get(type(record)) or form_of(type(record)).html:
         return render(record)
     if records.layout(type(record)).facts:
         return html(*records.parts(record))
-    if not isinstance(record, Record):
-        return None
-    entries = getattr(record, record.__struct_fields__[0])
+    entries = record
+    if isinstance(record, Record):
+        entries = getattr(record, record.__struct_fields__[0])
     return listing_html(entries) if isinstance(entries, list) else None
 
 

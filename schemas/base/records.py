@@ -55,7 +55,7 @@ def drawn(function: str, value: Any, *arguments: Any, **options: Any) -> Any:
     return plotter(function, value, *arguments, **options)
 
 
-def _html(result: Any) -> str | None:
+def html_of(result: Any) -> str | None:
     """Return HTML for notebooks; None, as without the client, makes them show the plain text."""
     html: str | None = None if plotter is None else plotter("record_html", result)
     return html
@@ -72,7 +72,7 @@ class Result(Suggesting):
 
     __slots__ = ()
 
-    _repr_html_ = _html
+    _repr_html_ = html_of
 
     def to_pandas(self, *arguments: Any, **options: Any) -> Any:
         """Return a data frame (extra `notebook`); `docs/client.md` says what a line is of each kind
@@ -125,7 +125,7 @@ class Record(
 ):
     """A JSON object of the public schemas: immutable, keyword-only, unknown fields rejected."""
 
-    _repr_html_ = _html
+    _repr_html_ = html_of
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
