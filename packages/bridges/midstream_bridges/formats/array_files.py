@@ -76,27 +76,9 @@ class PlainArray(NamedTuple):
         return Tensor(dtype=self.dtype, shape=shape, data=self.data)
 
 
-def array_of(values: np.ndarray) -> PlainArray:
-    """Convert a numpy array: float16 and float32 unchanged, other numbers rounded to float32.
-    Raises ValueError if it is not numeric.
-    """
-    if values.dtype.kind not in "fiu":
-        raise ValueError(f"it holds {values.dtype}; valid: numbers")
-    dtype: DType = "float16" if values.dtype == np.float16 else "float32"
-    return PlainArray(
-        dtype, values.shape, np.ascontiguousarray(values, DTYPES[dtype].raw).tobytes()
-    )
-
-
-class Archive(NamedTuple):
-    """A zip archive whose number and sizes of members are within the limits."""
-
-    zip: zipfile.ZipFile
-    sizes: dict[str, int]  # member → bytes, unpacked
-
-
-def opened(raw: bytes, stored: bool) -> Archive:
-    """Open an archive. `stored`: its members must not be compressed.
+def opened(raw: bytes, stored: bool) -> zipfile.ZipFile:
+    """Open an archive, whose number and sizes of members are within the limits. `stored`: they must
+    not be compressed.
 
     Raises ValueError if the archive is damaged or exceeds a limit, such as MAX_VECTOR_FILE bytes
     unpacked.
@@ -108,26 +90,25 @@ def opened(raw: bytes, stored: bool) -> Archive:
         lambda error: ValueError(f"its archive is damaged: {error}"),
     ):
         archive = zipfile.ZipFile(io.BytesIO(raw))
-    sizes = {member.filename: member.file_size for member in archive.infolist()}
-    if len(sizes) != len(archive.infolist()):
+    members = archive.infolist()
+    if len({member.filename for member in members}) != len(members):
         raise ValueError("its archive has a member twice")
-    if stored and any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+    if stored and any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise ValueError("its archive is compressed; torch.save does not compress")
     most = len(raw) if stored else MAX_VECTOR_FILE
-    if sum(sizes.values()) > most:
-        raise ValueError(
-            f"its archive has {sum(sizes.values())} bytes unpacked; valid: at most {most}"
-        )
-    return Archive(archive, sizes)
+    size = sum(member.file_size for member in members)
+    if size > most:
+        raise ValueError(f"its archive has {size} bytes unpacked; valid: at most {most}")
+    return archive
 
 
-def member(archive: Archive, name: str) -> bytes:
+def member(archive: zipfile.ZipFile, name: str) -> bytes:
     """Return a member's bytes.
 
     Raises ValueError if it is missing, damaged, or shorter than the archive declares.
     """
-    if name not in archive.sizes:
-        raise ValueError(f"its archive has no {name!r:.80}")
+    with Translated(KeyError, lambda error: ValueError(f"its archive has no {name!r:.80}")):
+        size = archive.getinfo(name).file_size
     with (
         Translated(
             (
@@ -141,10 +122,10 @@ def member(archive: Archive, name: str) -> bytes:
             ),
             lambda error: ValueError(f"its archive is damaged at {name!r:.80}: {error}"),
         ),
-        archive.zip.open(name) as stream,
+        archive.open(name) as stream,
     ):
-        raw = stream.read(archive.sizes[name] + 1)
-    if len(raw) != archive.sizes[name]:
+        raw = stream.read(size + 1)
+    if len(raw) != size:
         raise ValueError(
             f"its archive is damaged at {name!r:.80}: it is shorter than the archive declares"
         )
@@ -168,14 +149,15 @@ def read_npy(raw: bytes) -> PlainArray:
     values = np.frombuffer(raw, dtype, offset=stream.tell()).reshape(
         shape, order="F" if fortran else "C"
     )
-    return array_of(values)
+    kept: DType = "float16" if dtype == np.float16 else "float32"
+    return PlainArray(kept, shape, np.ascontiguousarray(values, DTYPES[kept].raw).tobytes())
 
 
 def read_npz(raw: bytes) -> dict[str, PlainArray]:
     """Read the arrays by name. Raises ValueError that names the invalid member."""
     archive = opened(raw, stored=False)
     result = {}
-    for name in archive.sizes:
+    for name in archive.namelist():
         try:
             result[name.removesuffix(".npy")] = read_npy(member(archive, name))
         except ValueError as error:
@@ -226,16 +208,18 @@ def read_torch(raw: bytes, most: int = MAX_VECTOR_FILE) -> Any:
     Raises ValueError with the reason.
     """
     archive = opened(raw, stored=True)
-    pickles = [name for name in archive.sizes if name.rpartition("/")[2] == PICKLE]
+    pickles = [name for name in archive.namelist() if name.rpartition("/")[2] == PICKLE]
     if len(pickles) != 1:
         raise ValueError(f"it is not a file of torch.save: it has no single {PICKLE}")
     folder = pickles[0].removesuffix(PICKLE)
-    if f"{folder}byteorder" in archive.sizes and member(archive, f"{folder}byteorder") != b"little":
+    if (
+        f"{folder}byteorder" in archive.namelist()
+        and member(archive, f"{folder}byteorder") != b"little"
+    ):
         raise ValueError("it is a big-endian file of torch.save; valid: little-endian")
-    if archive.sizes[pickles[0]] > MAX_FILE_HEADER:
-        raise ValueError(
-            f"its {PICKLE} has {archive.sizes[pickles[0]]} bytes; valid: at most {MAX_FILE_HEADER}"
-        )
+    size = archive.getinfo(pickles[0]).file_size
+    if size > MAX_FILE_HEADER:
+        raise ValueError(f"its {PICKLE} has {size} bytes; valid: at most {MAX_FILE_HEADER}")
     with Translated(RecursionError, lambda error: ValueError("it is nested too deeply")):
         return _Storages(archive, f"{folder}data/", most).resolved(
             _interpret(member(archive, pickles[0]))
@@ -388,7 +372,7 @@ def _reduced(called: Any, arguments: Any) -> Any:
 class _Storages:
     """Reads tensors' bytes; the total size of the arrays is bounded."""
 
-    def __init__(self, archive: Archive, folder: str, most: int) -> None:
+    def __init__(self, archive: zipfile.ZipFile, folder: str, most: int) -> None:
         self._archive = archive
         self._folder = folder
         self._read: dict[str, bytes] = {}
