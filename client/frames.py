@@ -2,6 +2,7 @@
 a missing package names the extra.
 """
 
+from importlib import import_module
 from typing import Any
 
 from ..schemas.base.errors import MidstreamError, Translated
@@ -9,20 +10,20 @@ from ..schemas.base.errors import MidstreamError, Translated
 
 def pandas() -> Any:
     """Return the module. Raises MidstreamError if it is not installed."""
-    with Translated(ImportError, lambda error: _missing("a data frame needs pandas", error)):
-        import pandas
-    return pandas
+    return _module("pandas", "a data frame needs pandas")
 
 
 def xarray() -> Any:
     """Return the module. Raises MidstreamError if it is not installed."""
-    with Translated(ImportError, lambda error: _missing("labelled arrays need xarray", error)):
-        import xarray
-    return xarray
+    return _module("xarray", "labelled arrays need xarray")
 
 
-def _missing(what: str, error: ImportError) -> MidstreamError:
-    return MidstreamError(
-        "unavailable",
-        f"{what}, not installed here ({error.name}): pip install 'midstream[notebook]'",
-    )
+def _module(name: str, what: str) -> Any:
+    with Translated(
+        ImportError,
+        lambda error: MidstreamError(
+            "unavailable",
+            f"{what}, not installed here ({error.name}): pip install 'midstream[notebook]'",
+        ),
+    ):
+        return import_module(name)

@@ -14,37 +14,15 @@ RENDERER = "midstream.client.render.notebook"
 
 def in_notebook() -> bool:
     """Return whether this process is a notebook's kernel."""
-    shell = ipython_shell()
-    return shell is not None and getattr(shell, "kernel", None) is not None
-
-
-def ipython_shell() -> Any:
-    """Return IPython's shell if this process runs in one; otherwise None."""
     ipython = sys.modules.get("IPython")
-    return None if ipython is None else ipython.get_ipython()
+    shell = None if ipython is None else ipython.get_ipython()
+    return getattr(shell, "kernel", None) is not None
 
 
 class Listing(list[T]):
     """A list that notebooks show as a table."""
 
-    def _repr_html_(self) -> str | None:
-        rendered_html: str | None = rendered("listing_html", self)
-        return rendered_html
-
-
-def install() -> None:
-    """Make the schemas' records display as HTML in any notebook, and register images with a running
-    IPython.
-    """
-    base.html_renderer = _record_html
-    shell = ipython_shell()
-    if shell is not None:
-        rendered("register", shell)
-
-
-def _record_html(record: Any) -> str | None:
-    rendered_html: str | None = rendered("record_html", record)
-    return rendered_html
+    _repr_html_ = base.html_of
 
 
 def rendered(function: str, *values: Any, **options: Any) -> Any:

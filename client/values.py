@@ -74,28 +74,33 @@ def checked(value: Any, kind: type[T], prefix: str = "") -> T:
         return msgspec.convert(plain(value, kind, prefix), kind)
 
 
-def request(given: T | None, fields: dict[str, Any], kind: type[T]) -> T:
+def given(**values: Any) -> dict[str, Any]:
+    """Return the arguments that are not None."""
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def request(body: T | None, fields: dict[str, Any], kind: type[T]) -> T:
     """Build a request body from a struct or from keyword arguments.
 
     Raises UnknownArgument for an unknown keyword, MidstreamError naming an invalid field.
     """
-    if given is not None:
-        if not isinstance(given, kind | Mapping):
+    if body is not None:
+        if not isinstance(body, kind | Mapping):
             raise invalid(
                 "request",
-                f"expected a {kind.__name__}, got {type(given).__name__}",
+                f"expected a {kind.__name__}, got {type(body).__name__}",
                 hint=_advice("text", getattr(kind, "__struct_fields__", ()))
-                if isinstance(given, str)
+                if isinstance(body, str)
                 else None,
             )
         if fields:
             raise invalid(
                 next(iter(fields)), f"give either a {kind.__name__} or keyword arguments, not both"
             )
-        converted: T = plain(given, kind)
+        converted: T = plain(body, kind)
         return converted
     known_keywords(fields, kind)
-    return checked({name: value for name, value in fields.items() if value is not None}, kind)
+    return checked(given(**fields), kind)
 
 
 def known_keywords(fields: Iterable[str], kind: Any, own: Iterable[str] = ()) -> None:
@@ -234,7 +239,7 @@ def _builtin(value: Any) -> Any:
     if type(value) in (str, int, float, bool, list, dict):
         return value
     if is_torch(value):
-        value = _from_torch(value)
+        value = as_numpy(value)
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     if isinstance(value, range | tuple):
@@ -257,10 +262,13 @@ def is_torch(values: Any) -> bool:
     return type(values).__module__.partition(".")[0] == "torch"
 
 
-def _from_torch(values: Any) -> np.ndarray:
-    values = values.detach().cpu()
-    # numpy has no bfloat16
-    return np.asarray(values.float() if str(values.dtype) == "torch.bfloat16" else values)
+def as_numpy(values: Any) -> np.ndarray:
+    """Return an array or a torch tensor, which may be anywhere, as a numpy array."""
+    if is_torch(values):
+        values = values.detach().cpu()
+        if str(values.dtype) == "torch.bfloat16":  # numpy has none
+            values = values.float()
+    return np.asarray(values)
 
 
 def packed(values: Any, field: str) -> Tensor:
@@ -269,7 +277,7 @@ def packed(values: Any, field: str) -> Tensor:
     """
     # rows of different lengths
     with Translated(ValueError, lambda error: invalid(field, f"is not an array: {error}")):
-        array = _from_torch(values) if is_torch(values) else np.asarray(values)
+        array = as_numpy(values)
     if array.dtype.name == "bfloat16":  # of ml_dtypes, which jax brings: numpy has no such kind
         array = array.astype(np.float32)
     if array.dtype.kind not in "fiu":
@@ -372,15 +380,11 @@ def _job(value: Any, field: str) -> Any:
     }
     if top_level:
         sampling = fields.get("sampling") or {}
-        known = (
-            {name: getattr(sampling, name) for name in Sampling.__struct_fields__}
-            if isinstance(sampling, Sampling)
-            else dict(sampling)
-        )
-        repeated = [] if isinstance(sampling, Sampling) else [n for n in top_level if n in known]
-        if repeated:
+        if isinstance(sampling, Sampling):
+            sampling = msgspec.structs.asdict(sampling)
+        elif repeated := [name for name in top_level if name in sampling]:
             raise invalid(repeated[0], "is also in `sampling`: give it once")
-        fields["sampling"] = known | top_level
+        fields["sampling"] = {**sampling, **top_level}
     return fields
 
 

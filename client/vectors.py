@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 
+from ..schemas.base.dtypes import ITEM_BYTES, DType
 from ..schemas.base.errors import Translated
 from ..schemas.base.limits import MAX_ENTRIES, MAX_LAYER, MAX_VECTOR_FILE
 from ..schemas.base.tensors import Tensor, to_numpy
@@ -21,7 +22,7 @@ from ..schemas.packages import installing, load_all
 from ..schemas.prompts.selectors import LayerSelector, SelectorError, resolve_layers
 from ..schemas.requests.specs import SteeringSpec
 from ..storage.formats import module_files
-from .values import checked
+from .values import checked, given
 
 #: Entry points of formats: a package's name → its rows, `VectorFormat`s.
 GROUP = "midstream.formats"
@@ -85,10 +86,9 @@ def from_bytes(
     specs = _placed(_parsed(raw), layers)
     if len(specs) > MAX_ENTRIES:
         raise ValueError(f"it has {len(specs)} entries: at most {MAX_ENTRIES} are allowed")
-    given = checked(
-        {name: value for name, value in options.items() if value is not None}, SteeringSpec
-    )
-    chosen = {name: getattr(given, name) for name in options if options[name] is not None}
+    options = given(**options)
+    read_as = checked(options, SteeringSpec)
+    chosen = {name: getattr(read_as, name) for name in options}
     if "hook" in chosen and any(spec.hook is not None for spec in specs):
         raise ValueError("the file names its hook points: leave the hook out")
     specs = [msgspec.structs.replace(spec, **chosen) for spec in specs]
@@ -195,20 +195,20 @@ def of_names(
     of every entry. Raises ValueError.
     """
     tensors = without_notes(tensors)
-    given = shared or {}
+    fields_of_all = shared or {}
     if tensors.keys() == {"bias"}:
         raise ValueError("its only tensor is 'bias'; valid: a vector to add, named 'vector'")
     if tensors.keys() <= module_files.SHAPES.keys():
         fields = {name: _flat(name, tensor) for name, tensor in tensors.items()}
-        return [SteeringSpec(**{"op": module_files.implied_op(fields), **given, **fields})]
+        return [SteeringSpec(**{"op": module_files.implied_op(fields), **fields_of_all, **fields})]
     layers = {name: match for name in tensors if (match := _LAYER.fullmatch(name))}
     if len(layers) < len(tensors):
-        return module_files.of_sites(tensors, given)
+        return module_files.of_sites(tensors, fields_of_all)
     result = sorted((int(match["layer"]), name) for name, match in layers.items())
     if len({layer for layer, _ in result}) < len(result):
         raise ValueError("it names a layer twice")
     return [
-        SteeringSpec(layers=layer, vector=_flat("vector", tensors[name]), **given)
+        SteeringSpec(layers=layer, vector=_flat("vector", tensors[name]), **fields_of_all)
         for layer, name in result
     ]
 
@@ -234,17 +234,14 @@ def _placed(specs: list[SteeringSpec], layers: LayerSelector | None) -> list[Ste
         numbers = _numbers(layers)
     if len(present) < len({msgspec.json.encode(spec.layers) for spec in specs}):
         raise ValueError("its entries have several layers each: leave the layers out")
+    has = f"it has {', '.join(map(str, sorted(present)))}"
     if isinstance(layers, int | list) and (
         missing := [layer for layer in numbers if layer not in present]
     ):
-        raise ValueError(
-            f"it has no layer {missing[0]}; it has {', '.join(map(str, sorted(present)))}"
-        )
+        raise ValueError(f"it has no layer {missing[0]}; {has}")
     chosen = [spec for spec in specs if spec.layers in numbers]
     if not chosen:
-        raise ValueError(
-            f"it has none of the layers {layers}; it has {', '.join(map(str, sorted(present)))}"
-        )
+        raise ValueError(f"it has none of the layers {layers}; {has}")
     return chosen
 
 
@@ -272,15 +269,14 @@ def _at_layers(spec: SteeringSpec, layers: LayerSelector | None) -> list[Steerin
             f"it has {vector.shape[0]} rows for {len(where)} layers: name as many; a row more than "
             "the model's layers may be the embedding's, in row 0: save the others"
         )
-    size = len(vector.data) // vector.shape[0]
+    rows = rows_of(vector.dtype, vector.shape[1], vector.data)
+    return [SteeringSpec(layers=layer, vector=row) for layer, row in zip(where, rows, strict=True)]
+
+
+def rows_of(dtype: DType, width: int, data: bytes) -> list[Tensor]:
+    """Return each row of an array as a vector."""
+    size = width * ITEM_BYTES[dtype]
     return [
-        SteeringSpec(
-            layers=layer,
-            vector=Tensor(
-                dtype=vector.dtype,
-                shape=vector.shape[1:],
-                data=vector.data[at * size : (at + 1) * size],
-            ),
-        )
-        for at, layer in enumerate(where)
+        Tensor(dtype=dtype, shape=[width], data=data[at : at + size])
+        for at in range(0, len(data), size)
     ]

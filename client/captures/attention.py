@@ -113,7 +113,19 @@ def pattern(
     """
     chosen = heads_of(kind, heads)
     places = np.asarray(positions, dtype=np.int64)
-    key_heads = _key_heads(queries, keys, kind)
+    key_heads = _key_heads(keys.shape[1], kind)
+    if queries.shape[1] != kind.heads * kind.head_dim or not key_heads:
+        detail = (
+            f"rows of width {queries.shape[1]} and {keys.shape[1]} are not queries and keys "
+            f"of {kind.heads} heads of width {kind.head_dim}"
+        )
+        raise invalid(
+            "q",
+            detail,
+            allowed=(
+                f"q of width {kind.heads * kind.head_dim}, k of a divisor of {kind.heads} heads"
+            ),
+        )
     needed = np.arange(len(places)) if rows is None else _rows_at(places, rows)
     lows = _lowest(places[needed], kind)
     _complete(places, places[needed], lows)
@@ -235,25 +247,12 @@ def _rows_at(places: np.ndarray, rows: Sequence[int]) -> np.ndarray:
     return np.array([present[row] for row in rows])
 
 
-def _key_heads(queries: np.ndarray, keys: np.ndarray, kind: AttentionKind) -> int:
-    """Return the number of key heads.
-
-    Raises MidstreamError if the widths of the rows do not fit `kind`.
+def _key_heads(width: int, kind: AttentionKind) -> int:
+    """Return the number of key heads of rows of keys or values; 0 if their width does not fit
+    `kind`.
     """
-    count, rest = divmod(int(keys.shape[1]), kind.head_dim)
-    if queries.shape[1] != kind.heads * kind.head_dim or rest or not count or kind.heads % count:
-        detail = (
-            f"rows of width {queries.shape[1]} and {keys.shape[1]} are not queries and keys "
-            f"of {kind.heads} heads of width {kind.head_dim}"
-        )
-        raise invalid(
-            "q",
-            detail,
-            allowed=(
-                f"q of width {kind.heads * kind.head_dim}, k of a divisor of {kind.heads} heads"
-            ),
-        )
-    return count
+    count, rest = divmod(width, kind.head_dim)
+    return 0 if rest or not count or kind.heads % count else count
 
 
 def mixed(
@@ -270,8 +269,8 @@ def mixed(
     heads_of(kind, sorted(patterns))
     count = len(values)
     width = kind.head_dim
-    key_heads, rest = divmod(int(values.shape[1]), width)
-    if rest or not key_heads or kind.heads % key_heads:
+    key_heads = _key_heads(values.shape[1], kind)
+    if not key_heads:
         raise invalid(
             "v",
             (

@@ -43,13 +43,11 @@ class BlobLocation:
         return self.key.endswith(SEGMENT_SUFFIX)
 
 
-def at(
-    path: Path, offset: int = 0, bytes: int | None = None, crc32: int | None = None
-) -> BlobLocation:
+def at(file: Path | str | BlobLocation) -> BlobLocation:
     """Return the place of a local file as an object of the capture root:
-    `<root>/<tag>/<job>/<file>` or `<root>/<tag>/segments/<file>`.
+    `<root>/<tag>/<job>/<file>` or `<root>/<tag>/segments/<file>`; a place as it is.
     """
-    return BlobLocation(*_within(path, 3), offset, bytes, crc32)
+    return file if isinstance(file, BlobLocation) else BlobLocation(*_within(Path(file), 3))
 
 
 def _within(path: Path, depth: int) -> tuple[ArtifactStore, str]:
@@ -73,14 +71,11 @@ class BlobReader:
     written.
     """
 
-    def __init__(self, place: BlobLocation, data: memoryview, checked: bool = False):
-        """`data`: the bytes of the blob; read-only.
-
-        `checked`: its CRC32 is unknown or was already compared.
-        """
+    def __init__(self, place: BlobLocation, data: memoryview):
+        """`data`: the bytes of the blob; read-only."""
         self.place = place
         self._data = data
-        self._checked = checked
+        self._checked = False
         try:
             self.header: Header = read_header(
                 lambda start, count: bytes(data[start : start + count]), len(data)
@@ -102,7 +97,8 @@ class BlobReader:
         MidstreamError("capture_damaged").
         """
         if not self._checked:
-            if self.recorded() not in (None, (self.size, self.crc32())):
+            recorded = self.recorded()
+            if recorded is not None and recorded != (self.size, self.crc32()):
                 raise _damaged(
                     self.place.path,
                     f"{self.size} bytes with CRC32 {self.crc32():08x} are not the data written",

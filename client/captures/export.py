@@ -1,6 +1,7 @@
 """Exports captured rows to a `.npz` or a `.safetensors` file."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +21,8 @@ from ..values import plain
 from .reader import CaptureReader
 
 FORMATS = (".npz", ".safetensors")
+#: (layer, hook, request) → rows.
+ReadSite = Callable[[int, str, int], np.ndarray]
 
 
 def export(
@@ -89,23 +92,27 @@ def _layers(layer_selector: LayerSelector, present: list[int]) -> list[int]:
     return chosen
 
 
-def _prefix(request: int, sites: dict[int, dict[str, list[int]]]) -> str:
-    return f"{request}/" if len(sites) > 1 else ""
+def _arrays(
+    reader: CaptureReader, sites: Mapping[int, Mapping[str, Sequence[int]]], read: ReadSite
+) -> Iterator[tuple[str, str, np.ndarray]]:
+    """Yield each array with its name, and the name of its dtype in capture files."""
+    for request, of_request in sites.items():
+        prefix = f"{request}/" if len(sites) > 1 else ""
+        dtype = DTYPE_NAMES[reader.dtype(request)]
+        for hook, layers in of_request.items():
+            for layer in layers:
+                yield f"{prefix}{hook}.{layer}", dtype, read(layer, hook, request)
+        for name, numbers in (
+            ("positions", reader.positions(request)),
+            ("token_ids", reader.token_ids(request)),
+        ):
+            yield f"{prefix}{name}", "I64", np.array(numbers, dtype="<i8")
 
 
 def _write_npz(
     reader: CaptureReader, target: Path, sites: dict[int, dict[str, list[int]]]
 ) -> list[str]:
-    arrays: dict[str, np.ndarray] = {}
-    for request, of_request in sites.items():
-        prefix = _prefix(request, sites)
-        arrays |= {
-            f"{prefix}{hook}.{layer}": reader.array(layer, hook, request)
-            for hook, layers in of_request.items()
-            for layer in layers
-        }
-        arrays[f"{prefix}positions"] = np.array(reader.positions(request), dtype=np.int64)
-        arrays[f"{prefix}token_ids"] = np.array(reader.token_ids(request), dtype=np.int64)
+    arrays = {name: array for name, _, array in _arrays(reader, sites, reader.array)}
     with _aside(target) as partial:
         np.savez(partial, **arrays)  # type: ignore[arg-type]
     return list(arrays)
@@ -114,23 +121,7 @@ def _write_npz(
 def _write_safetensors(
     reader: CaptureReader, target: Path, sites: dict[int, dict[str, list[int]]]
 ) -> list[str]:
-    entries: list[tuple[str, str, Sequence[int], int]] = []
-    arrays: list[np.ndarray] = []
-    for request, of_request in sites.items():
-        prefix = _prefix(request, sites)
-        dtype = DTYPE_NAMES[reader.dtype(request)]
-        tensors = [
-            (f"{hook}.{layer}", dtype, reader.raw(layer, hook, request))
-            for hook, layers in of_request.items()
-            for layer in layers
-        ]
-        tensors += [
-            ("positions", "I64", np.array(reader.positions(request), dtype="<i8")),
-            ("token_ids", "I64", np.array(reader.token_ids(request), dtype="<i8")),
-        ]
-        for name, kind, array in tensors:
-            entries.append((prefix + name, kind, array.shape, array.nbytes))
-            arrays.append(array)
+    tensors = list(_arrays(reader, sites, reader.raw))
     manifest = None
     if len(sites) == 1:
         ((request, of_request),) = sites.items()
@@ -154,26 +145,21 @@ def _write_safetensors(
             token_ids=reader.token_ids(request),
             dropped=reader.dropped(request),
         )
+    entries = [(name, dtype, array.shape, array.nbytes) for name, dtype, array in tensors]
     with _aside(target) as partial, partial.open("wb") as file:
         file.write(encode_header(entries, manifest))
-        for array in arrays:
+        for _, _, array in tensors:
             file.write(np.ascontiguousarray(array).data)
     return [name for name, *_ in entries]
 
 
-class _aside:
-    """A temporary path next to `target`, renamed to it on success."""
-
-    def __init__(self, target: Path):
-        self._target = target
-        self._partial = target.with_name(f".{target.stem}.part{target.suffix}")
-
-    def __enter__(self) -> Path:
-        self._target.parent.mkdir(parents=True, exist_ok=True)
-        return self._partial
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self._partial.rename(self._target)
-        else:
-            self._partial.unlink(missing_ok=True)
+@contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """Yield a temporary path next to `target`, renamed to it on success."""
+    partial = target.with_name(f".{target.stem}.part{target.suffix}")
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        yield partial
+        partial.rename(target)
+    finally:
+        partial.unlink(missing_ok=True)

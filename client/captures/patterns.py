@@ -9,7 +9,6 @@ import numpy as np
 from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.records import Plotted
 from ...schemas.prompts.selectors import LayerSelector, SelectorError, as_ranges, resolve_layers
-from ..notebook import rendered
 from .attention import MAX_BYTES, heads_of
 
 if TYPE_CHECKING:
@@ -125,9 +124,6 @@ class Attention(Plotted):
             f"Attention(job={self.job!r}, layers={as_ranges(self.patterns)}, "
             f"heads={len(self.panels)}, tokens={len(self.positions)})"
         )
-
-    def _repr_html_(self) -> str:
-        return str(rendered("attention_html", self))
 
 
 def _back(positions: np.ndarray, by: int) -> np.ndarray:

@@ -25,7 +25,6 @@ from ...schemas.prompts.selectors import (
     full_name,
 )
 from ...storage.store import ArtifactStore, open_store
-from ..notebook import rendered
 from . import tables
 from .attention import attention_at, pattern, routing_at, usable
 from .blobs import BlobLocation, BlobReader, at, expand, find, open_blobs
@@ -48,9 +47,9 @@ class VerifyFinding:
     """A finding of `CaptureReader.verify`: about one blob, or about missing requests or rows."""
 
     path: Path  # of the blob; the job's id if whole requests are missing
-    bytes: int
-    crc32: int  # recomputed
-    ok: bool
+    bytes: int = 0
+    crc32: int = 0  # recomputed
+    ok: bool = False
     detail: str = ""  # what is wrong, if anything
     request: int = 0
     offset: int = 0  # of the blob in the file
@@ -212,18 +211,19 @@ class CaptureReader(Plotted):
         if isinstance(source, str):
             source = open_store(source) if "://" in source else Path(source)
         if listed := not isinstance(source, Path | ArtifactStore):
-            places = expand(
-                (place if isinstance(place, BlobLocation) else at(Path(place)) for place in source),
-                job,
-            )
+            places = expand(map(at, source), job)
         else:
             places = find(source, job, tag)
-        whole = not listed and not (isinstance(source, Path) and source.is_file())
-        # A list of files keeps the user's order; files in a folder have none.
-        self._open(open_blobs(places), job, tag, partial, first_tag=listed, whole=whole)
-        if not self._requests:
-            what = f"of job {job} " if job else ""
-            raise MidstreamError("not_found", f"there are no capture files {what}in {source}")
+        what = f"of job {job} " if job else ""
+        self._open(
+            open_blobs(places),
+            job=job,
+            tag=tag,
+            partial=partial,
+            first_tag=listed,  # a list of files keeps the user's order; files in a folder have none
+            whole=not listed and not (isinstance(source, Path) and source.is_file()),
+            none=f"there are no capture files {what}in {source}",
+        )
 
     @classmethod
     def from_bytes(
@@ -234,12 +234,10 @@ class CaptureReader(Plotted):
         """
         reader = cls.__new__(cls)
         opened = [
-            BlobReader(BlobLocation(None, f"<bytes {number}>"), memoryview(raw), checked=True)
+            BlobReader(BlobLocation(None, f"<bytes {number}>"), memoryview(raw))
             for number, raw in enumerate([blobs] if isinstance(blobs, bytes) else list(blobs))
         ]
-        reader._open(opened, None, tag, partial, first_tag=True, whole=False)
-        if not reader._requests:
-            raise MidstreamError("not_found", "no blobs given")
+        reader._open(opened, tag=tag, partial=partial, none="no blobs given")
         return reader
 
     @classmethod
@@ -257,18 +255,15 @@ class CaptureReader(Plotted):
         of the job's capture.
         """
         reader = cls.__new__(cls)
-        blobs = open_blobs(file if isinstance(file, BlobLocation) else at(file) for file in files)
+        blobs = open_blobs(map(at, files))
         for blob in blobs:
             if blob.header.manifest.job != job:
                 raise MidstreamError(
                     "capture_failed", f"{blob.place.path.name} does not hold rows of job {job}"
                 )
-        reader._open(blobs, job, tag, partial, first_tag=True, whole=True)
-        if not reader._requests:
-            raise MidstreamError(
-                "not_found",
-                f"job {job} has no capture files" + (f" under the tag {tag!r}" if tag else ""),
-            )
+        under = f" under the tag {tag!r}" if tag else ""
+        none = f"job {job} has no capture files{under}"
+        reader._open(blobs, job=job, tag=tag, partial=partial, whole=True, none=none)
         reader.status = status
         reader.detail = detail
         return reader
@@ -276,14 +271,17 @@ class CaptureReader(Plotted):
     def _open(
         self,
         blobs: list[BlobReader],
-        job: str | None,
+        *,
+        job: str | None = None,
         tag: str | None,
         partial: bool,
-        first_tag: bool,
-        whole: bool,
+        first_tag: bool = True,
+        whole: bool = False,
+        none: str,
     ) -> None:
         """Group the blobs by request. `first_tag`: without `tag`, read the first blob's tag.
-        `whole`: the blobs should be all those of the job.
+        `whole`: the blobs should be all those of the job. Raises MidstreamError with the text
+        `none` if there is none.
         """
         self._partial = partial
         if job is not None:
@@ -310,13 +308,13 @@ class CaptureReader(Plotted):
                 attempts.setdefault(manifest.request, {}).setdefault(manifest.attempt, []).append(
                     blob
                 )
+        if not attempts:
+            raise MidstreamError("not_found", none)
         self._requests = {request: _last_whole(attempts[request]) for request in sorted(attempts)}
         #: Number of requests that should have rows; 0: unknown.
-        self._expected = (
-            max((request.manifest.requests for request in self._requests.values()), default=0)
-            if whole
-            else 0
-        )
+        self._expected = 0
+        if whole:
+            self._expected = max(request.manifest.requests for request in self._requests.values())
 
     def __repr__(self) -> str:
         count = f"{len(self._requests)}" + (
@@ -327,9 +325,6 @@ class CaptureReader(Plotted):
             f"CaptureReader(job={self.job!r}, tag={self.tag!r}, requests={count}, "
             f"files={len(self.files)}{status})"
         )
-
-    def _repr_html_(self) -> str:
-        return str(rendered("reader_html", self))
 
     def __enter__(self) -> "CaptureReader":
         return self
@@ -378,8 +373,8 @@ class CaptureReader(Plotted):
 
     def site(self, layer: int | str, hook: str | None = None, request: int = 0) -> tuple[str, int]:
         """Return the hook point and the layer of `array(layer, hook, request)`."""
-        name, _, number = self._tensor(layer, hook, request)[2].rpartition(".")
-        return self.hook_names.get(name, name), int(number)
+        _, _, (name, number) = self._tensor(layer, hook, request)
+        return self.hook_names.get(name, name), number
 
     def positions(self, request: int = 0) -> list[int]:
         """Return the absolute token positions of the rows: row i of every array is at position
@@ -468,10 +463,10 @@ class CaptureReader(Plotted):
         read: Callable[[BlobReader, str], np.ndarray],
     ) -> np.ndarray:
         """Return the rows of one site, with the columns of all ranks side by side."""
-        merged, blobs, name = self._tensor(layer, hook, request)
+        merged, blobs, (name, number) = self._tensor(layer, hook, request)
         parts = []
         for blob in blobs:
-            array = read(blob, name)
+            array = read(blob, f"{name}.{number}")
             rows = merged.rows(blob)
             parts.append(array if rows is None else array[rows])
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
@@ -557,22 +552,21 @@ class CaptureReader(Plotted):
         Raises MidstreamError if `q` was not captured, or if the capture does not record the kind of
         attention.
         """
-        _, blobs, site = self._tensor(layer, "q", request)
-        return attention_at(blobs[0].header.manifest.attention, int(site.rpartition(".")[2]))
+        _, blobs, (_, number) = self._tensor(layer, "q", request)
+        return attention_at(blobs[0].header.manifest.attention, number)
 
     def heads(self, layer: int | str, hook: str | None = None, request: int = 0) -> np.ndarray:
         """Return the captured heads of a hook that has heads: `[positions, heads, head size]`
         float32.
         """
-        _, blobs, name = self._tensor(layer, hook, request)
+        _, blobs, (name, _) = self._tensor(layer, hook, request)
         shape = blobs[0].header.manifest.row
-        bare = name.partition(".")[0]
         if shape is None or (
-            shape.heads == 1 and BANK[bare] not in OF_HEADS  # type: ignore[index]
+            shape.heads == 1 and BANK[name] not in OF_HEADS  # type: ignore[index]
         ):
             raise MidstreamError(
                 "not_found",
-                f"{bare} has no heads, or the file does not record them",
+                f"{name} has no heads, or the file does not record them",
                 field="hook",
             )
         rows = self.array(layer, hook, request)
@@ -586,10 +580,10 @@ class CaptureReader(Plotted):
         groups, correction bias, scale. Shared experts are not included. Raises MidstreamError if
         `router` was not captured, or if the model's rule is unknown.
         """
-        _, blobs, site = self._tensor(layer, "router", request)
+        _, blobs, (_, number) = self._tensor(layer, "router", request)
         return routed(
             self.array(layer, "router", request),
-            routing_at(blobs[0].header.manifest.routing, int(site.rpartition(".")[2])),
+            routing_at(blobs[0].header.manifest.routing, number),
         )
 
     def row(
@@ -629,34 +623,21 @@ class CaptureReader(Plotted):
         """
         result = []
         if self.status not in ("", "ok"):
-            result.append(
-                VerifyFinding(
-                    Path(self.job),
-                    0,
-                    0,
-                    ok=False,
-                    detail=f"the status of the capture is {self.status}"
-                    + (f": {self.detail}" if self.detail else ""),
-                )
-            )
+            why = f": {self.detail}" if self.detail else ""
+            detail = f"the status of the capture is {self.status}{why}"
+            result.append(VerifyFinding(Path(self.job), detail=detail))
         if why := self._missing_requests():
-            result.append(VerifyFinding(Path(self.job), 0, 0, ok=False, detail=why))
+            result.append(VerifyFinding(Path(self.job), detail=why))
         for number, request in self._requests.items():
             path = request.blobs[0].place.path
             if why := request.incomplete():
-                result.append(VerifyFinding(path, 0, 0, ok=False, detail=why, request=number))
+                result.append(VerifyFinding(path, detail=why, request=number))
             if dropped := request.dropped:
-                result.append(
-                    VerifyFinding(
-                        path,
-                        0,
-                        0,
-                        ok=False,
-                        detail=f"request {number}: positions dropped under overload: "
-                        f"{as_ranges(dropped, _SHOWN_RANGES)} ({len(dropped)} in total)",
-                        request=number,
-                    )
+                detail = (
+                    f"request {number}: positions dropped under overload: "
+                    f"{as_ranges(dropped, _SHOWN_RANGES)} ({len(dropped)} in total)"
                 )
+                result.append(VerifyFinding(path, detail=detail, request=number))
         return result
 
     def _missing_requests(self) -> str:
@@ -690,7 +671,8 @@ class CaptureReader(Plotted):
 
     def _tensor(
         self, layer: int | str, hook: str | None, request: int
-    ) -> tuple[_Request, list[BlobReader], str]:
+    ) -> tuple[_Request, list[BlobReader], tuple[str, int]]:
+        """Return the request, the blobs of a site, and the site: its hook point and layer."""
         if (site := full_name(layer)) and hook is None:
             hook, layer = site
         if not isinstance(layer, int | np.integer):
@@ -713,7 +695,7 @@ class CaptureReader(Plotted):
                 field="layer",
                 allowed=str(layers) if layers else f"hooks {', '.join(self.hooks(request))}",
             )
-        return result, blobs, f"{chosen}.{layer}"
+        return result, blobs, (chosen, int(layer))
 
 
 def _from_the_end(layer: int, manifest: Manifest) -> int:

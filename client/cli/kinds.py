@@ -19,6 +19,7 @@ from ...schemas.requests.artifact_kinds import ARTIFACTS
 from ...schemas.requests.steering import Dynamic, GlobalView
 from ...schemas.service.health import Health
 from ..render import figures, readings, records, steering
+from ..render.jobs import moment
 from ..render.lines import computed
 from ..sdk import wire
 from ..sdk.client import Client
@@ -120,11 +121,7 @@ def _show_secrets(_: Connector, listed: Any) -> None:
     """Print the secret alone to standard output, for a shell's variable."""
     print(listed.secrets[0].secret)
     for former in listed.secrets[1:]:
-        err.print(f"also valid until {records.moment(former.until)}: {former.secret}", style="dim")
-
-
-def _models(connect: Connector, /) -> list[str]:
-    return connect().models()
+        err.print(f"also valid until {moment(former.until)}: {former.secret}", style="dim")
 
 
 def _server(connect: Connector, /) -> Health:
@@ -174,7 +171,7 @@ _OWN = (
         _show_global,
     ),
     Kind("ranks", "ranks", {"get": "global_steering.dynamic"}, _show_ranks),
-    Kind("model", "models", {"list": _models}),
+    Kind("model", "models", {"list": "models"}),
     Kind("server", "servers", {"get": _server}, _show_server),
     Kind("key", "keys", calls_of("keys", "list", "delete") | {"create": keys.key}, keys.show_key),
     Kind("tenant", "tenants", {"list": "tenants.list", "get": _tenant, "put": _put_tenant}),

@@ -180,9 +180,7 @@ def main(arguments: list[str] | None = None) -> Any:
     """
     try:
         return app(arguments, prog_name="midstream")
-    except MidstreamError as error:
-        _fail(str(error))
-    except (SettingsError, TimeoutError, OSError) as error:
+    except (MidstreamError, SettingsError, TimeoutError, OSError) as error:
         _fail(str(error))
     except ModuleNotFoundError as error:
         explanation = explained(error)

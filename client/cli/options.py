@@ -15,12 +15,14 @@ from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.limits import MAX_PROMPTS
 from ...schemas.base.records import json_or_text
 from ...schemas.prompts.selectors import HookName, LayerSelector, written_span
+from ...schemas.requests.specs import SteeringSpec
 from ...schemas.service.global_capture import parse_hooks
 from ...schemas.settings.settings import SettingsError
 from .. import vectors
 from ..sdk import wire
 from ..sdk.fields import Steering
 from ..texts import READERS, decoded, read_rows, split
+from ..values import checked
 
 #: The metavar of every option that takes hooks.
 HOOKS_FORM = "HOOK[:LAYERS];…"
@@ -226,7 +228,7 @@ def steering(texts: Sequence[str] | None, option: str = "--steer") -> list[Steer
         try:
             entry = {name: _READ.get(name, json_or_text)(item) for name, item in given if item}
             if module is not None:
-                entries += wire.pack_steering([{"module": module, **entry}])
+                entries += checked([{"module": module, **entry}], list[SteeringSpec], "steering")
             else:
                 entries += vectors.read(source, entry.pop("layers", None), **entry)
         except (OSError, ValueError, MidstreamError) as error:

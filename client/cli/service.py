@@ -12,6 +12,7 @@ from rich.text import Text
 from ...schemas.base.errors import MidstreamError
 from ...schemas.service.status import ServiceStatus
 from ..render import status as show_status
+from ..render.jobs import moment
 from .terminal import AsJson, Url, connect, out, print_json
 
 #: The default number of seconds between two updates.
@@ -64,6 +65,6 @@ def _update(
     try:
         status = ask()
     except MidstreamError as error:
-        moment = time.strftime("%H:%M:%S", time.localtime(before.at))
-        return before, Text.assemble((f"{error}\n", "bold red"), f"last update at {moment}")
+        updated = moment(before.at).partition(" ")[2]
+        return before, Text.assemble((f"{error}\n", "bold red"), f"last update at {updated}")
     return status, show_status.status(status, url, before)

@@ -3,7 +3,7 @@
 """
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
@@ -107,6 +107,21 @@ def _show(kind: Kind, connect: Connector, answer: Any, as_json: bool) -> None:
         out.print(*records.parts(answer), sep="\n")
 
 
+def _done(
+    verb: str,
+    kind: str,
+    names: Iterable[str | None],
+    fields: dict[str, Any],
+    url: str | None,
+    json_: bool,
+) -> Any:
+    """Do what a verb does with things of a kind; print what the act returned, and return it."""
+    with _acting(kind, verb, url) as (row, connect, act):
+        answer = act(*_given(*names), **fields)
+        _show(row, connect, answer, json_)
+        return answer
+
+
 def list_(
     kind: Annotated[str, _kind("list")],
     limit: Annotated[
@@ -136,11 +151,9 @@ def get(
     url: Url = None,
 ) -> None:
     """Show one thing."""
-    with _acting(kind, "get", url) as (row, connect, act):
-        answer = act(*_given(name), **options.fields(None, set_, {"model": model}))
-        _show(row, connect, answer, json_)
-        if (agreement := getattr(answer, "determinism", None)) and not agreement.consistent:
-            raise MidstreamError("ranks_disagree", agreement.detail or "the ranks do not agree")
+    answer = _done("get", kind, [name], options.fields(None, set_, {"model": model}), url, json_)
+    if (agreement := getattr(answer, "determinism", None)) and not agreement.consistent:
+        raise MidstreamError("ranks_disagree", agreement.detail or "the ranks do not agree")
 
 
 def put(
@@ -161,8 +174,7 @@ def put(
 ) -> None:
     """Store a thing under its name, or replace it; running requests keep the previous one."""
     fields = options.fields(file, set_, {"model": model})
-    with _acting(kind, "put", url) as (row, connect, act):
-        _show(row, connect, act(*(name or ()), **fields), json_)
+    _done("put", kind, name or (), fields, url, json_)
 
 
 def change(
@@ -176,8 +188,7 @@ def change(
 ) -> None:
     """Change fields of a thing, such as a policy's mode; the others stay."""
     fields = options.fields(file, set_, {"model": model})
-    with _acting(kind, "change", url) as (row, connect, act):
-        _show(row, connect, act(*_given(name), **fields), json_)
+    _done("change", kind, [name], fields, url, json_)
 
 
 def delete(
@@ -262,8 +273,7 @@ def create(
     url: Url = None,
 ) -> None:
     """Make a secret: an API key, a signing secret, CURVE keys, passwords of Redis."""
-    with _acting(kind, "create", url) as (row, connect, act):
-        _show(row, connect, act(*(name or ()), **options.fields(None, set_)), json_)
+    _done("create", kind, name or (), options.fields(None, set_), url, json_)
 
 
 def fit(
@@ -285,8 +295,8 @@ def fit(
     url: Url = None,
 ) -> None:
     """Learn a module, a Jacobian lens or a probe from examples, and register it."""
-    with _acting(kind, "fit", url) as (row, connect, act):
-        _show(row, connect, act(name, file, **options.fields(None, set_, {"model": model})), json_)
+    fields = options.fields(None, set_, {"model": model})
+    _done("fit", kind, [name, file], fields, url, json_)
 
 
 @with_client

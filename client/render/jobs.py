@@ -70,9 +70,19 @@ def count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
+def moment(at: float | None) -> str:
+    """Return seconds since the epoch (None: now) as local time, to the second."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
+
+
 def minute(at: float) -> str:
-    """Return seconds since the epoch as local time."""
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(at))
+    """Return seconds since the epoch as local time, to the minute."""
+    return moment(at)[:16]
+
+
+def day(at: float) -> str:
+    """Return seconds since the epoch as a local date."""
+    return moment(at)[:10]
 
 
 def seconds(start: float | None, end: float | None) -> str:
@@ -138,6 +148,13 @@ def lines(
         rows=([cell(entry) for cell in columns.values()] for entry in entries),
         right=right,
         most=most,
+    )
+
+
+def bare(title: str, gap: int = 2) -> Table:
+    """Return an empty table without lines, with `gap` characters between its columns."""
+    return Table(
+        box=None, pad_edge=False, padding=(0, gap, 0, 0), title=title, title_justify="left"
     )
 
 

@@ -1,4 +1,6 @@
-"""Renders the results of calls in notebooks: implements `_repr_html_` and `_repr_png_`."""
+"""Renders the results of calls in notebooks: implements `_repr_html_` and `_repr_png_`, and what
+else `schemas.base.records` calls by name.
+"""
 
 import base64
 import io
@@ -9,23 +11,26 @@ from typing import TYPE_CHECKING, Any
 from rich import markup
 from rich.console import Console, RenderableType
 from rich.segment import Segment
+from rich.table import Table
 from rich.terminal_theme import DEFAULT_TERMINAL_THEME
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.jobs.jobs import Output
+from ...schemas.base.records import Record
+from ...schemas.jobs.jobs import CaptureResults, Determinism, Output
 from ...schemas.jobs.results import JobResult
 from ...schemas.requests.steering import GlobalView
 from ...schemas.service.status import ServiceStatus
-from . import attention as maps, figures, jobs, lines, readings, records, status, steering
-from .forms import added, form_of
+from ..captures.patterns import Attention
+from ..captures.reader import CaptureReader
+from ..sdk.readings import Features, Lens
+from ..sdk.wire import Answer
+from . import attention as maps, figures, jobs, readings, records, status, steering
+from .figures import plot as plot
+from .forms import form_of
+from .lines import frame as frame, of_kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-    from ..captures.patterns import Attention
-    from ..captures.reader import CaptureReader
-    from ..sdk.readings import Features, Lens
-    from ..sdk.wire import Answer
 
 #: Characters per line.
 _WIDTH = 110
@@ -36,23 +41,23 @@ _PRE = (
 )
 
 
-def register(shell: Any) -> None:
-    """Register images of the schemas' types, which have no `_repr_png_`, with IPython's shell."""
-    images = shell.display_formatter.formatters["image/png"]
-    for kind, form in added().items():
-        if form.png is not None:
-            images.for_type(kind, form.png)
+def result_png(result: Any) -> bytes | None:
+    """Return the image of a result whose class has one."""
+    draw = form_of(type(result)).png
+    return None if draw is None else draw(result)
 
 
 def record_html(record: Any) -> str | None:
-    """Return a record as HTML, a page of records as their table; None for a type that notebooks
-    show as text.
+    """Return a result or record as HTML, a page or list of records as their table; None for a type
+    that notebooks show as text.
     """
     if render := _HTML.get(type(record)) or form_of(type(record)).html:
         return render(record)
     if records.layout(type(record)).facts:
         return html(*records.parts(record))
-    entries = getattr(record, record.__struct_fields__[0], None)
+    entries = record
+    if isinstance(record, Record):
+        entries = getattr(record, record.__struct_fields__[0])
     return listing_html(entries) if isinstance(entries, list) else None
 
 
@@ -105,38 +110,37 @@ def image_of(name: str, drawn: bytes) -> str:
 
 
 def _job_html(result: JobResult) -> str:
-    for value in lines.of_kind(result):
+    for value in of_kind(result):
         if render := form_of(type(value)).html:
             return render(value)
-    captures = result.capture_results
-    parts: list[RenderableType] = [records.listed(result.outputs, Output)]
-    if captures.status != "not_requested":
+    shown = records.listed(result.outputs, Output)
+    return _with_reports(shown, result.capture_results, result.determinism)
+
+
+def _with_reports(
+    shown: Table, captures: CaptureResults | None, determinism: Determinism | None
+) -> str:
+    """Return a table of texts, captures, and whether the ranks agree on what they applied."""
+    parts: list[RenderableType] = [shown]
+    if captures is not None and captures.status != "not_requested":
         parts.append(
             f"captures {jobs.coloured(captures.status)}: "
             f"{jobs.count(captures.rows, 'row')}, {jobs.size(captures.bytes)}"
         )
-    if result.determinism is not None:
-        parts.append(jobs.determinism_line(result.determinism))
+    if determinism is not None:
+        parts.append(jobs.determinism_line(determinism))
     return html(*parts)
 
 
-def answer_html(answer: "Answer") -> str:
-    """Return texts, captures, and whether the ranks agree on what they applied."""
+def answer_html(answer: Answer) -> str:
+    """Return texts, captures, and whether the ranks agree."""
     shown = jobs.table("", "request", "text", "finish")
     for number, (text, finish) in enumerate(zip(answer.texts, answer.finish_reasons, strict=True)):
         shown.add_row(str(number), markup.escape(repr(text)), str(finish))
-    parts: list[RenderableType] = [shown]
-    if answer.capture_results is not None:
-        parts.append(
-            f"captures {jobs.coloured(answer.capture_results.status)}: "
-            f"{jobs.count(answer.capture_results.rows, 'row')}"
-        )
-    if answer.determinism is not None:
-        parts.append(jobs.determinism_line(answer.determinism))
-    return html(*parts)
+    return _with_reports(shown, answer.capture_results, answer.determinism)
 
 
-def reader_html(reader: "CaptureReader") -> str:
+def reader_html(reader: CaptureReader) -> str:
     """Return the captured rows, and what is missing."""
     return html(
         jobs.capture(reader),
@@ -144,17 +148,7 @@ def reader_html(reader: "CaptureReader") -> str:
     )
 
 
-def plot(value: Any, path: Any, **options: Any) -> Any:
-    """Draw a result with matplotlib; see `schemas.base.records.Plotted`."""
-    return figures.plot(value, path, **options)
-
-
-def frame(value: Any, *arguments: Any, **options: Any) -> Any:
-    """Return a result as a data frame; see `schemas.base.records.Result`."""
-    return lines.frame(value, *arguments, **options)
-
-
-def attention_html(attention: "Attention") -> str:
+def attention_html(attention: Attention) -> str:
     """Return the patterns (without matplotlib, as the terminal draws them), and what the heads
     attend to.
     """
@@ -164,19 +158,24 @@ def attention_html(attention: "Attention") -> str:
     return image_of("attention", drawn) + html(maps.strongest(attention))
 
 
-def lens_html(lens: "Lens") -> str:
+def lens_html(lens: Lens) -> str:
     """Return the top tokens by layer and position, and the ranks of named tokens."""
     named = [readings.named_table(lens)] if lens.named else []
     return html(readings.lens_table(lens), readings.KEY, *named)
 
 
-def features_html(features: "Features") -> str:
+def features_html(features: Features) -> str:
     """Return each token with its most active features."""
     return html(readings.features_table(features))
 
 
-#: Record type → the function that renders it as HTML.
+#: Type → the function that renders it as HTML.
 _HTML: dict[type, Callable[[Any], str]] = {
+    Answer: answer_html,
+    Attention: attention_html,
+    CaptureReader: reader_html,
+    Features: features_html,
+    Lens: lens_html,
     JobResult: _job_html,
     GlobalView: lambda view: html(steering.global_line(view), steering.entries(view.entries)),
     ServiceStatus: lambda now: html(status.status(now, "")),

@@ -11,7 +11,7 @@ from rich.text import Text
 from ...schemas.jobs.results import JobResult
 from ...schemas.prompts.selectors import as_ranges
 from ..sdk.readings import Features, Lens, known_tokens, lens_of
-from .jobs import table
+from .jobs import bare, table
 
 #: The most prompts whose readings are shown.
 PROMPTS = 4
@@ -42,13 +42,7 @@ def lens_table(lens: Lens, last: int = 12) -> Table:
     `last` positions. In a narrow terminal, tokens are cut; the layers are not.
     """
     places = range(max(0, len(lens.positions) - last), len(lens.positions))
-    drawn = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        title=f"top next token at {lens.hook}",
-        title_justify="left",
-    )
+    drawn = bare(f"top next token at {lens.hook}", gap=1)
     drawn.add_column("layer", justify="right", style="dim", no_wrap=True)
     for place in places:
         drawn.add_column(_word(lens.tokens[place]))
@@ -61,13 +55,7 @@ def named_table(lens: Lens, place: int = -1) -> Table:
     """Return a table of the named tokens' ranks and probabilities by layer, at the position
     `lens.positions[place]`.
     """
-    drawn = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        title=f"after {lens.tokens[place]!r}",
-        title_justify="left",
-    )
+    drawn = bare(f"after {lens.tokens[place]!r}")
     drawn.add_column("layer", justify="right", style="dim")
     for token in lens.named:
         drawn.add_column(Text(repr(lens.word(token))), justify="right")
@@ -96,13 +84,7 @@ def features_table(features: Features, most: int = 5) -> Table:
     error, and the `most` most active features.
     """
     reading = features.reading
-    drawn = Table(
-        box=None,
-        pad_edge=False,
-        padding=(0, 2, 0, 0),
-        title=f"features of {reading.sae} at {reading.hook} of layer {reading.layer}",
-        title_justify="left",
-    )
+    drawn = bare(f"features of {reading.sae} at {reading.hook} of layer {reading.layer}")
     for name in ("position", "token", "active", "error", "feature: activation"):
         drawn.add_column(
             name, justify="left" if name in ("token", "feature: activation") else "right"

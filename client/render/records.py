@@ -30,7 +30,20 @@ from ...schemas.requests.source_runs import RunView
 from ...schemas.requests.steering import ModuleView
 from ...schemas.requests.trainings import Training
 from .forms import Shown, form_of
-from .jobs import Cell, coloured, count, facts, lines, minute, run_prompts, seconds, size, table
+from .jobs import (
+    Cell,
+    coloured,
+    count,
+    day,
+    facts,
+    lines,
+    minute,
+    moment,
+    run_prompts,
+    seconds,
+    size,
+    table,
+)
 from .steering import DIGEST, entries, what
 
 #: The most characters of a URL in a list: about as many as the id of a webhook above it has.
@@ -55,11 +68,6 @@ def one(record: Any) -> Table:
 def parts(record: Any) -> list[Table]:
     """Return the tables of one record: facts and details."""
     return [one(record), *layout(type(record)).details(record)]
-
-
-def moment(at: float | None) -> str:
-    """Return seconds since the epoch (None: now) as local time, to the second."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(at))
 
 
 def outcome(attempt: DeliveryAttempt | None) -> str:
@@ -199,11 +207,7 @@ def effect(of: Training) -> str:
 def _expires(key: KeyView) -> str:
     if key.expires is None:
         return "never"
-    return _day(key.expires) if key.expires > time.time() else "[red]expired[/]"
-
-
-def _day(at: float) -> str:
-    return time.strftime("%Y-%m-%d", time.localtime(at))
+    return day(key.expires) if key.expires > time.time() else "[red]expired[/]"
 
 
 def _registered(
@@ -425,7 +429,7 @@ SHOWN: dict[type, Shown] = {
             "name": _text("name"),
             "digest": _short_digest,
             "version": lambda policy: str(policy.current.version),
-            "mode": lambda policy: policy.mode,
+            "mode": _text("mode"),
             "traffic": lambda policy: "all" if policy.current.content.all_traffic else "named",
             **_DECIDES,
             **_CONDITION,
@@ -449,8 +453,8 @@ SHOWN: dict[type, Shown] = {
                 coloured(view.state) + (f" ({escape(view.detail)})" if view.detail else "")
             ),
             "model": _text("model"),
-            "job": lambda view: view.job,
-            "tag": lambda view: view.tag,
+            "job": _text("job"),
+            "tag": _text("tag"),
             "files": _bytes,
             "in use": lambda view: f"by {count(view.in_use, 'job')}" if view.in_use else "",
             "in memory": lambda view: escape(", ".join(view.held_by)),
@@ -478,7 +482,7 @@ SHOWN: dict[type, Shown] = {
             "took": lambda view: seconds(view.created, view.finished),
         },
         {
-            "job": lambda view: view.id,
+            "job": _text("id"),
             "state": lambda view: coloured(view.state),
             "kind": lambda view: f"{view.kind}, {_extent(view)}, model {escape(view.model)}",
             "identity": lambda view: view.identity[:SHOWN_IDENTITY],
@@ -504,7 +508,7 @@ SHOWN: dict[type, Shown] = {
     CaptureEntry: Shown(
         "Captures",
         {
-            "job": lambda entry: entry.job,
+            "job": _text("job"),
             "status": lambda entry: coloured(entry.status),
             "rows": lambda entry: str(entry.rows),
             "size": _bytes,
@@ -517,7 +521,7 @@ SHOWN: dict[type, Shown] = {
             "request": lambda output: str(output.index),
             "text": lambda output: escape(repr(output.text)),
             "tokens": lambda output: str(len(output.token_ids)),
-            "finish": lambda output: output.finish_reason,
+            "finish": _text("finish_reason"),
         },
     ),
     ReaderReading: Shown(
@@ -541,11 +545,11 @@ SHOWN: dict[type, Shown] = {
             "last": lambda delivery: outcome(next(reversed(delivery.attempts), None)),
         },
         {
-            "webhook": lambda delivery: delivery.id,
-            "event": lambda delivery: delivery.event,
+            "webhook": _text("id"),
+            "event": _text("event"),
             "state": lambda delivery: coloured(delivery.state),
             "to": _text("url"),
-            "job": lambda delivery: delivery.job,
+            "job": _text("job"),
             "again in": lambda delivery: (
                 ""
                 if delivery.next_attempt is None
@@ -566,10 +570,10 @@ SHOWN: dict[type, Shown] = {
     KeyView: Shown(
         "keys",
         {
-            "id": lambda key: key.id,
+            "id": _text("id"),
             "name, tenant": lambda key: f"{escape(key.name)}\n{key.tenant}",
             "scopes": lambda key: " ".join(key.scopes),
-            "created": lambda key: _day(key.created),
+            "created": lambda key: day(key.created),
             "expires": _expires,
         },
     ),

@@ -1,6 +1,5 @@
 """Terminal output of the service's status, for 80 columns."""
 
-import time
 from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
@@ -11,7 +10,7 @@ from rich.text import Text
 from ...schemas.jobs.jobs import State
 from ...schemas.jobs.models import SHOWN_IDENTITY, WorkerInfo
 from ...schemas.service.status import QueueStatus, ServiceStatus
-from .jobs import count, size
+from .jobs import bare, count, moment, size
 
 #: Column titles in the table of jobs, by state.
 _STATES = {
@@ -55,7 +54,7 @@ def _head(now: ServiceStatus, url: str) -> Text:
     )
     line = Text()
     line.append(f"midstream {now.version}", style="bold")
-    line.append(f" at {url} · {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(now.at))}\n")
+    line.append(f" at {url} · {moment(now.at)}\n")
     line.append(
         f"{count(now.live, 'job')} live, {now.queued} queued, {count(now.held, 'response')} held\n"
     )
@@ -88,14 +87,8 @@ def _table(
     """Build a table. The first `name_columns` columns contain names, which are truncated to fit;
     the others contain numbers, which are not.
     """
-    result = Table(
-        title=f"\n{title}",
-        title_justify="left",
-        title_style="bold",
-        box=None,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-    )
+    result = bare(f"\n{title}", gap=1)
+    result.title_style = "bold"
     for place, column in enumerate(columns):
         if place < name_columns:
             result.add_column(column, overflow="ellipsis", no_wrap=True, max_width=_NAME)

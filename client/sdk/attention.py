@@ -24,9 +24,23 @@ def capture_fields(
     return {
         "sampling": {"max_tokens": 1},
         **fields,
-        "prompts": [prompt if isinstance(prompt, str) else list(prompt)],
-        "capture": {"hooks": {"q": layers, "k": layers}, "positions": "all_prompt", "at": "after"},
+        "prompts": _only(prompt),
+        "capture": _at_the_prompt({"q": layers, "k": layers}),
     }
+
+
+def _only(prompt: str | Sequence[int]) -> list[Any]:
+    """Return the prompts of a job with one."""
+    return [prompt if isinstance(prompt, str) else list(prompt)]
+
+
+def _at_the_prompt(hooks: Mapping[str, LayerSelector]) -> dict[str, Any]:
+    return {"hooks": hooks, "positions": "all_prompt", "at": "after"}
+
+
+def _listed(given: Any) -> list[Any]:
+    """Return the items of a field that may hold one in place of a list."""
+    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 #: Fields of the final job that its helper jobs share, because they affect the values or how the job
@@ -50,8 +64,7 @@ def by_layer(patterns: Patterns, fields: Mapping[str, Any]) -> dict[int, Pattern
             f"names layers {layers}",
             allowed="heads of one or more layers, counted from 0",
         )
-    given = fields.get("probes") or []
-    for probe in given if isinstance(given, list | tuple) else [given]:
+    for probe in _listed(fields.get("probes") or []):
         if (
             probe.get("action") if isinstance(probe, Mapping) else getattr(probe, "action", None)
         ) == "steer":
@@ -74,12 +87,11 @@ def values_fields(
     """
     # One request for each layer: A′·v in the forward pass would need the values of all tokens at a
     # site where a step (of chunks, cached prefixes, drafts) may hold only some.
-    capture = {"hooks": {"q": [layer], "v": [layer]}, "positions": "all_prompt", "at": "after"}
     same = {name: value for name, value in fields.items() if name in _SHARED}
     return {
         **patched_fields(prompt, patches, same),
         "sampling": {"max_tokens": 1},
-        "capture": capture,
+        "capture": _at_the_prompt({"q": [layer], "v": [layer]}),
     }
 
 
@@ -113,9 +125,5 @@ def patched_fields(
     prompt: str | Sequence[int], patches: list[PatchSpec], fields: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the job's fields with `patches` appended to its own patches."""
-    own = fields.get("patch", [])
-    prompts = [prompt if isinstance(prompt, str) else list(prompt)]
-    patched = (
-        {"patch": [*(own if isinstance(own, list | tuple) else [own]), *patches]} if patches else {}
-    )
-    return {**fields, "prompts": prompts, **patched}
+    patched = {"patch": [*_listed(fields.get("patch", [])), *patches]} if patches else {}
+    return {**fields, "prompts": _only(prompt), **patched}

@@ -119,15 +119,18 @@ class Calls(Generic[M]):
         """Return the body of a successful response as `kind`; raises what `wire.decode` raises."""
         return wire.decode(await self._send(call), kind)
 
+    async def _get(self, path: str, kind: type[T], **params: Any) -> T:
+        """Return what a path has, as `_ask` does. `params`: of the query, without those that are
+        None.
+        """
+        return await self._ask(HttpCall("GET", path, params=values.given(**params)), kind)
+
     async def _do(self, call: HttpCall) -> None:
         """Send a call whose response has no body; raises what `wire.raise_problem` raises."""
         wire.raise_problem(await self._send(call))
 
     async def _models(self) -> list[str]:
-        return [
-            entry["id"]
-            for entry in (await self._ask(HttpCall("GET", "/v1/models"), dict[str, Any]))["data"]
-        ]
+        return [entry["id"] for entry in (await self._get("/v1/models", dict[str, Any]))["data"]]
 
     async def _body(
         self,
@@ -167,6 +170,19 @@ class Calls(Generic[M]):
                 await self._io.sleep(wire.PAUSE_S)
 
 
+class _Asking(Generic[P, T]):
+    """Base of attributes whose function returns a result or, in `AsyncClient`, a coroutine."""
+
+    @overload
+    def __get__(self, group: None, kind: type[Any]) -> Callable[Concatenate[Any, P], T]: ...
+    @overload
+    def __get__(self, group: Calls[Blocks] | Blocking, kind: type[Any]) -> Callable[P, T]: ...
+    @overload
+    def __get__(self, group: object, kind: type[Any]) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    def __get__(self: Any, group: object, kind: type[Any]) -> Any:
+        return self._bound(group, kind)
+
+
 class _Method:
     """Base of methods of `Calls` with a function for each client."""
 
@@ -192,7 +208,7 @@ class _Method:
 
 # Not generated from one client (two copies in the tree), and not a description of a request with a
 # parser: calls that poll, stream or retry do not fit into one.
-class call(_Method, Generic[P, T]):
+class call(_Method, _Asking[P, T]):
     """A method written as a coroutine: it returns the coroutine's result in `Calls[Blocks]`, the
     coroutine elsewhere.
     """
@@ -213,15 +229,6 @@ class call(_Method, Generic[P, T]):
                 raise error.with_traceback(None) from None
 
         super().__init__(awaiting, blocking)
-
-    @overload
-    def __get__(self, group: None, kind: type[Any]) -> Callable[Concatenate[Any, P], T]: ...
-    @overload
-    def __get__(self, group: Calls[Blocks] | Blocking, kind: type[Any]) -> Callable[P, T]: ...
-    @overload
-    def __get__(self, group: object, kind: type[Any]) -> Callable[P, Coroutine[Any, Any, T]]: ...
-    def __get__(self, group: object, kind: type[Any]) -> Any:
-        return self._bound(group, kind)
 
 
 class stream(_Method, Generic[P, T]):
@@ -262,20 +269,14 @@ class stream(_Method, Generic[P, T]):
         return self._bound(group, kind)
 
 
-class verb(Generic[P, T]):
+class verb(_Asking[P, T]):
     """Exposes a call of a group as a method of the client itself."""
 
     def __init__(self, function: Callable[Concatenate[Any, P], T]):
         self._function: Any = function
         self.__doc__ = function.__doc__
 
-    @overload
-    def __get__(self, client: None, kind: type[Any]) -> Callable[Concatenate[Any, P], T]: ...
-    @overload
-    def __get__(self, client: Calls[Blocks], kind: type[Any]) -> Callable[P, T]: ...
-    @overload
-    def __get__(self, client: object, kind: type[Any]) -> Callable[P, Coroutine[Any, Any, T]]: ...
-    def __get__(self, client: Any, kind: type[Any]) -> Any:
+    def _bound(self, client: Any, kind: Any) -> Any:
         group = self._function.group
         name = self._function.__name__
         if client is None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ...schemas.jobs.captures import CapturePage
+from ..captures.blobs import BlobLocation
 from ..captures.reader import CaptureReader
 from ..captures.row_matrix import RowChoice, matrix
 from . import wire
@@ -17,6 +18,9 @@ from .calls import Awaits, Calls, M, call, finish
 from .jobs import Jobs
 from .server import ServerCalls
 from .wire import HttpCall, JobLike, ManifestEntry
+
+#: Bytes per chunk of a download.
+CHUNK = 1 << 20
 
 
 class Captures(Calls[M]):
@@ -70,10 +74,7 @@ class Captures(Calls[M]):
         self, *, tag: str | None = None, limit: int | None = None, cursor: str | None = None
     ) -> CapturePage:
         """Return one page of stored captures, newest first; its `next` is the next `cursor`."""
-        return await self._ask(
-            HttpCall("GET", "/v1/captures", params=wire.given(tag=tag, limit=limit, cursor=cursor)),
-            CapturePage,
-        )
+        return await self._get("/v1/captures", CapturePage, tag=tag, limit=limit, cursor=cursor)
 
     @call
     async def delete(self, job_id: JobLike) -> None:
@@ -90,26 +91,28 @@ class Captures(Calls[M]):
     async def _open(
         self, job_id: str, folder: Path | str | None, tag: str | None, partial: bool
     ) -> CaptureReader:
-        manifest = await self._ask(HttpCall("GET", wire.capture_path(job_id)), wire.ReadManifest)
+        manifest = await self._get(wire.capture_path(job_id), wire.ReadManifest)
         download.check(manifest, job_id, partial)
-        result = download.in_place(manifest, job_id) if folder is None else None
-        if result:
-            return download.reader(manifest, job_id, result, tag, partial)
-        target = download.target_folder(folder)
-        paths: list[Path] = []
-        for file in manifest.files:
-            path = await self._io.work(download.from_link, target, job_id, file)
-            paths.append(path or await self._download(target, job_id, file))
-        return download.reader(manifest, job_id, paths, tag, partial)
+        files: list[Path | BlobLocation] = []
+        if folder is None:
+            files += download.in_place(manifest, job_id)
+        if not files:
+            target = download.target_folder(folder)
+            for file in manifest.files:
+                path = await self._io.work(download.from_link, target, job_id, file)
+                files.append(path or await self._download(target, job_id, file))
+        status = {"status": manifest.status, "detail": manifest.detail}
+        return CaptureReader.of_job(files, job_id, tag=tag, partial=partial, **status).under(
+            manifest.hook_names
+        )
 
     async def _download(self, target: Path, job_id: str, file: ManifestEntry) -> Path:
         async with self._io.stream(
             method="GET", url=wire.capture_path(job_id, "files", file.name)
-        ) as streamed:
-            if streamed.response.status_code >= 400:
-                wire.raise_problem(await streamed.read())
+        ) as response:
+            wire.raise_problem(response)
             with download.Saved(target, job_id, file) as saved:
-                async with aclosing(streamed.chunks()) as chunks:
+                async with aclosing(self._io.chunks(response, CHUNK)) as chunks:
                     async for chunk in chunks:
                         await self._io.work(saved.write, chunk)
             return saved.path

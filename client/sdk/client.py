@@ -8,7 +8,6 @@ from ...schemas.base.errors import suggestion
 from ...schemas.jobs.kinds import KINDS
 from ...schemas.packages import entries, installing, part
 from ...schemas.requests.artifact_kinds import ARTIFACTS
-from .. import notebook
 from ..extras import CALLS
 from . import discovery, wire
 from .calls import Awaits, Blocks, Calls, M, added_verb, stream, verb
@@ -135,7 +134,20 @@ for _name in _ADDED.keys() - _GROUPS.keys():
     setattr(Verbs, _name, added_verb(_ADDED[_name]))
 
 
-class Client(Verbs[Blocks]):
+class _Connected(Verbs[M]):
+    """Base of both clients."""
+
+    _transport: type[Transport]
+
+    def __init__(self, url: str | None = None, api_key: str | None = None):
+        self.url, api_key = discovery.address(url, api_key)
+        super().__init__(self._transport(self.url, wire.headers(api_key)), self._blocking)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
+
+
+class Client(_Connected[Blocks]):
     """The blocking client.
 
     `url`: the address of the API; by default that of the running stack, as `client.sdk.discovery`
@@ -147,15 +159,8 @@ class Client(Verbs[Blocks]):
     """
 
     _blocking = True
-
-    def __init__(self, url: str | None = None, api_key: str | None = None):
-        self.url, api_key = discovery.address(url, api_key)
-        notebook.install()
-        self._transport = BlockingTransport(self.url, wire.headers(api_key))
-        super().__init__(self._transport, blocking=True)
-
-    def __repr__(self) -> str:
-        return f"Client({self.url!r})"
+    _transport = BlockingTransport
+    _io: BlockingTransport
 
     def __enter__(self) -> "Client":
         return self
@@ -169,23 +174,17 @@ class Client(Verbs[Blocks]):
 
     def close(self) -> None:
         """Close the connections."""
-        self._transport.close()
+        self._io.close()
 
 
-class AsyncClient(Verbs[Awaits]):
+class AsyncClient(_Connected[Awaits]):
     """The awaiting client: the calls of `Client`, as coroutines.
 
     Calls raise the same errors. Progress callbacks are called, not awaited.
     """
 
-    def __init__(self, url: str | None = None, api_key: str | None = None):
-        self.url, api_key = discovery.address(url, api_key)
-        notebook.install()
-        self._transport = AwaitingTransport(self.url, wire.headers(api_key))
-        super().__init__(self._transport)
-
-    def __repr__(self) -> str:
-        return f"AsyncClient({self.url!r})"
+    _transport = AwaitingTransport
+    _io: AwaitingTransport
 
     async def __aenter__(self) -> "AsyncClient":
         return self
@@ -195,4 +194,4 @@ class AsyncClient(Verbs[Awaits]):
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._transport.close()
+        await self._io.close()

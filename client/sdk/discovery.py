@@ -8,7 +8,6 @@ reports the same instance.
 
 import json
 import os
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +27,23 @@ STATE_FILE = "up.json"
 ASK_S = 3.0
 
 
-@dataclass(frozen=True)
-class RunningStack:
-    """State of a running `midstream up`, from its state file."""
+class WrittenStack(msgspec.Struct, kw_only=True):
+    """What the state file of a `midstream up` says."""
+
+    pid: int = 0
+    url: str = ""  # empty while it starts
+    model: str = ""
+    version: str = ""
+    started: float = 0.0  # seconds since the epoch
+    # name → pid and birth, see `processes.birth`
+    processes: dict[str, tuple[int, int]] = {}
+
+
+class RunningStack(WrittenStack, kw_only=True):
+    """State of a running `midstream up`."""
 
     data: Path
-    pid: int
     instance: str
-    url: str  # empty while it starts
-    model: str
-    version: str
-    started: float  # seconds since the epoch
-    # name → pid and birth, see `processes.birth`
-    processes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def data_dir(settings: Settings) -> Path:
@@ -51,24 +54,15 @@ def running(data: Path) -> RunningStack | None:
     """Return the stack that runs on a data directory; None if there is none, or if its process or
     state file belongs to another user.
     """
+    state = written(data)
     try:
-        state = written(data)
-        pid = int(state["pid"])
-        instance = instance_of(pid) if Path(f"/proc/{pid}").stat().st_uid == os.getuid() else ""
-        if not instance or not (data / STATE_FILE).exists():  # it ended in between
-            return None
-        return RunningStack(
-            data=data,
-            pid=pid,
-            instance=instance,
-            url=state.get("url", ""),
-            model=state.get("model", ""),
-            version=state.get("version", ""),
-            started=state.get("started", 0.0),
-            processes=processes_of(state),
-        )
-    except (OSError, KeyError, TypeError, ValueError):
+        own = Path(f"/proc/{state.pid}").stat().st_uid == os.getuid()
+        instance = instance_of(state.pid) if own else ""
+    except OSError:
         return None
+    if not instance or not (data / STATE_FILE).exists():  # it ended in between
+        return None
+    return RunningStack(data=data, instance=instance, **msgspec.structs.asdict(state))
 
 
 def read_state(data: Path) -> dict[str, Any]:
@@ -81,24 +75,18 @@ def read_state(data: Path) -> dict[str, Any]:
         return {}
 
 
-def written(data: Path) -> dict[str, Any]:
-    """Return the state file of the last `midstream up` on a data directory; empty if there is none,
-    or if it belongs to another user.
+def written(data: Path) -> WrittenStack:
+    """Return what the state file of the last `midstream up` on a data directory says; nothing if
+    there is none, or if it belongs to another user.
     """
     path = data / STATE_FILE
     try:
-        return (
-            from_json(path.read_bytes(), dict[str, Any])
-            if path.stat().st_uid == os.getuid()
-            else {}
-        )
+        if path.stat().st_uid == os.getuid():
+            return from_json(path.read_bytes(), WrittenStack)
     except (OSError, AttributeError, msgspec.DecodeError):
         # AttributeError: no os.getuid on this system, so no `midstream up` either
-        return {}
-
-
-def processes_of(state: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    return {name: (int(pid), int(born)) for name, (pid, born) in state.get("processes", {}).items()}
+        pass
+    return WrittenStack()
 
 
 def address(url: str | None, api_key: str | None) -> tuple[str, str | None]:
@@ -112,21 +100,15 @@ def address(url: str | None, api_key: str | None) -> tuple[str, str | None]:
             raise invalid("url", f"{url!r} is no URL", allowed="such as http://127.0.0.1:8321")
         return (url if "://" in url else f"http://{url}").rstrip("/"), api_key
     settings = load_settings()
-    return find_url(None, settings).rstrip(
-        "/"
-    ), settings.api_key or None if api_key is None else api_key
+    key = settings.api_key or None if api_key is None else api_key
+    return find_url(settings).rstrip("/"), key
 
 
-def find_url(
-    given: str | None = None, settings: Settings | None = None, *, sure: bool = True
-) -> str:
+def find_url(settings: Settings, *, sure: bool = True) -> str:
     """Return the API's address.
 
-    `sure`: check that the configured stack runs there. Raises SettingsError, ServerUnreachable.
+    `sure`: check that the configured stack runs there. Raises ServerUnreachable.
     """
-    if given:
-        return given
-    settings = settings or load_settings()
     if settings.public_url:
         return settings.public_url
     data = data_dir(settings)

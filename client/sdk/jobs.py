@@ -56,7 +56,7 @@ class Jobs(Calls[M]):
     @call
     async def get(self, job_id: JobLike) -> JobView:
         """Return the job's current state, without waiting. Raises `not_found`."""
-        return await self._ask(HttpCall("GET", wire.job_path(job_id)), JobView)
+        return await self._get(wire.job_path(job_id), JobView)
 
     @call
     async def list(
@@ -72,8 +72,8 @@ class Jobs(Calls[M]):
 
         `policy`: only jobs that triggered this policy (`triggered` says whether it acted).
         """
-        params = wire.given(state=state, model=model, policy=policy, limit=limit, cursor=cursor)
-        return await self._ask(HttpCall("GET", "/v1/jobs", params=params), JobPage)
+        query = {"state": state, "model": model, "policy": policy, "limit": limit, "cursor": cursor}
+        return await self._get("/v1/jobs", JobPage, **query)
 
     @call
     async def wait(self, job_id: JobLike, timeout: float | None = None) -> JobView:
@@ -114,7 +114,7 @@ class Jobs(Calls[M]):
 
     async def _result(self, job_id: JobLike) -> JobResult:
         """Return the result as the server has it."""
-        return await self._ask(HttpCall("GET", wire.job_path(job_id, "result")), JobResult)
+        return await self._get(wire.job_path(job_id, "result"), JobResult)
 
     @call
     async def run(
@@ -172,12 +172,11 @@ class Jobs(Calls[M]):
                     url=wire.job_path(job_id, "events"),
                     headers={"accept": "text/event-stream"} | seen,
                     timeout=timeout,
-                ) as streamed:
-                    if streamed.response.status_code >= 400:
-                        wire.raise_problem(await streamed.read())
-                    if streamed.response.status_code == 204:  # the job has ended: no more events
+                ) as response:
+                    wire.raise_problem(response)
+                    if response.status_code == 204:  # the job has ended: no more events
                         return
-                    async with aclosing(streamed.pieces()) as pieces:
+                    async with aclosing(self._io.chunks(response)) as pieces:
                         async for piece in pieces:
                             patience.ok()
                             for event in parser.events(piece):

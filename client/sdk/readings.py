@@ -19,7 +19,6 @@ from ...schemas.prompts.selectors import LayerSelector, as_ranges
 from ...schemas.readings.features import FeaturesReading
 from ...schemas.readings.lens import LensReading, LensSpec
 from ...schemas.requests.specs import PatchSpec
-from .. import notebook
 from ..captures.patterns import Attention, attention_of
 from ..captures.reader import CaptureReader
 from ..values import known_keywords
@@ -76,9 +75,6 @@ class Lens(Plotted):
     def word(self, token: int) -> str:
         """Return the token's text, or its number if the text is not known."""
         return self.words.get(int(token), f"#{int(token)}")
-
-    def _repr_html_(self) -> str:
-        return str(notebook.rendered("lens_html", self))
 
 
 def lens_of(reading: LensReading, job: str = "", words: Mapping[int, str] | None = None) -> Lens:
@@ -148,9 +144,6 @@ class Features(Plotted):
             [self.of(place).get(feature, 0.0) for place in range(len(self.reading.positions))],
             np.float32,
         )
-
-    def _repr_html_(self) -> str:
-        return str(notebook.rendered("features_html", self))
 
     def top(self, count: int = 10, start: int = 0) -> list[tuple[int, float]]:
         """Return the features with the largest activation on any token, most active first.

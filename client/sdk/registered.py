@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, Unpack
-from urllib.parse import quote
 
 from ...schemas.artifacts.jacobian_lenses import JACOBIAN_LENSES, JacobianLens
 from ...schemas.artifacts.loras import LORAS, Lora
@@ -36,12 +35,14 @@ from ...schemas.requests.steering import (
     ModuleRequest,
     ModuleView,
 )
+from ...storage.formats.module_files import of_sites, specs_of
+from .. import vectors
 from ..notebook import Listing
-from ..values import packed
+from ..values import checked, packed
 from . import wire
 from .calls import Calls, M, call
 from .fields import Array, ProbeFields, Steering
-from .wire import HttpCall, JobLike, of_model
+from .wire import HttpCall, JobLike
 
 if TYPE_CHECKING:
     from .typed import Fit
@@ -55,7 +56,6 @@ SteeringInput = Steering | Sequence[Steering] | Mapping[str, Array] | Path | str
 CHANGE_S = 120.0
 _GLOBAL = "/v1/steering/global"
 _DYNAMIC = "/v1/steering/dynamic"
-_RUNS = "/v1/runs"
 
 
 def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
@@ -63,29 +63,19 @@ def entries_of(steering: SteeringInput) -> list[SteeringSpec]:
 
     Raises MidstreamError naming the field, FileNotFoundError.
     """
-    if not isinstance(steering, str | Path | Mapping) or (
-        isinstance(steering, Mapping) and steering.keys() <= set(SteeringSpec.__struct_fields__)
-    ):
-        return wire.pack_steering(steering)
-    from ...storage.formats.module_files import of_sites
-    from .. import vectors
-
-    with Translated(
-        ValueError,
-        lambda error: invalid(
-            "steering", str(error) if isinstance(steering, Mapping) else f"{steering}: {error}"
-        ),
-    ):
-        if isinstance(steering, Mapping):
-            return of_sites(
-                {site: packed(values, f"steering.{site}") for site, values in steering.items()}
-            )
-        return vectors.read(steering)
+    if isinstance(steering, str | Path):
+        with Translated(ValueError, lambda error: invalid("steering", f"{steering}: {error}")):
+            return vectors.read(steering)
+    if isinstance(steering, Mapping) and not steering.keys() <= set(SteeringSpec.__struct_fields__):
+        arrays = {site: packed(values, f"steering.{site}") for site, values in steering.items()}
+        with Translated(ValueError, lambda error: invalid("steering", str(error))):
+            return of_sites(arrays)
+    return checked(steering, list[SteeringSpec], "steering")
 
 
-def _run(method: str, name: JobLike, model: str | None) -> HttpCall:
-    """Build a call on a source run; `name` may also be its job."""
-    return HttpCall(method, f"{_RUNS}/{quote(wire.id_of(name), safe='')}", params=of_model(model))
+def _run(name: JobLike) -> str:
+    """Return the path of a source run; `name` may also be its job."""
+    return wire.path("runs", wire.id_of(name))
 
 
 class NamedCalls(Calls[M], Generic[M, R]):
@@ -110,7 +100,7 @@ class NamedCalls(Calls[M], Generic[M, R]):
         """
         path = f"{self._path}/{wire.checked(name, PathName, 'name')}{more}"
         timeout = self._timeout if body is None else self._put_timeout
-        return HttpCall(method, path, body, of_model(model), timeout=timeout)
+        return HttpCall(method, path, body, wire.given(model=model), timeout=timeout)
 
     async def _put(self, name: str, **fields: Any) -> R:
         """Register an object by the fields of its body."""
@@ -120,7 +110,7 @@ class NamedCalls(Calls[M], Generic[M, R]):
     @call
     async def list(self, model: str | None = None) -> Listing[R]:
         """Return all of a model."""
-        call = HttpCall("GET", self._path, params=of_model(model), timeout=self._timeout)
+        call = HttpCall("GET", self._path, params=wire.given(model=model), timeout=self._timeout)
         return Listing(getattr(await self._ask(call, self._kind.page), self._kind.plural))
 
     @call
@@ -171,9 +161,6 @@ class Modules(NamedCalls[M, ModuleView]):
         Raises MidstreamError for entries that the format cannot hold (see `docs/steering.md`),
         OSError.
         """
-        from ...storage.formats.module_files import specs_of
-        from .. import vectors
-
         answer = await self._send(self._call("GET", name, model, "/file"))
         wire.raise_problem(answer)
         with Translated(ValueError, lambda error: invalid("format", str(error))):
@@ -191,7 +178,7 @@ class GlobalSteeringCalls(Calls[M]):
     async def _about(self, method: str, path: str, kind: type[R], model: str | None) -> R:
         """Send a call about the state of all ranks."""
         return await self._ask(
-            HttpCall(method, path, None, of_model(model), timeout=CHANGE_S), kind
+            HttpCall(method, path, None, wire.given(model=model), timeout=CHANGE_S), kind
         )
 
     @call
@@ -385,10 +372,7 @@ class SourceRuns(Calls[M]):
         self, model: str | None = None, *, limit: int | None = None, cursor: str | None = None
     ) -> RunPage:
         """Return one page of named source runs, newest first; its `next` is the next `cursor`."""
-        return await self._ask(
-            HttpCall("GET", _RUNS, params=wire.given(model=model, limit=limit, cursor=cursor)),
-            RunPage,
-        )
+        return await self._get("/v1/runs", RunPage, model=model, limit=limit, cursor=cursor)
 
     @call
     async def get(self, name: JobLike, model: str | None = None) -> RunView:
@@ -397,7 +381,7 @@ class SourceRuns(Calls[M]):
 
         `name`: the run's name, or a job with a capture.
         """
-        return await self._ask(_run("GET", name, model), RunView)
+        return await self._get(_run(name), RunView, model=model)
 
     @call
     async def delete(self, name: JobLike, model: str | None = None) -> None:
@@ -405,4 +389,4 @@ class SourceRuns(Calls[M]):
 
         Raises `not_found`, and `conflict` while its job runs.
         """
-        await self._do(_run("DELETE", name, model))
+        await self._do(HttpCall("DELETE", _run(name), params=wire.given(model=model)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from urllib.parse import quote
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.prompts.chat import ChatMessage
@@ -32,9 +31,7 @@ class ServerCalls(Calls[M]):
         """Return the facts of one model, as `GET /v1/models/{name}` gives them. Raises
         `not_found`.
         """
-        return await self._ask(
-            HttpCall("GET", f"/v1/models/{quote(name, safe='')}"), dict[str, Any]
-        )
+        return await self._get(wire.path("models", name), dict[str, Any])
 
     @call
     async def ready(self) -> bool:

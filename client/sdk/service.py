@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from urllib.parse import quote
 
 from ...schemas.access.keys import (
     DEFAULT_TENANT,
@@ -37,10 +36,7 @@ _DAY_S = 24 * 3600.0
 
 
 def key_request(
-    name: str,
-    tenant: str = DEFAULT_TENANT,
-    scopes: str | Sequence[str] = ("submit", "read"),
-    expires_in: float | str | None = None,
+    name: str, tenant: str, scopes: str | Sequence[str], expires_in: float | str | None
 ) -> KeyRequest:
     """Build the body of `POST /v1/keys`. Raises MidstreamError that names an invalid field."""
     return wire.checked(
@@ -48,12 +44,8 @@ def key_request(
     )
 
 
-def _tenant(method: str, name: str, limits: Limits | None = None) -> HttpCall:
-    return HttpCall(method, f"{_TENANTS}/{wire.checked(name, TenantName, 'tenant')}", body=limits)
-
-
-def _delivery(delivery_id: str) -> str:
-    return f"{_DELIVERIES}/{quote(delivery_id, safe='')}"
+def _tenant(name: str) -> str:
+    return f"{_TENANTS}/{wire.checked(name, TenantName, 'tenant')}"
 
 
 class Keys(Calls[M]):
@@ -78,7 +70,7 @@ class Keys(Calls[M]):
     @call
     async def list(self) -> Listing[KeyView]:
         """Return all keys, without their secrets."""
-        return Listing((await self._ask(HttpCall("GET", _KEYS), KeyList)).keys)
+        return Listing((await self._get(_KEYS, KeyList)).keys)
 
     @call
     async def delete(self, key_id: str) -> None:
@@ -92,19 +84,17 @@ class Tenants(Calls[M]):
     @call
     async def list(self) -> Listing[TenantView]:
         """Return all tenants, with the limits in effect and their usage."""
-        return Listing((await self._ask(HttpCall("GET", _TENANTS), TenantList)).tenants)
+        return Listing((await self._get(_TENANTS, TenantList)).tenants)
 
     @call
     async def get(self, name: str | None = None) -> TenantView:
         """Return the limits in effect and the usage of a tenant, by default the key's own."""
-        return await self._ask(
-            HttpCall("GET", "/v1/tenant") if name is None else _tenant("GET", name), TenantView
-        )
+        return await self._get("/v1/tenant" if name is None else _tenant(name), TenantView)
 
     @call
     async def put(self, name: str, limits: Limits) -> TenantView:
         """Set a tenant's limits. A limit of None: the service's setting; 0: no limit."""
-        return await self._ask(_tenant("PUT", name, limits), TenantView)
+        return await self._ask(HttpCall("PUT", _tenant(name), limits), TenantView)
 
 
 class Webhooks(Calls[M]):
@@ -126,8 +116,8 @@ class Webhooks(Calls[M]):
         `cursor`.
         """
         of = None if job is None else wire.id_of(job)
-        params = wire.given(job=of, state=state, tenant=tenant, limit=limit, cursor=cursor)
-        return await self._ask(HttpCall("GET", _DELIVERIES, params=params), DeliveryPage)
+        query = {"job": of, "state": state, "tenant": tenant, "limit": limit, "cursor": cursor}
+        return await self._get(_DELIVERIES, DeliveryPage, **query)
 
     @call
     async def get(self, delivery_id: str) -> WebhookDelivery:
@@ -135,16 +125,15 @@ class Webhooks(Calls[M]):
 
         Raises `not_found`, also if the record has expired.
         """
-        return await self._ask(HttpCall("GET", _delivery(delivery_id)), WebhookDelivery)
+        return await self._get(wire.path("webhooks", "deliveries", delivery_id), WebhookDelivery)
 
     @call
     async def redeliver(self, delivery_id: str) -> WebhookDelivery:
         """Send a webhook again under the same id; if it is waiting for its next attempt, send it
         immediately.
         """
-        return await self._ask(
-            HttpCall("POST", f"{_delivery(delivery_id)}/redeliver"), WebhookDelivery
-        )
+        path = wire.path("webhooks", "deliveries", delivery_id, "redeliver")
+        return await self._ask(HttpCall("POST", path), WebhookDelivery)
 
 
 class Secrets(Calls[M]):
@@ -155,7 +144,7 @@ class Secrets(Calls[M]):
         """Return the secrets that sign webhooks about jobs of this key, newest first; create one if
         there is none.
         """
-        return await self._ask(HttpCall("GET", _SECRETS), SecretList)
+        return await self._get(_SECRETS, SecretList)
 
     @call
     async def create(self, *, keep_former_s: float | str = _DAY_S, own: bool = False) -> SecretList:

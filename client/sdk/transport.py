@@ -1,61 +1,20 @@
-"""Transports of both clients: sending, waiting and computing, blocking or in an event loop."""
+"""Transports of both clients: sending, waiting and computing, blocking or in an event loop.
+
+Both have the same methods; those of the blocking transport never suspend.
+"""
 
 import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Any, Protocol, TypeVar
+from contextlib import asynccontextmanager, suppress
+from typing import Any, TypeAlias, TypeVar
 
 import httpx2
 
 from .wire import HttpCall
 
 T = TypeVar("T")
-
-#: Bytes per chunk of a download.
-CHUNK = 1 << 20
-
-
-class StreamedResponse(Protocol):
-    """A response whose body is read as it arrives."""
-
-    response: httpx2.Response
-
-    async def read(self) -> httpx2.Response:
-        """Read the whole body, and return the response. Used for error responses."""
-
-    def pieces(self) -> AsyncGenerator[bytes, None]: ...
-
-    def chunks(self) -> AsyncGenerator[bytes, None]: ...
-
-
-class Transport(Protocol):
-    """The side effects that calls need.
-
-    The methods of the blocking transport never suspend.
-    """
-
-    url: str
-    blocks: bool
-
-    async def send(self, call: HttpCall) -> httpx2.Response:
-        """Send a request. Raises httpx2.TransportError."""
-
-    def stream(self, **arguments: Any) -> AbstractAsyncContextManager[StreamedResponse]:
-        """Send a request, and read its body as a stream. `arguments`: those of
-        `httpx2.Client.stream`.
-
-        Raises httpx2.TransportError, here and while the body is read.
-        """
-
-    async def sleep(self, seconds: float) -> None: ...
-
-    async def work(self, function: Callable[..., T], *args: Any) -> T:
-        """Call a function that uses files or computes for long; with an event loop, in a thread."""
-
-    def beside(self, coroutine: Coroutine[Any, Any, None]) -> AbstractAsyncContextManager[None]:
-        """Run a coroutine for the duration of the context. Its errors are ignored."""
 
 
 class BlockingTransport:
@@ -73,21 +32,39 @@ class BlockingTransport:
         self._http.close()
 
     async def send(self, call: HttpCall) -> httpx2.Response:
+        """Send a request. Raises httpx2.TransportError."""
         return self._http.request(**call.arguments())
 
     @asynccontextmanager
-    async def stream(self, **arguments: Any) -> AsyncIterator[StreamedResponse]:
+    async def stream(self, **arguments: Any) -> AsyncIterator[httpx2.Response]:
+        """Send a request, and yield the response, whose body `chunks` reads; that of an error is
+        read whole. `arguments`: those of `httpx2.Client.stream`.
+
+        Raises httpx2.TransportError, here and while the body is read.
+        """
         with self._http.stream(**arguments) as response:
-            yield _BlockingStream(response)
+            if response.is_error:
+                response.read()
+            yield response
+
+    async def chunks(
+        self, response: httpx2.Response, size: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the body as it arrives, or in chunks of `size` bytes."""
+        for chunk in response.iter_bytes(size):
+            yield chunk
 
     async def sleep(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 (no event loop runs this)
 
     async def work(self, function: Callable[..., T], *args: Any) -> T:
+        """Call a function that uses files or computes for long; with an event loop, in a thread."""
         return function(*args)
 
     @asynccontextmanager
     async def beside(self, coroutine: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+        """Run a coroutine for the duration of the context. Its errors are ignored."""
+
         def run() -> None:
             with suppress(Exception):  # including the error of a client that was closed
                 coroutine.send(None)
@@ -113,9 +90,17 @@ class AwaitingTransport:
         return await self._http.request(**call.arguments())
 
     @asynccontextmanager
-    async def stream(self, **arguments: Any) -> AsyncIterator[StreamedResponse]:
+    async def stream(self, **arguments: Any) -> AsyncIterator[httpx2.Response]:
         async with self._http.stream(**arguments) as response:
-            yield _AwaitingStream(response)
+            if response.is_error:
+                await response.aread()
+            yield response
+
+    async def chunks(
+        self, response: httpx2.Response, size: int | None = None
+    ) -> AsyncGenerator[bytes, None]:
+        async for chunk in response.aiter_bytes(size):
+            yield chunk
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)
@@ -133,35 +118,4 @@ class AwaitingTransport:
             await asyncio.gather(task, return_exceptions=True)
 
 
-class _BlockingStream:
-    def __init__(self, response: httpx2.Response):
-        self.response = response
-
-    async def read(self) -> httpx2.Response:
-        self.response.read()
-        return self.response
-
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
-        for piece in self.response.iter_bytes():
-            yield piece
-
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        for chunk in self.response.iter_bytes(CHUNK):
-            yield chunk
-
-
-class _AwaitingStream:
-    def __init__(self, response: httpx2.Response):
-        self.response = response
-
-    async def read(self) -> httpx2.Response:
-        await self.response.aread()
-        return self.response
-
-    async def pieces(self) -> AsyncGenerator[bytes, None]:
-        async for piece in self.response.aiter_bytes():
-            yield piece
-
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        async for chunk in self.response.aiter_bytes(CHUNK):
-            yield chunk
+Transport: TypeAlias = BlockingTransport | AwaitingTransport

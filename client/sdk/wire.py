@@ -4,7 +4,7 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,10 +37,9 @@ from ...schemas.jobs.results import JobResult
 from ...schemas.requests.specs import CaptureSpec, PatchSpec, SteeringSpec
 from ...schemas.settings.secret_files import is_exposed
 from ...schemas.settings.settings import Settings
-from .. import notebook, values
+from .. import values
 from ..captures.reader import CaptureReader
-from ..values import checked as checked
-from .fields import Steering
+from ..values import checked as checked, given as given
 
 T = TypeVar("T")
 
@@ -129,9 +128,6 @@ class Answer(Result):
         """The first prompt's text."""
         return self.texts[0]
 
-    def _repr_html_(self) -> str:
-        return str(notebook.rendered("answer_html", self))
-
     @property
     def rows(self) -> CaptureReader:
         """The captured rows inside the response: see `returned_rows`."""
@@ -163,11 +159,6 @@ class ReadManifest(msgspec.Struct):
     hook_names: dict[str, str] = {}
 
 
-def pack_steering(entries: Steering | Sequence[Steering]) -> list[SteeringSpec]:
-    """Return steering entries with tensors packed. Raises MidstreamError naming the field."""
-    return checked(entries, list[SteeringSpec], "steering")
-
-
 #: Field whose tensors are packed → its type.
 _PACKED: dict[str, Any] = {
     "steering": list[SteeringSpec],
@@ -181,9 +172,9 @@ def openai_body(kind: type[OpenAIRequest], fields: dict[str, Any]) -> dict[str, 
 
     Raises MidstreamError that names an invalid field, UnknownArgument for an unknown one.
     """
-    given = {name: value for name, value in fields.items() if value is not None}
-    values.known_keywords(given, kind)
-    body: dict[str, Any] = values.plain(given, kind)
+    present = given(**fields)
+    values.known_keywords(present, kind)
+    body: dict[str, Any] = values.plain(present, kind)
     for name, packed in _PACKED.items():
         if name in body:
             body[name] = checked(body[name], packed, name)
@@ -236,26 +227,19 @@ def id_of(job: JobLike) -> str:
     return result
 
 
-def of_model(model: str | None) -> dict[str, str | int | float]:
-    """Return the query parameters for a model; none if the only served model is meant."""
-    return {} if model is None else {"model": model}
-
-
-def given(**values: Any) -> dict[str, Any]:
-    """Return the arguments that are not None."""
-    return {name: value for name, value in values.items() if value is not None}
+def path(*parts: str) -> str:
+    """Return `/v1/<parts>`, each quoted, so that it stays one segment."""
+    return "/".join(["/v1", *(quote(part, safe="") for part in parts)])
 
 
 def job_path(job: JobLike, *parts: str) -> str:
-    """Return `/v1/jobs/<id>/<parts>`, with the id quoted, so that it stays one path segment."""
-    return "/".join(["/v1/jobs", quote(id_of(job), safe=""), *parts])
+    """Return `/v1/jobs/<id>/<parts>`."""
+    return path("jobs", id_of(job), *parts)
 
 
 def capture_path(job: JobLike, *parts: str) -> str:
-    """Return `/v1/captures/<id>/<parts>`, with all parts quoted."""
-    return "/".join(
-        ["/v1/captures", quote(id_of(job), safe=""), *(quote(part, safe="") for part in parts)]
-    )
+    """Return `/v1/captures/<id>/<parts>`."""
+    return path("captures", id_of(job), *parts)
 
 
 def idempotency_key() -> str:
@@ -308,6 +292,10 @@ def decode(response: httpx2.Response, kind: type[T]) -> T:
         return from_json(response.content, kind)
 
 
+class _Received(Problem, forbid_unknown_fields=False):
+    """A problem document, of which unknown members are ignored, as RFC 9457 has clients do."""
+
+
 def raise_problem(response: httpx2.Response) -> None:
     """Raise MidstreamError for an error response, with the kind, field and valid values of its
     problem document.
@@ -315,8 +303,8 @@ def raise_problem(response: httpx2.Response) -> None:
     if response.status_code < 400:
         return
     try:
-        problem = msgspec.convert(_lenient(response.content), Problem)
-    except (msgspec.ValidationError, msgspec.DecodeError, ValueError) as error:
+        problem = from_json(response.content, _Received)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
         text = response.text.strip().partition("\n")[0][:200]
         raise not_understood(response, f"status {response.status_code} with {text!r}") from error
     kind = problem.type.rpartition(":")[2]
@@ -335,16 +323,6 @@ def raise_problem(response: httpx2.Response) -> None:
     raise refused
 
 
-def _lenient(content: bytes | str) -> dict[str, Any]:
-    """Decode a problem document, without unknown extension members (RFC 9457: clients must ignore
-    them).
-    """
-    document = json.loads(content)
-    if not isinstance(document, dict):
-        raise ValueError("not a problem document")
-    return {name: value for name, value in document.items() if name in Problem.__struct_fields__}
-
-
 def not_understood(response: httpx2.Response, problem: str) -> MidstreamError:
     """Return the error for a response that cannot be read; it names both versions if they
     differ.
@@ -359,6 +337,14 @@ def not_understood(response: httpx2.Response, problem: str) -> MidstreamError:
     return MidstreamError("internal", problem)
 
 
+class _Added(msgspec.Struct):
+    """Midstream's additions to the fields of OpenAI-style responses."""
+
+    capture_results: CaptureResults | None = None
+    determinism: Determinism | None = None
+    probes: list[ProbeResult] = []
+
+
 def answer(response: httpx2.Response) -> Answer:
     """Parse an OpenAI-style response. Raises what `decode` raises."""
     raw = decode(response, dict[str, Any])
@@ -369,6 +355,7 @@ def answer(response: httpx2.Response) -> Answer:
             (f"the response from {response.request.url.path} has an unexpected shape: {error!r}"),
         ),
     ):
+        added = msgspec.convert(raw, _Added)
         choices = sorted(raw["choices"], key=lambda choice: choice["index"])
         return Answer(
             job=response.headers.get(JOB_HEADER, ""),
@@ -377,14 +364,10 @@ def answer(response: httpx2.Response) -> Answer:
                 for choice in choices
             ],
             finish_reasons=[choice["finish_reason"] for choice in choices],
-            capture_results=msgspec.convert(raw["capture_results"], CaptureResults)
-            if raw.get("capture_results")
-            else None,
-            determinism=msgspec.convert(raw["determinism"], Determinism)
-            if raw.get("determinism")
-            else None,
+            capture_results=added.capture_results,
+            determinism=added.determinism,
             raw=raw,
-            probes=msgspec.convert(raw.get("probes", []), list[ProbeResult]),
+            probes=added.probes,
         )
 
 
@@ -466,7 +449,7 @@ class EventParser:
             return None
         self.last_id = fields.get("id", [self.last_id])[-1]
         if fields["event"][-1] == PROBLEM_EVENT:
-            raise error_of(msgspec.convert(_lenient("\n".join(fields["data"])), Problem))
+            raise error_of(from_json("\n".join(fields["data"]), _Received))
         body = json.loads("\n".join(fields["data"]))
         attempt = body.pop("attempt", 0)
         return msgspec.convert(

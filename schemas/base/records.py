@@ -15,10 +15,7 @@ T = TypeVar("T")
 K = TypeVar("K")
 
 
-#: Renders a record as HTML for notebooks, or returns None. Set by the client
-#: (`client.notebook.install`).
-html_renderer: Callable[[Any], str | None] | None = None
-#: Draws a result: takes it, a path or None, and options. Set by the client (`client.notebook`).
+#: Calls a function of `client.render.notebook` by its name. Set by the client (`client.notebook`).
 plotter: Callable[..., Any] | None = None
 #: First guess at an attribute of a result → what it may mean, which errors name.
 _MEANT: dict[str, tuple[str, ...]] = {
@@ -58,10 +55,24 @@ def drawn(function: str, value: Any, *arguments: Any, **options: Any) -> Any:
     return plotter(function, value, *arguments, **options)
 
 
+def html_of(result: Any) -> str | None:
+    """Return HTML for notebooks; None, as without the client, makes them show the plain text."""
+    html: str | None = None if plotter is None else plotter("record_html", result)
+    return html
+
+
+def _png(result: Any) -> bytes | None:
+    """Return a PNG for notebooks, if its class has one; None without the client."""
+    png: bytes | None = None if plotter is None else plotter("result_png", result)
+    return png
+
+
 class Result(Suggesting):
     """A result whose numbers become a data frame, and which is printed in one line."""
 
     __slots__ = ()
+
+    _repr_html_ = html_of
 
     def to_pandas(self, *arguments: Any, **options: Any) -> Any:
         """Return a data frame (extra `notebook`); `docs/client.md` says what a line is of each kind
@@ -91,6 +102,8 @@ class Plotted(Result):
 
     __slots__ = ()
 
+    _repr_png_ = _png
+
     def plot(self, path: Any = None, **options: Any) -> Any:
         """Draw the result with matplotlib (extra `plots`), and return the figure.
 
@@ -112,9 +125,7 @@ class Record(
 ):
     """A JSON object of the public schemas: immutable, keyword-only, unknown fields rejected."""
 
-    def _repr_html_(self) -> str | None:
-        """Return HTML for notebooks; None makes them show the plain text."""
-        return None if html_renderer is None else html_renderer(self)
+    _repr_html_ = html_of
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))

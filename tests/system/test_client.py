@@ -301,7 +301,7 @@ async def captures(client: AsyncClient, folder: Path) -> None:
 async def test_the_awaiting_client_works(
     stack: Stack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("midstream.client.sdk.transport.CHUNK", 64)  # files come in several pieces
+    monkeypatch.setattr("midstream.client.sdk.captures.CHUNK", 64)  # files come in several pieces
     async with AsyncClient(stack.url) as client:
         await jobs(client)
         await captures(client, tmp_path)

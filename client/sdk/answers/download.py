@@ -15,7 +15,6 @@ from ....schemas.base.errors import MidstreamError
 from ....schemas.jobs.captures import path_fault
 from ....storage.store import open_store
 from ...captures.blobs import BlobLocation
-from ...captures.reader import CaptureReader
 from ..wire import ManifestEntry, ReadManifest
 
 #: `<tag>.p<request>.pp<stage>.safetensors`; with `.<hook>.<layer>` before the suffix if each tensor
@@ -59,28 +58,12 @@ def in_place(manifest: ReadManifest, job_id: str) -> list[BlobLocation]:
         sizes = {key: store.stat(key) for key in {file.path for file in manifest.files}}
     except (OSError, ValueError):
         return []
-    local = all(sizes[file.path] >= file.offset + file.bytes for file in manifest.files)
-    return (
-        [
-            BlobLocation(store, file.path, file.offset, file.bytes, file.crc32)
-            for file in manifest.files
-        ]
-        if local
-        else []
-    )
-
-
-def reader(
-    manifest: ReadManifest,
-    job_id: str,
-    files: Iterable[Path | BlobLocation],
-    tag: str | None,
-    partial: bool,
-) -> CaptureReader:
-    """Return a reader of `files`: all files that the manifest names, downloaded or in place."""
-    return CaptureReader.of_job(
-        files, job_id, status=manifest.status, detail=manifest.detail, tag=tag, partial=partial
-    ).under(manifest.hook_names)
+    if any(sizes[file.path] < file.offset + file.bytes for file in manifest.files):
+        return []
+    return [
+        BlobLocation(store, file.path, file.offset, file.bytes, file.crc32)
+        for file in manifest.files
+    ]
 
 
 def target_folder(folder: Path | str | None) -> Path:
@@ -154,19 +137,15 @@ class Saved:
     def __exit__(self, kind: object, *_: object) -> None:
         self._handle.close()
         file = self._file
-        result = (self._size, self._crc)
-        if kind is not None or result != (file.bytes, file.crc32):
-            self._partial.unlink()
         if kind is not None:
+            self._partial.unlink()
             return
-        if result != (file.bytes, file.crc32):
-            arrived, needed = (
-                f"{size} bytes with CRC32 {crc:08x}"
-                for size, crc in (result, (file.bytes, file.crc32))
-            )
+        if (self._size, self._crc) != (file.bytes, file.crc32):
+            self._partial.unlink()
             raise MidstreamError(
                 "capture_damaged",
-                f"{file.name} of job {self._job} arrived as {arrived}, not {needed}",
+                f"{file.name} of job {self._job} arrived as {self._size} bytes with CRC32 "
+                f"{self._crc:08x}, not {file.bytes} bytes with CRC32 {file.crc32:08x}",
             )
         described = {"job": self._job, "file": file.name, "bytes": self._size, "crc32": self._crc}
         self.path.with_suffix(".json").write_text(json.dumps(described))

@@ -19,7 +19,15 @@ def prompts_bar(total: int) -> Iterator[Callable[[Event], None] | None]:
     prompts, and appears after `DELAY_S`.
     """
     with drawn_bar(desc="prompts", unit="prompt", total=total, delay=DELAY_S) as drawn:
-        yield None if drawn is None else _Prompts(drawn)
+        seen: set[int] = set()
+
+        def show(event: Event) -> None:
+            # each prompt once, also when another worker runs the job again
+            if event.event == "output" and event.data["index"] not in seen:
+                seen.add(event.data["index"])
+                drawn.update(1)
+
+        yield None if drawn is None else show
 
 
 @contextmanager
@@ -35,16 +43,3 @@ def drawn_bar(**options: Any) -> Iterator[Any]:
         from tqdm.auto import tqdm
     with tqdm(leave=in_notebook(), **options) as drawn:
         yield drawn
-
-
-class _Prompts:
-    """Counts each prompt once, also when another worker runs the job again."""
-
-    def __init__(self, drawn: Any):
-        self._drawn = drawn
-        self._seen: set[int] = set()
-
-    def __call__(self, event: Event) -> None:
-        if event.event == "output" and event.data["index"] not in self._seen:
-            self._seen.add(event.data["index"])
-            self._drawn.update(1)

@@ -124,7 +124,7 @@ def _service(settings: Settings, url: str | None, of_folder: bool) -> Service:
     address = (
         url
         or (stack.url if of_folder and stack else "")
-        or discovery.find_url(None, settings, sure=False)
+        or discovery.find_url(settings, sure=False)
     )
     return Service(settings, settings.redis_url or own_redis_url(data), address)
 

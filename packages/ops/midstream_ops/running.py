@@ -53,7 +53,7 @@ def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
     """
     data = _folder(data_dir)
     stack = discovery.running(data)
-    known = stack.processes if stack else discovery.processes_of(discovery.written(data))
+    known = stack.processes if stack else discovery.written(data).processes
     alive = {name: pid for name, (pid, born) in known.items() if born and birth(pid) == born}
     trouble = _trouble(stack) if stack else "no stack is running"
     if json_:
@@ -245,7 +245,7 @@ def down(
     if stack is None:
         names = [
             name
-            for name, (pid, born) in discovery.processes_of(discovery.written(data)).items()
+            for name, (pid, born) in discovery.written(data).processes.items()
             if end_leftover(pid, born)
         ]
         out.print(

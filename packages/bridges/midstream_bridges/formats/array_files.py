@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from midstream.schemas.base.dtypes import DTYPES, ITEM_BYTES, DType, widened
+from midstream.schemas.base.dtypes import DTYPES, DType, widened
 from midstream.schemas.base.errors import Translated
 from midstream.schemas.base.limits import (
     MAX_FILE_HEADER,
@@ -45,10 +45,6 @@ _STORAGES: dict[str, DType | None] = {
     "BFloat16Storage": "bfloat16",
     "DoubleStorage": None,
 }
-_TENSOR = ("torch._utils", "_rebuild_tensor_v2")
-_PARAMETER = ("torch._utils", "_rebuild_parameter")
-_ORDERED = ("collections", "OrderedDict")
-_BYTES = ("_codecs", "encode")  # how torch's pickles hold bytes
 _MARK = object()
 
 
@@ -80,27 +76,9 @@ class PlainArray(NamedTuple):
         return Tensor(dtype=self.dtype, shape=shape, data=self.data)
 
 
-def array_of(values: np.ndarray) -> PlainArray:
-    """Convert a numpy array: float16 and float32 unchanged, other numbers rounded to float32.
-    Raises ValueError if it is not numeric.
-    """
-    if values.dtype.kind not in "fiu":
-        raise ValueError(f"it holds {values.dtype}; valid: numbers")
-    dtype: DType = "float16" if values.dtype == np.float16 else "float32"
-    return PlainArray(
-        dtype, values.shape, np.ascontiguousarray(values, DTYPES[dtype].raw).tobytes()
-    )
-
-
-class Archive(NamedTuple):
-    """A zip archive whose number and sizes of members are within the limits."""
-
-    zip: zipfile.ZipFile
-    sizes: dict[str, int]  # member → bytes, unpacked
-
-
-def opened(raw: bytes, stored: bool) -> Archive:
-    """Open an archive. `stored`: its members must not be compressed.
+def opened(raw: bytes, stored: bool) -> zipfile.ZipFile:
+    """Open an archive, whose number and sizes of members are within the limits. `stored`: they must
+    not be compressed.
 
     Raises ValueError if the archive is damaged or exceeds a limit, such as MAX_VECTOR_FILE bytes
     unpacked.
@@ -112,26 +90,25 @@ def opened(raw: bytes, stored: bool) -> Archive:
         lambda error: ValueError(f"its archive is damaged: {error}"),
     ):
         archive = zipfile.ZipFile(io.BytesIO(raw))
-    sizes = {member.filename: member.file_size for member in archive.infolist()}
-    if len(sizes) != len(archive.infolist()):
+    members = archive.infolist()
+    if len({member.filename for member in members}) != len(members):
         raise ValueError("its archive has a member twice")
-    if stored and any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+    if stored and any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise ValueError("its archive is compressed; torch.save does not compress")
     most = len(raw) if stored else MAX_VECTOR_FILE
-    if sum(sizes.values()) > most:
-        raise ValueError(
-            f"its archive has {sum(sizes.values())} bytes unpacked; valid: at most {most}"
-        )
-    return Archive(archive, sizes)
+    size = sum(member.file_size for member in members)
+    if size > most:
+        raise ValueError(f"its archive has {size} bytes unpacked; valid: at most {most}")
+    return archive
 
 
-def member(archive: Archive, name: str) -> bytes:
+def member(archive: zipfile.ZipFile, name: str) -> bytes:
     """Return a member's bytes.
 
     Raises ValueError if it is missing, damaged, or shorter than the archive declares.
     """
-    if name not in archive.sizes:
-        raise ValueError(f"its archive has no {name!r:.80}")
+    with Translated(KeyError, lambda error: ValueError(f"its archive has no {name!r:.80}")):
+        size = archive.getinfo(name).file_size
     with (
         Translated(
             (
@@ -145,10 +122,10 @@ def member(archive: Archive, name: str) -> bytes:
             ),
             lambda error: ValueError(f"its archive is damaged at {name!r:.80}: {error}"),
         ),
-        archive.zip.open(name) as stream,
+        archive.open(name) as stream,
     ):
-        raw = stream.read(archive.sizes[name] + 1)
-    if len(raw) != archive.sizes[name]:
+        raw = stream.read(size + 1)
+    if len(raw) != size:
         raise ValueError(
             f"its archive is damaged at {name!r:.80}: it is shorter than the archive declares"
         )
@@ -172,14 +149,15 @@ def read_npy(raw: bytes) -> PlainArray:
     values = np.frombuffer(raw, dtype, offset=stream.tell()).reshape(
         shape, order="F" if fortran else "C"
     )
-    return array_of(values)
+    kept: DType = "float16" if dtype == np.float16 else "float32"
+    return PlainArray(kept, shape, np.ascontiguousarray(values, DTYPES[kept].raw).tobytes())
 
 
 def read_npz(raw: bytes) -> dict[str, PlainArray]:
     """Read the arrays by name. Raises ValueError that names the invalid member."""
     archive = opened(raw, stored=False)
     result = {}
-    for name in archive.sizes:
+    for name in archive.namelist():
         try:
             result[name.removesuffix(".npy")] = read_npy(member(archive, name))
         except ValueError as error:
@@ -200,16 +178,17 @@ class _Global:
     module: str
     name: str
 
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.module, self.name
+
+_TENSOR = _Global("torch._utils", "_rebuild_tensor_v2")
+_PARAMETER = _Global("torch._utils", "_rebuild_parameter")
+_ORDERED = _Global("collections", "OrderedDict")
+_BYTES = _Global("_codecs", "encode")  # how torch's pickles hold bytes
 
 
 @dataclass(frozen=True)
 class _Storage:
     dtype: DType | None  # None: float64
     key: str
-    elements: int
 
 
 @dataclass(frozen=True)
@@ -229,16 +208,18 @@ def read_torch(raw: bytes, most: int = MAX_VECTOR_FILE) -> Any:
     Raises ValueError with the reason.
     """
     archive = opened(raw, stored=True)
-    pickles = [name for name in archive.sizes if name.rpartition("/")[2] == PICKLE]
+    pickles = [name for name in archive.namelist() if name.rpartition("/")[2] == PICKLE]
     if len(pickles) != 1:
         raise ValueError(f"it is not a file of torch.save: it has no single {PICKLE}")
     folder = pickles[0].removesuffix(PICKLE)
-    if f"{folder}byteorder" in archive.sizes and member(archive, f"{folder}byteorder") != b"little":
+    if (
+        f"{folder}byteorder" in archive.namelist()
+        and member(archive, f"{folder}byteorder") != b"little"
+    ):
         raise ValueError("it is a big-endian file of torch.save; valid: little-endian")
-    if archive.sizes[pickles[0]] > MAX_FILE_HEADER:
-        raise ValueError(
-            f"its {PICKLE} has {archive.sizes[pickles[0]]} bytes; valid: at most {MAX_FILE_HEADER}"
-        )
+    size = archive.getinfo(pickles[0]).file_size
+    if size > MAX_FILE_HEADER:
+        raise ValueError(f"its {PICKLE} has {size} bytes; valid: at most {MAX_FILE_HEADER}")
     with Translated(RecursionError, lambda error: ValueError("it is nested too deeply")):
         return _Storages(archive, f"{folder}data/", most).resolved(
             _interpret(member(archive, pickles[0]))
@@ -271,9 +252,14 @@ def _apply(name: str, argument: Any, stack: list[Any], memo: dict[int, Any]) -> 
     match name:
         case "PROTO" | "FRAME":
             pass
-        case "BININT" | "BININT1" | "BININT2" | "LONG1" | "BINFLOAT":
-            stack.append(argument)
-        case "BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8":
+        case (
+            "BININT"
+            | "BININT1"
+            | "BININT2"
+            | "LONG1"
+            | "BINFLOAT"
+            | ("BINUNICODE" | "SHORT_BINUNICODE" | "BINUNICODE8")
+        ):
             stack.append(argument)
         case "NONE" | "NEWTRUE" | "NEWFALSE":
             stack.append({"NONE": None, "NEWTRUE": True, "NEWFALSE": False}[name])
@@ -346,9 +332,9 @@ def _storage(reference: Any) -> _Storage:
             _Global(module="torch", name=name),
             str() as key,
             str(),
-            int() as elements,
+            int(),
         ) if name in _STORAGES:
-            return _Storage(_STORAGES[name], key, elements)
+            return _Storage(_STORAGES[name], key)
         case ("storage", _Global(name=name), *_):
             raise ValueError(f"it has tensors of {name!r:.80}; valid: {', '.join(_STORAGES)}")
     raise ValueError("its pickle is damaged: a storage is not named as torch.save names it")
@@ -356,11 +342,11 @@ def _storage(reference: Any) -> _Storage:
 
 def _reduced(called: Any, arguments: Any) -> Any:
     if isinstance(called, _Global) and isinstance(arguments, tuple):
-        if called.key == _ORDERED and not arguments:
+        if called == _ORDERED and not arguments:
             return {}
-        if called.key == _PARAMETER and arguments and isinstance(arguments[0], _View):
+        if called == _PARAMETER and arguments and isinstance(arguments[0], _View):
             return arguments[0]
-        if called.key == _TENSOR:
+        if called == _TENSOR:
             match arguments:
                 case (
                     _Storage() as storage,
@@ -371,7 +357,7 @@ def _reduced(called: Any, arguments: Any) -> Any:
                 ) if all(type(n) is int and n >= 0 for n in (offset, *shape, *strides)):
                     return _View(storage, offset, shape, strides)
             raise ValueError("its pickle is damaged: a tensor has no shape")
-        if called.key == _BYTES:
+        if called == _BYTES:
             raise ValueError("it holds bytes, as of a numpy array: save torch.from_numpy(array)")
         raise ValueError(
             f"it holds a {called.module}.{called.name}".replace("\n", " ")[:200]
@@ -386,7 +372,7 @@ def _reduced(called: Any, arguments: Any) -> Any:
 class _Storages:
     """Reads tensors' bytes; the total size of the arrays is bounded."""
 
-    def __init__(self, archive: Archive, folder: str, most: int) -> None:
+    def __init__(self, archive: zipfile.ZipFile, folder: str, most: int) -> None:
         self._archive = archive
         self._folder = folder
         self._read: dict[str, bytes] = {}
@@ -416,7 +402,8 @@ class _Storages:
         if key not in self._read:
             self._read[key] = member(self._archive, self._folder + key)
         raw = self._read[key]
-        size = ITEM_BYTES[dtype] if dtype else 8
+        stored_as = np.dtype(DTYPES[dtype].raw if dtype else "<f8")
+        size = stored_as.itemsize
         needed = math.prod(view.shape) * size
         if len(view.strides) != len(view.shape) or not 0 < needed <= len(raw):
             raise ValueError(
@@ -431,9 +418,7 @@ class _Storages:
         self._left -= needed
         if self._left < 0:
             raise ValueError(f"its tensors have more than {self._most} bytes")
-        stored = np.frombuffer(raw, {8: "<f8", 4: "<u4", 2: "<u2"}[size], count=len(raw) // size)[
-            view.offset :
-        ]
+        stored = np.frombuffer(raw, stored_as, count=len(raw) // size)[view.offset :]
         values = np.lib.stride_tricks.as_strided(
             stored, view.shape, [stride * size for stride in view.strides], writeable=False
         )

@@ -121,9 +121,8 @@ class _Reader:
         if inner in _SCALARS:
             self.take(struct.calcsize(f"<{_SCALARS[inner]}") * count)
         elif inner == _TEXT:
-            while count:  # bounded by the file: each text takes at least eight bytes
+            for _ in range(count):  # bounded by the file: each text takes at least eight bytes
                 self.text()
-                count -= 1
         else:
             raise ValueError("it is not a control vector: its metadata has arrays of arrays")
         return None
@@ -228,21 +227,20 @@ def write(directions: Mapping[int, np.ndarray], model: str) -> bytes:
             "layer 0 cannot be in a GGUF control vector: llama.cpp rejects direction.0; "
             "valid formats: safetensors, npz, pt"
         )
-    names = [f"direction.{layer}" for layer in directions]
     infos = b""
     offset = 0
     blocks: list[bytes] = []
-    for name, vector in zip(names, directions.values(), strict=True):
-        infos += _text(name) + struct.pack("<IQIQ", 1, vector.size, 0, offset)
+    for layer, vector in directions.items():
+        infos += _text(f"direction.{layer}") + struct.pack("<IQIQ", 1, vector.size, 0, offset)
         blocks.append(_padded(vector.astype("<f4").tobytes()))
         offset += len(blocks[-1])
     keys = [
         _text("general.architecture") + struct.pack("<I", _TEXT) + _text(_ARCHITECTURE),
         _text("controlvector.model_hint") + struct.pack("<I", _TEXT) + _text(model),
-        _text("controlvector.layer_count") + struct.pack("<II", _UINT32, len(names)),
+        _text("controlvector.layer_count") + struct.pack("<II", _UINT32, len(blocks)),
     ]
     return _padded(
-        MAGIC + struct.pack("<IQQ", _VERSIONS[-1], len(names), len(keys)) + b"".join(keys) + infos
+        MAGIC + struct.pack("<IQQ", _VERSIONS[-1], len(blocks), len(keys)) + b"".join(keys) + infos
     ) + b"".join(blocks)
 
 

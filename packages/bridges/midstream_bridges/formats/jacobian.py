@@ -46,15 +46,12 @@ def convert(
             f"{path.name} maps to the output of layer {target}; valid: the last layer, above "
             "those that it maps"
         )
-    numbers = {"n_prompts": 0, "skip_first_positions": SKIP_FIRST, "max_seq_len": 0}
-    for name, default in numbers.items():
-        given = {**stated, **value}.get(name)
-        numbers[name] = given if isinstance(given, int) else default
+    numbers = {name: item for name, item in {**stated, **value}.items() if isinstance(item, int)}
     fit = JacobianRecord(
         method="imported",
-        prompts=numbers["n_prompts"],
-        skip_first=numbers["skip_first_positions"],
-        max_tokens=numbers["max_seq_len"],
+        prompts=numbers.get("n_prompts", 0),
+        skip_first=numbers.get("skip_first_positions", SKIP_FIRST),
+        max_tokens=numbers.get("max_seq_len", 0),
         source={"file": path.name} | {str(name): str(stated[name])[:200] for name in stated},
     )
     matrix = None if checkpoint is None else output_matrix(Path(checkpoint))

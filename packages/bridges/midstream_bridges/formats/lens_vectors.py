@@ -14,11 +14,12 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from midstream.client.values import given
+from midstream.client.vectors import rows_of
 from midstream.schemas.base.dtypes import ITEM_BYTES, DType
 from midstream.schemas.base.errors import Translated
 from midstream.schemas.base.json_bounds import TooManyValues, check_json
 from midstream.schemas.base.limits import MAX_ENTRIES, MAX_TENSOR_BYTES, Index
-from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.prompts.selectors import resolve_hook
 from midstream.schemas.requests.specs import SteeringSpec
 
@@ -134,7 +135,6 @@ def specs_of(vector: LensVector) -> list[SteeringSpec]:
     """
     dtype, shape, raw = unpacked(vector.activations)
     layers = vector.layer_indices
-    positions = vector.position_indices
     if len(shape) < 2 or shape[0] != len(layers):
         raise ValueError(
             f"activations: has shape {shape} for {len(layers)} layers; valid: "
@@ -142,40 +142,37 @@ def specs_of(vector: LensVector) -> list[SteeringSpec]:
         )
     if len(set(layers)) != len(layers):
         raise ValueError("layer_indices: names a layer twice")
-    common: dict[str, Any] = {
-        "scale": vector.scale,
-        **({"norm_match": True} if vector.norm_match else {}),
-    }
-    size = shape[-1] * ITEM_BYTES[dtype]
-    rows = [
-        Tensor(dtype=dtype, shape=shape[-1:], data=raw[at : at + size])
-        for at in range(0, len(raw), size)
-    ]
-    if len(shape) == 2:
-        if positions is not None:
-            raise ValueError(
-                "position_indices: is for activations of shape [layers, positions, hidden_size]"
-            )
-        return [
-            SteeringSpec(layers=layer, vector=row, **common)
-            for layer, row in zip(layers, rows, strict=True)
-        ]
-    if len(layers) * shape[1] > MAX_ENTRIES:
+    places: list[dict[str, Any]] = [{}]
+    if len(shape) == 3:
+        places = [{"positions": [place]} for place in _positions(vector, shape[1])]
+    elif vector.position_indices is not None:
         raise ValueError(
-            f"activations: has {len(layers)} layers of {shape[1]} positions; valid: at most "
+            "position_indices: is for activations of shape [layers, positions, hidden_size]"
+        )
+    common = given(scale=vector.scale, norm_match=vector.norm_match or None)
+    rows = rows_of(dtype, shape[-1], raw)
+    sites = [{"layers": layer, **place} for layer in layers for place in places]
+    return [
+        SteeringSpec(vector=row, **site, **common) for site, row in zip(sites, rows, strict=True)
+    ]
+
+
+def _positions(vector: LensVector, count: int) -> list[int]:
+    """Return the positions of the `count` rows of each layer. Raises ValueError."""
+    layers = vector.layer_indices
+    if len(layers) * count > MAX_ENTRIES:
+        raise ValueError(
+            f"activations: has {len(layers)} layers of {count} positions; valid: at most "
             f"{MAX_ENTRIES} rows in all"
         )
-    places = list(range(shape[1])) if positions is None else positions
-    if len(places) != shape[1] or len(set(places)) != len(places):
+    positions = vector.position_indices
+    places = list(range(count)) if positions is None else positions
+    if len(places) != count or len(set(places)) != count:
         raise ValueError(
-            f"position_indices: has {len(places)} positions for {shape[1]} rows; valid: "
-            f"{shape[1]} different positions"
+            f"position_indices: has {len(places)} positions for {count} rows; valid: "
+            f"{count} different positions"
         )
-    sites = [(layer, place) for layer in layers for place in places]
-    return [
-        SteeringSpec(layers=layer, positions=[place], vector=row, **common)
-        for (layer, place), row in zip(sites, rows, strict=True)
-    ]
+    return places
 
 
 def packed(dtype: DType, shape: Sequence[int], raw: bytes) -> dict[str, Any]:

@@ -1,12 +1,12 @@
 """The steering entries in the value of a file of `torch.save`."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from midstream.client.vectors import of_names, without_notes
+from midstream.schemas.base.dtypes import DTYPES
 from midstream.schemas.base.tensors import Tensor
 from midstream.schemas.requests.specs import SteeringSpec
 
@@ -56,8 +56,8 @@ def _loreft(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     rotation = tensors["rotate_layer"]
     if len(rotation.shape) != 2:
         raise ValueError(f"its rotate_layer has shape {rotation.shape}; valid: [hidden_size, rank]")
-    size = len(rotation.data) // math.prod(rotation.shape)
-    transposed = np.frombuffer(rotation.data, f"<u{size}").reshape(rotation.shape).T
+    bits = DTYPES[rotation.dtype].raw
+    transposed = np.frombuffer(rotation.data, bits).reshape(rotation.shape).T
     return {
         "rotation": Tensor(
             dtype=rotation.dtype, shape=list(transposed.shape), data=transposed.tobytes()

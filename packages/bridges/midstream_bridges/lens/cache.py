@@ -1,6 +1,7 @@
 """Gives a run's captured activations under TransformerLens' names, as numpy arrays."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -72,7 +73,6 @@ class ActivationCache(Mapping[str, np.ndarray]):
         card: Card,
         sites: Sequence[NamedSite],
         prompts: Sequence[Sequence[int]],
-        batch: bool = True,
         gradients: "ActivationCache | None" = None,
         scale: float | None = None,
     ):
@@ -83,7 +83,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         self.scale = scale
         self.sites = list(sites)
         self.prompts = [list(prompt) for prompt in prompts]  # token ids
-        self.has_batch_dim = batch
+        self.has_batch_dim = True
 
     def __repr__(self) -> str:
         return (
@@ -151,26 +151,20 @@ class ActivationCache(Mapping[str, np.ndarray]):
             raise invalid(
                 "remove_batch_dim", f"there are {len(self.prompts)} prompts", allowed="one prompt"
             )
-        gradients = self.gradients and self.gradients.remove_batch_dim()
-        return ActivationCache(
-            reader=self.reader,
-            card=self.card,
-            sites=self.sites,
-            prompts=self.prompts,
-            batch=False,
-            gradients=gradients,
-            scale=self.scale,
-        )
+        cache = copy(self)
+        cache.gradients = self.gradients and self.gradients.remove_batch_dim()
+        cache.has_batch_dim = False
+        return cache
 
-    def _layers(self, layer: int | None, upto: int) -> int:
-        """Resolve a `layer` argument: None and -1 stand for the number of layers.
-
-        Raises MidstreamError if it is not from 0 to `upto`.
+    def _layers(self, layer: int | None) -> int:
+        """Resolve a `layer` argument: None and -1 stand for the number of layers. Raises
+        MidstreamError if it is above.
         """
-        count = self.card.num_layers if layer in (None, -1) else layer
-        if not isinstance(count, int) or not 0 <= count <= upto:
+        most = self.card.num_layers
+        count = most if layer in (None, -1) else layer
+        if not isinstance(count, int) or not 0 <= count <= most:
             raise invalid(
-                "layer", f"{layer} is out of range", allowed=f"0 to {upto}; None or -1: all"
+                "layer", f"{layer} is out of range", allowed=f"0 to {most}; None or -1: all"
             )
         return count
 
@@ -178,7 +172,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         self, activation_name: str, layer: int | None = -1, sublayer_type: str | None = None
     ) -> np.ndarray:
         """Return one activation of all layers below `layer`, `[layers, …]`. None or -1: all."""
-        count = self._layers(layer, self.card.num_layers)
+        count = self._layers(layer)
         if not count:
             raise invalid(
                 "layer",
@@ -204,7 +198,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
         if apply_ln:
             raise invalid("apply_ln", _LN, allowed="False")
         last = self.card.num_layers
-        count = self._layers(layer, self.card.num_layers)
+        count = self._layers(layer)
         parts: dict[str, CacheKey] = {}
         for item in range(min(count + 1, last)):
             parts[f"{item}_pre"] = ("resid_pre", item)
@@ -242,7 +236,7 @@ class ActivationCache(Mapping[str, np.ndarray]):
             )
         if mode not in ("all", "attn", "mlp"):
             raise invalid("mode", f"{mode!r} is not known", allowed="all, attn, mlp")
-        count = self._layers(layer, self.card.num_layers)
+        count = self._layers(layer)
         parts: dict[str, CacheKey] = {"embed": ("resid_pre", 0)} if incl_embeds else {}
         for item in range(count + 1 if mlp_input and count < self.card.num_layers else count):
             if mode != "mlp":

@@ -2,7 +2,7 @@
 on access.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,63 +26,53 @@ REFUSED: dict[str, str] = dict.fromkeys(
 )
 
 
-class Predictions:
-    """Stores and fetches predictions of the next token at each position of a run's prompts.
+#: (index of the prompt, position).
+Place = tuple[int, int]
 
-    A place is (index of the prompt, position).
-    """
+
+class Predictions:
+    """Stores and fetches predictions of the next token at each position of a run's prompts."""
 
     def __init__(self, ask: AskLens, prompts: Sequence[Sequence[int]], vocab: int, limit_kib: int):
         self.prompts = [list(prompt) for prompt in prompts]
         self.vocab = vocab
         self._ask = ask
         self._limit = limit_kib << 10
-        self._top: dict[tuple[int, int], tuple[list[int], list[float]]] = {}
-        self._known: dict[tuple[int, int], dict[int, float]] = {}
+        self._top: dict[Place, list[int]] = {}  # its most likely tokens, as far as known
+        self._known: dict[Place, dict[int, float]] = {}
 
     def learn(self, reading: LensReading, prompt: int) -> None:
         """Store a response of the server."""
         for row, position in enumerate(reading.positions):
             place = prompt, position
-            top = reading.top_tokens[0][row], reading.top_logprobs[0][row]
-            if len(top[0]) > len(self._top.get(place, ([], []))[0]):
+            top = reading.top_tokens[0][row]
+            if len(top) > len(self._top.get(place, [])):
                 self._top[place] = top
             known = self._known.setdefault(place, {})
-            known.update(zip(*top, strict=True))
+            known.update(zip(top, reading.top_logprobs[0][row], strict=True))
             if reading.named_tokens:
                 known.update(zip(reading.named_tokens, reading.named_logprobs[0][row], strict=True))
 
-    def top(self, place: tuple[int, int], count: int) -> tuple[list[int], list[float]]:
-        """Return the `count` most likely tokens, most likely first, and their log-probabilities."""
-        ids, values = self._top[place]
-        return ids[:count], values[:count]
+    def top(self, places: Sequence[Place], count: int) -> list[list[int]]:
+        """Return the `count` most likely tokens at each place, most likely first."""
+        few = [place for place in places if len(self._top.get(place, [])) < count]
+        self._fetch(few, count, [])
+        return [self._top[place][:count] for place in places]
 
-    def need_top(self, places: Iterable[tuple[int, int]], count: int) -> None:
-        self._fetch(
-            [place for place in places if len(self._top.get(place, ([], []))[0]) < count], count, []
-        )
-
-    def value(self, place: tuple[int, int], token: int) -> float:
-        return self._known[place][token]
-
-    def need(self, places: Iterable[tuple[int, int]], tokens: Sequence[int]) -> None:
-        """Fetch the values of `tokens` at `places` that are not stored yet, in as few requests as
-        possible.
+    def values(self, wanted: Sequence[tuple[Place, int]]) -> np.ndarray:
+        """Return the log-probability of each (place, token): float32 `[wanted]`. Those that are not
+        stored yet are fetched, in as few requests as possible.
         """
-        lacking = {
-            place: [token for token in tokens if token not in self._known.get(place, {})]
-            for place in dict.fromkeys(places)
-        }
-        missing = list(dict.fromkeys(token for value in lacking.values() for token in value))
+        lacking = by_key(
+            (token, place) for place, token in wanted if token not in self._known.get(place, {})
+        )
+        missing = list(lacking)
         for start in range(0, len(missing), MAX_LENS_TOKENS):
             part = missing[start : start + MAX_LENS_TOKENS]
-            self._fetch(
-                [place for place, value in lacking.items() if not set(part).isdisjoint(value)],
-                1,
-                part,
-            )
+            self._fetch([place for token in part for place in lacking[token]], 1, part)
+        return np.array([self._known[place][token] for place, token in wanted], dtype=np.float32)
 
-    def _fetch(self, places: Sequence[tuple[int, int]], top: int, tokens: list[int]) -> None:
+    def _fetch(self, places: Sequence[Place], top: int, tokens: list[int]) -> None:
         rows = max(1, self._limit // (_ROW_BYTES + _TOKEN_BYTES * (top + len(tokens))))
         for prompt, positions in by_key(places).items():
             ordered = sorted(set(positions))
@@ -169,22 +159,18 @@ class Logits:
             )
         return np.where(ids < 0, ids + vocab, ids)
 
-    def _where(self, places: np.ndarray) -> list[tuple[int, int]]:
+    def _where(self, places: np.ndarray) -> list[Place]:
         length = len(self._known.prompts[0])
         return [divmod(place, length) for place in places.ravel().tolist()]
 
     def _values(self, places: np.ndarray, ids: np.ndarray) -> Any:
         """Return the values of `ids` at `places`: float32 `[places…, ids…]`."""
-        where = self._where(places)
         tokens = ids.ravel().tolist()
-        self._known.need(where, tokens)
-        result = np.array(
-            [[self._known.value(place, token) for token in tokens] for place in where],
-            dtype=np.float32,
-        )
-        return self._scaled(result).reshape((*places.shape, *ids.shape))[()]
+        wanted = [(place, token) for place in self._where(places) for token in tokens]
+        return self._scaled(wanted).reshape((*places.shape, *ids.shape))[()]
 
-    def _scaled(self, logprobs: np.ndarray) -> np.ndarray:
+    def _scaled(self, wanted: Sequence[tuple[Place, int]]) -> np.ndarray:
+        logprobs = self._known.values(wanted)
         return np.exp(logprobs) if self._probabilities else logprobs
 
     def topk(self, k: int, dim: int = -1) -> tuple[np.ndarray, np.ndarray]:
@@ -195,11 +181,10 @@ class Logits:
         if not 1 <= k <= MAX_LENS_TOP:
             raise invalid("k", f"{k} is out of range", allowed=f"1 to {MAX_LENS_TOP}")
         where = self._where(self._places)
-        self._known.need_top(where, k)
-        tops = [self._known.top(place, k) for place in where]
+        tops = self._known.top(where, k)
+        wanted = [(place, token) for place, top in zip(where, tops, strict=True) for token in top]
         shape = *self._places.shape, k
-        values = self._scaled(np.array([item[1] for item in tops], dtype=np.float32)).reshape(shape)
-        return values, np.array([item[0] for item in tops], dtype=np.int64).reshape(shape)
+        return self._scaled(wanted).reshape(shape), np.array(tops, dtype=np.int64).reshape(shape)
 
     def argmax(self, dim: int = -1) -> Any:
         """Return the most likely tokens: int64 `[…]`."""
@@ -239,23 +224,11 @@ class Logits:
                 field="prompt",
                 allowed="two tokens or more",
             )
-        for number, prompt in enumerate(prompts):
-            next_tokens = list(enumerate(prompt[1:]))
-            distinct = list(dict.fromkeys(prompt[1:]))
-            for start in range(0, len(distinct), MAX_LENS_TOKENS):
-                part = set(distinct[start : start + MAX_LENS_TOKENS])
-                self._known.need(
-                    [(number, position) for position, token in next_tokens if token in part],
-                    sorted(part),
-                )
         losses = [
-            [
-                -self._known.value((number, position), token)
-                for position, token in enumerate(prompt[1:])
-            ]
+            -self._known.values([((number, at), token) for at, token in enumerate(prompt[1:])])
             for number, prompt in enumerate(prompts)
         ]
-        result = np.array(losses, dtype=np.float32)
+        result = np.stack(losses)
         return result if per_token else np.float32(result.mean())
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from midstream.client.sdk import wire
 from midstream.client.sdk.client import Client
 from midstream.client.sdk.fields import ReadingFields
-from midstream.client.values import is_torch
+from midstream.client.values import as_numpy, given
 from midstream.schemas.base.errors import MidstreamError, Translated, invalid
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.readings.lens import LensReading
@@ -36,24 +36,11 @@ _GRADIENTS = (
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         (
-            "W_E",
-            "W_U",
-            "W_O",
-            "W_Q",
-            "W_K",
-            "W_V",
-            "W_in",
-            "W_out",
-            "W_pos",
-            "b_U",
-            "blocks",
-            "unembed",
-            "embed",
+            *("W_E", "W_U", "W_O", "W_Q", "W_K", "W_V", "W_in", "W_out", "W_pos", "b_U"),
+            *("blocks", "unembed", "embed", "state_dict", "parameters", "named_parameters"),
+            "tokens_to_residual_directions",
         ),
         _WEIGHTS,
-    ),
-    **dict.fromkeys(
-        ("state_dict", "parameters", "named_parameters", "tokens_to_residual_directions"), _WEIGHTS
     ),
     **dict.fromkeys(("backward", "train", "zero_grad", "add_caching_hooks"), _GRADIENTS),
     "enable_compatibility_mode": "weights are as in the checkpoint: nothing is folded or centred",
@@ -285,7 +272,6 @@ class HookedModel:
         run = _Run(
             self, input, [*self._hooks, *fwd_hooks], prepend_bos, dict(fields), together=False
         )
-        optional = {"top_k": top_k, "top_p": top_p, "seed": seed}
         sampling = {
             "max_tokens": max_new_tokens,
             "temperature": temperature if do_sample else 0.0,
@@ -293,8 +279,7 @@ class HookedModel:
         }
         result = run.send(
             run.inputs,
-            sampling=sampling
-            | {name: value for name, value in optional.items() if value is not None},
+            sampling=sampling | given(top_k=top_k, top_p=top_p, seed=seed),
         )
         whole = [
             prompt + output.token_ids
@@ -321,11 +306,7 @@ class HookedModel:
 
     def to_str_tokens(self, input: Any, prepend_bos: bool | None = None) -> list[str]:
         """Return the text of each token of a text or of token ids, with its leading space."""
-        ids = (
-            self._ids(input, prepend_bos)
-            if isinstance(input, str)
-            else _one(_token_ids(input), "input")
-        )
+        ids = self._ids(input, prepend_bos) if isinstance(input, str) else _one(_token_ids(input))
         return self.client.detokenize(self.card.id, ids).token_strs
 
     def to_string(self, tokens: Any) -> str | list[str]:
@@ -398,7 +379,7 @@ def _token_ids(input: Any) -> list[list[int]]:
         ),
         hidden=True,
     ):
-        result = np.asarray(input.detach().cpu() if is_torch(input) else input)
+        result = as_numpy(input)
     if result.dtype.kind not in "iu" or result.ndim not in (1, 2) or not result.size:
         allowed = "text, a list of texts, or token ids [pos] or [batch, pos]"
         raise invalid(
@@ -407,9 +388,9 @@ def _token_ids(input: Any) -> list[list[int]]:
     return [[int(token) for token in row] for row in np.atleast_2d(result)]
 
 
-def _one(prompts: list[list[int]], field: str) -> list[int]:
+def _one(prompts: list[list[int]]) -> list[int]:
     if len(prompts) != 1:
-        raise invalid(field, f"holds {len(prompts)} prompts", allowed="one")
+        raise invalid("input", f"holds {len(prompts)} prompts", allowed="one")
     return prompts[0]
 
 
@@ -466,13 +447,13 @@ def edits_of(hooks: Sequence[LensHook], card: Card) -> dict[str, Any]:
                     ),
                 )
             last[site] = op
+            entries = op.entries(site, card, at)
             if op.kind == "pattern":
                 result["patterns"] |= {
                     (site.layer, head): pattern for head, pattern in op.patterns.items()
                 }
-            for entry in op.entries(site, card, at):
-                if op.kind != "pattern":
-                    result[op.kind].append(entry)
+            else:
+                result[op.kind] += entries
     return result
 
 

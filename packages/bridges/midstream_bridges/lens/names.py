@@ -4,8 +4,6 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import msgspec
-
 from midstream.schemas.base.errors import MidstreamError, invalid
 from midstream.schemas.base.records import by_key
 from midstream.schemas.jobs.models import ModelFacts
@@ -71,18 +69,10 @@ class NamedSite(NamedTuple):
         return f"blocks.{self.layer}.{self.name}"
 
 
-class Attending(msgspec.Struct):
-    """The kind of attention of some layers: the fields that this package reads."""
-
-    heads: int = 0
-    head_dim: int = 0
-
-
 class Card(ModelFacts, kw_only=True):
     """The response of `GET /v1/models/{name}`: the fields that this package reads."""
 
     id: str
-    attention: list[Attending] = []  # type: ignore[assignment]
 
     def has(self, name: str) -> bool:
         """Return whether the model serves the activation `name` of `BLOCK`."""
@@ -105,10 +95,14 @@ class Card(ModelFacts, kw_only=True):
             return (self.hidden_size,)
         return (row.heads, row.width) if BANK[hook] in OF_HEADS else (row.size,)
 
+    @property
+    def names(self) -> list[str]:
+        """The activations of a block that the model serves, in the order of the forward pass."""
+        return [name for name in BLOCK if self.has(name)]
+
     def sites(self) -> list[NamedSite]:
         """Return all served activations, layer by layer in the order of the forward pass."""
-        names = [name for name in BLOCK if self.has(name)]
-        return [NamedSite(name, layer) for layer in range(self.num_layers) for name in names]
+        return [NamedSite(name, layer) for layer in range(self.num_layers) for name in self.names]
 
 
 def site_of(key: CacheKey, card: Card, field: str = "name") -> NamedSite:
@@ -119,12 +113,7 @@ def site_of(key: CacheKey, card: Card, field: str = "name") -> NamedSite:
     if isinstance(key, str) and (match := _FULL.fullmatch(key)):
         name = match["name"]
         layer = int(match["layer"])
-    elif (
-        isinstance(key, tuple)
-        and len(key) in (2, 3)
-        and isinstance(key[0], str)
-        and _is_number(key[1])
-    ):
+    elif _is_short(key):
         name = SHORT.get(key[0], key[0])
         layer = int(key[1])
     elif isinstance(key, str) and (why := _absent(key)):
@@ -141,7 +130,7 @@ def site_of(key: CacheKey, card: Card, field: str = "name") -> NamedSite:
         raise invalid(
             field,
             f"no activation is called {name[:80]!r}",
-            allowed=", ".join(item for item in BLOCK if card.has(item)),
+            allowed=", ".join(card.names),
         )
     if not -card.num_layers <= layer < card.num_layers:
         raise invalid(
@@ -152,8 +141,11 @@ def site_of(key: CacheKey, card: Card, field: str = "name") -> NamedSite:
     return NamedSite(name, layer % card.num_layers)
 
 
-def _is_number(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+def _is_short(key: Any) -> bool:
+    """Return whether it is a short name with its layer."""
+    if not isinstance(key, tuple) or len(key) not in (2, 3) or not isinstance(key[0], str):
+        return False
+    return hasattr(key[1], "__index__") and not isinstance(key[1], bool)
 
 
 def _absent(name: str) -> str:
@@ -175,9 +167,7 @@ def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[Named
     if callable(names):
         sites = [site for site in card.sites() if names(site.full)]
     else:
-        is_key = isinstance(names, str) or (
-            isinstance(names, tuple) and len(names) in (2, 3) and _is_number(names[1])
-        )
+        is_key = isinstance(names, str) or _is_short(names)
         keys: Iterable[CacheKey] = [names] if is_key else names  # type: ignore[list-item]
         named = {site_of(key, card, f"{field}[{number}]") for number, key in enumerate(keys)}
         sites = [site for site in card.sites() if site in named]
@@ -185,7 +175,7 @@ def chosen(names: Filter, card: Card, field: str = "names_filter") -> list[Named
         raise invalid(
             field,
             "selects no activation",
-            allowed=", ".join(name for name in BLOCK if card.has(name)) + ", each of a block",
+            allowed=f"{', '.join(card.names)}, each of a block",
         )
     return sites
 

@@ -9,12 +9,12 @@ heads. The formulas are those of `docs/steering.md`.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace as changed
 from typing import Any, Literal
 
 import numpy as np
 
-from midstream.client.values import is_torch
+from midstream.client.values import as_numpy, given
 from midstream.schemas.base.errors import Translated, invalid
 from midstream.schemas.requests.interventions import PLACE
 
@@ -112,9 +112,7 @@ def _array(values: Any, name: str) -> np.ndarray:
     with Translated(
         (TypeError, ValueError), lambda error: invalid(name, f"is not an array of numbers: {error}")
     ):
-        result = np.asarray(
-            values.detach().cpu().float() if is_torch(values) else values, dtype=np.float32
-        )
+        result = np.asarray(as_numpy(values), dtype=np.float32)
     if result.ndim == 0 or not result.size:
         raise invalid(
             name,
@@ -137,11 +135,7 @@ def positions_of(pos: Any) -> Any:
                 f"a slice with step {pos.step} is not a range",
                 allowed="a slice without a step, or a list",
             )
-        return {
-            name: value
-            for name, value in (("start", pos.start or 0), ("stop", pos.stop))
-            if value is not None
-        }
+        return given(start=pos.start or 0, stop=pos.stop)
     if isinstance(pos, str | Mapping):
         return pos
     result = [pos] if np.ndim(pos) == 0 else list(pos)
@@ -157,11 +151,7 @@ def positions_of(pos: Any) -> Any:
 def _op(
     kind: OpKind, name: str, family: str, pos: Any, heads: Any, rows: Any = None, **fields: Any
 ) -> Op:
-    fields = {
-        "positions": positions_of(pos),
-        **({} if heads is None else {"heads": heads}),
-        **fields,
-    }
+    fields = given(positions=positions_of(pos), heads=heads, **fields)
     order = PLACE[family] if kind == "steering" else -1
     return Op(kind, name, order, fields, None if rows is None else _array(rows, f"ops.{name}"))
 
@@ -181,7 +171,7 @@ def add(
         heads,
         vector,
         scale=scale,
-        **({"norm_match": True} if norm_match else {}),
+        norm_match=norm_match or None,
     )
 
 
@@ -206,8 +196,7 @@ def clamp(
     """Clamp the component along a direction to `low` and `high`, in units of the stream; None: no
     bound.
     """
-    bounds = {name: value for name, value in (("low", low), ("high", high)) if value is not None}
-    return _op("steering", "clamp", "clamp", pos, heads, direction, op="clamp", **bounds)
+    return _op("steering", "clamp", "clamp", pos, heads, direction, op="clamp", low=low, high=high)
 
 
 def replace(
@@ -219,12 +208,12 @@ def replace(
     the first token on). `dims`: write only these dimensions, as `"0-63"` or a list; not valid
     together with `heads`.
     """
-    return _op("patch", "replace", "replace", pos, heads, values, alpha=alpha, **_mask(dims))
+    return _op("patch", "replace", "replace", pos, heads, values, alpha=alpha, mask=dims)
 
 
 def zero(*, pos: Any = None, heads: Any = None, dims: Any = None) -> Op:
     """Replace rows with zeros. `dims`: as for `replace`."""
-    return _op("patch", "zero", "replace", pos, heads, source={"zeros": True}, **_mask(dims))
+    return _op("patch", "zero", "replace", pos, heads, source={"zeros": True}, mask=dims)
 
 
 def patch(
@@ -264,8 +253,8 @@ def patch(
         source["position"] = (
             source_pos if one_for_all else [int(each) for each in source_pos]  # type: ignore[union-attr]
         )
-    op = _op("patch", "patch", "replace", pos, heads, source=source, alpha=alpha, **_mask(dims))
-    return Op(op.kind, op.name, op.order, op.fields, cache=cache)
+    op = _op("patch", "patch", "replace", pos, heads, source=source, alpha=alpha, mask=dims)
+    return changed(op, cache=cache)
 
 
 def attend(patterns: Mapping[int, Any]) -> Op:
@@ -279,7 +268,3 @@ def attend(patterns: Mapping[int, Any]) -> Op:
     if not result:
         raise invalid("patterns", "is empty", allowed="a pattern for one head or more")
     return Op("pattern", "attend", -1, patterns=result)
-
-
-def _mask(dims: Any) -> dict[str, Any]:
-    return {} if dims is None else {"mask": dims}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from midstream.client import frames, notebook
+from midstream.client import frames
 from midstream.schemas.base.errors import invalid
 from midstream.schemas.base.records import Plotted
 from midstream.schemas.prompts.selectors import ALIASES, HOOKS, ByHook, Hook, as_ranges
@@ -173,9 +173,6 @@ class Grid(Plotted):
                 "axis": self.axis,
             },
         )
-
-    def _repr_html_(self) -> str:
-        return str(notebook.rendered("record_html", self))
 
     def top(self, count: int) -> list[Effect]:
         """Return the cells with the largest effects, strongest first."""

@@ -32,6 +32,7 @@ from midstream.client.sdk import discovery
 from midstream.client.sdk.discovery import STATE_FILE
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.jobs.jobs import State
+from midstream.schemas.settings.settings import load_settings
 from midstream_ops.processes import birth
 
 #: What `midstream up` runs.
@@ -422,11 +423,11 @@ def test_a_stale_state_file_is_ignored(
 def test_a_stack_of_another_user_is_not_used(up: Up, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MIDSTREAM_API_PORT", str(httpx2.URL(up.ready()).port))
     monkeypatch.chdir(up.data.parent)
-    assert discovery.find_url() == up.ready()
+    assert discovery.find_url(load_settings()) == up.ready()
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     assert discovery.running(up.data) is None
     with pytest.raises(ServerUnreachable, match=r"belongs to another user \(uid \d+\)"):
-        discovery.find_url()
+        discovery.find_url(load_settings())
 
 
 def test_status_names_processes_ports_and_disk(up: Up) -> None:

@@ -14,8 +14,8 @@ from job_kit import job_result, job_view
 from refusal_kit import refuses
 from sweep_kit import FAILED, LAYERS, PEAK, pair, result
 
-from midstream import CaptureReader, Client, Mapped
-from midstream.client.notebook import Listing, install
+from midstream import CaptureReader, Mapped
+from midstream.client.notebook import Listing
 from midstream.client.render.notebook import html
 from midstream.client.sdk.readings import Lens
 from midstream.schemas.base import records as base
@@ -51,12 +51,6 @@ class Tags(HTMLParser):
 
     def handle_data(self, data: str) -> None:
         self.text += data
-
-
-@pytest.fixture(autouse=True)
-def shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "html_renderer", None)
-    install()
 
 
 def module(name: str, description: str = "") -> ModuleView:
@@ -146,10 +140,9 @@ def test_only_records_with_a_table_are_rendered_and_only_with_a_client(
     assert problem._repr_html_() is None
     assert Listing()._repr_html_() is None
     assert Listing([1])._repr_html_() is None
-    monkeypatch.setattr(base, "html_renderer", None)
-    assert JobPage(jobs=[])._repr_html_() is None
-    Client("http://127.0.0.1:1")
     assert job_view()._repr_html_()
+    monkeypatch.setattr(base, "plotter", None)
+    assert job_view()._repr_html_() is None
 
 
 def test_what_a_server_says_is_escaped() -> None:

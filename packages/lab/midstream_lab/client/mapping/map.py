@@ -17,7 +17,7 @@ from typing import Any, Unpack
 import msgspec
 import numpy as np
 
-from midstream.client import notebook, values
+from midstream.client import values
 from midstream.client.captures.reader import CaptureReader
 from midstream.client.sdk import jobs, wire
 from midstream.client.sdk.answers import download
@@ -95,9 +95,6 @@ class Mapped(Result):
         return CaptureReader(download.downloaded(self.rows, self.request), tag=self.tag).under(
             results.hook_names
         )
-
-    def _repr_html_(self) -> str:
-        return str(notebook.rendered("record_html", self))
 
     def array(self, layer: int, hook: str | None = None) -> np.ndarray:
         """`[positions, hidden]` float32, as `CaptureReader.array` of its `reader`."""

@@ -18,7 +18,6 @@ from refusal_kit import refuses
 from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, VIEW, grid, over, pair, result
 
 from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
-from midstream.client.notebook import install
 from midstream.schemas.base.records import from_json, to_json
 from midstream_lab.client.grid import grid_of
 from midstream_lab.client.patch_study import Region
@@ -431,15 +430,11 @@ def test_the_bar_counts_each_cell_once_and_is_not_drawn_without_a_terminal(
     assert "sweep: 100%" in screen.getvalue()
 
 
-def test_ipython_renders_reports_without_repr_methods(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ipython_renders_reports() -> None:
     formatters = pytest.importorskip(
         "IPython.core.formatters", reason="ipykernel is not installed (extra `dev`)"
     )
     shell = SimpleNamespace(display_formatter=formatters.DisplayFormatter())
-    monkeypatch.setattr("midstream.schemas.base.records.html_renderer", None)
-    assert set(shell.display_formatter.format(result())[0]) == {"text/plain"}
-    monkeypatch.setattr("midstream.client.notebook.ipython_shell", lambda: shell)
-    install()
     data, _ = shell.display_formatter.format(result())
     assert data["image/png"]
     assert "Strongest cells" in data["text/html"]
