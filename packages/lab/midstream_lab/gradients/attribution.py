@@ -59,7 +59,6 @@ class EstimateOptions:
     """How cells are estimated."""
 
     steps: int = 0  # of integrated gradients; 0: first order
-    correct: bool = False  # the QK correction of AtP* at `q` and `k`
     doubts: bool = False
     batch: int = 8  # prompts in one forward pass of integrated gradients
     mask: torch.Tensor | None = None  # the dimensions of `sweep.mask`, bool [width]
@@ -70,7 +69,7 @@ class EstimateOptions:
 def estimate_pair(
     points: Points, sweep: StoredSweep, number: int, options: EstimateOptions = EstimateOptions()
 ) -> PairEstimate:
-    """Return the estimates of all cells of pair `number`.
+    """Return the estimates of all cells of pair `number`; of first order, with the QK correction.
 
     Raises PairError and NonFiniteGradient, which concern this pair alone, and
     UnsupportedArchitectureError for a hook point that the model lacks.
@@ -89,12 +88,9 @@ def estimate_pair(
         scale = pair.scale()
         gradients = run.gradients(pair.value)
         effects = {site: pair.cells(site, run, pair.slope(gradients[site])) for site in pair.sites}
-        if options.correct:
-            effects |= {
-                site: _corrected(pair, run, gradients, site)
-                for site in pair.sites
-                if site[0] in KINDS
-            }
+        effects |= {
+            site: _corrected(pair, run, gradients, site) for site in pair.sites if site[0] in KINDS
+        }
         if options.doubts:
             doubts = _by_hook(pair, _doubts(pair, run, gradients), abs(scale))
     unpatched = 0.0 if sweep.metric == "recovered" else pair.base.value
@@ -141,7 +137,7 @@ def _integrated(
 
 def _attention_sites(pair: PairRuns, options: EstimateOptions) -> set[SiteKey]:
     """Return the sites that the QK correction and the doubts need beyond the sweep's own."""
-    layers = {layer for hook, layer in pair.sites if hook in KINDS} if options.correct else set()
+    layers = {layer for hook, layer in pair.sites if hook in KINDS}
     if options.doubts:
         layers |= {*map(_reader, pair.sites)} - {pair.points.num_layers}
     return {(hook, layer) for layer in layers for hook in (*KINDS, "v", "z")}

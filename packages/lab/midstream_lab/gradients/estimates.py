@@ -173,7 +173,6 @@ def estimate(
     options = EstimateOptions(
         steps=stored.steps if stored.method == "integrated" else 0,
         batch=batch,
-        correct=stored.method != "integrated",  # at `q` and `k` only
         doubts=stored.verify is not None and stored.verify.doubtful > 0,
         mask=None if ask.mask is None else torch.tensor(to_numpy(ask.mask)).bool(),
         check=check,

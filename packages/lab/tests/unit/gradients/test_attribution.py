@@ -198,8 +198,11 @@ def test_last_layer_correction_is_exact_but_for_later_curvature(
     module.scaling = steep * 8
     try:
         stored = sweep(points, [hook], columns, layers=[last])
-        plain = estimate_pair(points, stored, 0).effects[hook][0]
-        found = estimate_pair(points, stored, 0, EstimateOptions(correct=True)).effects[hook][0]
+        pair = PairRuns(points, stored, 0)
+        run = pair.run()
+        slope = pair.slope(run.gradients(pair.value)[hook, last])
+        plain = pair.cells((hook, last), run, slope)
+        found = estimate_pair(points, stored, 0).effects[hook][0]
         cell = exact(points, stored, (hook, last))
         wanted = np.array([cell(column) for column in range(len(columns))])
     finally:
