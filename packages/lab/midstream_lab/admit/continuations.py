@@ -1,6 +1,6 @@
 """Tokenises answers after their prompts; the tokens may differ from those of the answer alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,8 @@ from midstream.schemas.jobs.models import ModelInfo
 
 #: Number of tokens that an error shows before the first that differs.
 SHOWN_TOKENS = 3
+#: Characters of a prompt that a note or reason shows.
+SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,10 @@ class ReadPrompt:
     @property
     def text(self) -> str | None:
         return None if self.where is None else self.where.text
+
+    def quoted(self, places: Iterable[int]) -> str:
+        text = "".join(self.words[place] for place in places)
+        return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…")
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,6 @@ from .alignment import (
     CORRUPT,
     Aligned,
     Matched,
-    PromptTokens,
     align,
     match_span,
     match_spans,
@@ -463,11 +462,7 @@ def _aligned(request: SweepRequest, pair: _Pair) -> Aligned | None:
             str(error),
         ),
     ):
-        return align(_tokens(pair.clean), _tokens(pair.corrupt), how, pair.patched)
-
-
-def _tokens(prompt: ReadPrompt) -> PromptTokens:
-    return PromptTokens(prompt.ids, prompt.words)
+        return align(pair.clean, pair.corrupt, how, pair.patched)
 
 
 def _positions(request: SweepRequest, pair: _Pair, aligned: Aligned | None) -> Iterator[Column]:
@@ -515,9 +510,9 @@ def _matched(
 ) -> Matched:
     if span.corrupt is None:
         assert aligned is not None
-        return match_span(span.name, clean, aligned, _tokens(pair.clean))
+        return match_span(span.name, clean, aligned, pair.clean)
     rest = _resolved(span.corrupt, corrupt, f"{field}.corrupt")
-    return match_spans(span.name, clean, rest, (_tokens(pair.clean), _tokens(corrupt)))
+    return match_spans(span.name, clean, rest, (pair.clean, corrupt))
 
 
 def _resolved(
