@@ -6,16 +6,21 @@ from collections.abc import Mapping
 
 import msgspec
 
-from midstream.api.resolve.positions.captures import Bounds, positions_of_each, stored_captures
+from midstream.api.resolve.positions.captures import (
+    Bounds,
+    at_field,
+    positions_of_each,
+    stored_captures,
+)
 from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.api.resolve.readings.lens import single_tokens
 from midstream.api.resolve.readings.saes import named_sae
 from midstream.broker.ledger.named.probes import misfit
 from midstream.schemas.artifacts.probes import PROBES, Probe
 from midstream.schemas.artifacts.saes import Sae
-from midstream.schemas.base.errors import MidstreamError, Translated, invalid
+from midstream.schemas.base.errors import MidstreamError, invalid
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo
-from midstream.schemas.prompts.selectors import PositionSelector, SelectorError, select
+from midstream.schemas.prompts.selectors import PositionSelector, select
 from midstream.schemas.requests.scalars import SCALAR_FIELDS, ScalarSpec, StoredScalar
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 
@@ -146,9 +151,7 @@ def _scalars(
     if scalar.kind != "logit":
         default = "all_prompt" if scalar.kind == "loss" else "last_prompt"
         given = msgspec.structs.replace(scalar, positions=scalar.positions or default)
-        with Translated(
-            SelectorError, lambda error: invalid(f"{at}.positions{error.at}", str(error))
-        ):
+        with at_field(f"{at}.positions"):
             of_each = positions_of_each(given, bounds)
         for index, chosen in enumerate(of_each):
             positions[index] = _in_prompt(chosen, index, bounds, f"{at}.positions")

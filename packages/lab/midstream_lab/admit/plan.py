@@ -16,7 +16,7 @@ from midstream.api.resolve.admission.costs import (
 )
 from midstream.api.resolve.edits.patches import mask_tensor
 from midstream.api.resolve.edits.steering import NO_POSITION
-from midstream.api.resolve.positions.captures import Bounds, one_hook
+from midstream.api.resolve.positions.captures import Bounds, at_field, one_hook
 from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.api.web.aside import call_aside
 from midstream.schemas.base.errors import Excluded, Translated, check_excluded, invalid
@@ -251,10 +251,8 @@ def _check_spans(at: str, pair: SweepPair, spans: list[PairSpan], request: Sweep
 def _hooks(request: SweepRequest, model: ModelInfo) -> list[Hook]:
     hooks: list[Hook] = []
     for index, name in enumerate(request.hooks):
-        try:
+        with at_field(f"hooks[{index}]"):
             hook = one_hook(name, Bounds(model, []))
-        except SelectorError as error:
-            raise invalid(f"hooks[{index}]", str(error)) from error
         if hook in hooks:
             raise invalid(f"hooks[{index}]", f"{name!r} is {hook}, which is already listed")
         hooks.append(hook)
@@ -264,7 +262,7 @@ def _hooks(request: SweepRequest, model: ModelInfo) -> list[Hook]:
 def _numbers(
     field: str, selector: LayerSelector | DimensionSelector, count: int, what: str = "layer"
 ) -> list[int]:
-    with Translated(SelectorError, lambda error: invalid(field, str(error))):
+    with at_field(field):
         return resolve_layers(selector, count, what)
 
 
@@ -455,13 +453,7 @@ def _aligned(request: SweepRequest, pair: _Pair) -> Aligned | None:
     how: Alignment | list[tuple[int, int]] = (
         request.alignment if pair.spec.alignment is None else pair.spec.alignment
     )
-    with Translated(
-        SelectorError,
-        lambda error: invalid(
-            f"{'' if pair.spec.alignment is None else pair.at + '.'}alignment{error.at}",
-            str(error),
-        ),
-    ):
+    with at_field(f"{'' if pair.spec.alignment is None else pair.at + '.'}alignment"):
         return align(pair.clean, pair.corrupt, how, pair.patched)
 
 
