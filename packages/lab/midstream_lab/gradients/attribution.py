@@ -22,6 +22,7 @@ import torch
 from midstream.schemas.prompts.selectors import Hook
 
 from ..records.sweeps import Baseline, StoredSweep
+from ..results.sweep_metrics import unchanged
 from .pairs import PairRuns, require_finite
 from .points import Attended, ForwardPass, Points, SiteKey, repeated, scores
 
@@ -93,7 +94,7 @@ def estimate_pair(
         }
         if options.doubts:
             doubts = _by_hook(pair, _doubts(pair, run, gradients), abs(scale))
-    unpatched = 0.0 if sweep.metric == "recovered" else pair.base.value
+    unpatched = unchanged(sweep.metric, pair.base.value)
     return PairEstimate(pair.base, pair.source, unpatched, _by_hook(pair, effects, scale), doubts)
 
 

@@ -16,10 +16,8 @@ from midstream.schemas.prompts.selectors import resolve_layers
 
 from ..records.sweep_units import Units
 from ..records.sweeps import Baseline, Metric, StoredPair, StoredSweep
+from ..results.sweep_metrics import LEAST_DIFFERENCE
 from .points import ForwardPass, Points, SiteKey
-
-#: `recovered` divides by the difference of the two prompts, in nats: the limit of exact sweeps.
-LEAST_DIFFERENCE = 0.1
 
 
 class PairError(MidstreamError):

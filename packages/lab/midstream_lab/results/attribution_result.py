@@ -18,17 +18,18 @@ from ..records.attributions import (
 from ..records.estimates import Estimate
 from ..records.sweep_units import SweepWork, Units
 from ..records.sweeps import StoredSweep, Unit, UnitRecord
+from .sweep_metrics import unchanged
 from .sweep_result import (
     KnownUnits,
     adaptive_round,
     effects,
+    estimate_of,
     estimated_values,
     exact_units,
     grid_of,
     known_units,
     noise_floor_of,
     sweep_result,
-    unchanged,
 )
 
 #: A rank correlation of fewer cells says nothing.
@@ -72,10 +73,11 @@ def pair_attribution(sweep: StoredSweep, pair: int, records: KnownUnits) -> Pair
     """Return the estimates of a pair, and how they agree with the cells in `records`."""
     units = Units(sweep)
     record = records.get(units.estimate(pair).number)
-    estimate = None if record is None else record.estimated
+    estimate = estimate_of(sweep, pair, records)
     reason = (record.reason if record else "") or _withheld(sweep, pair, records)
     values = [] if estimate is None or reason else estimate.values
-    estimates = grid_of(sweep, pair, dict(zip(units.cells_of(pair), values, strict=False)))
+    value_of = dict(zip(units.cells_of(pair), values, strict=False))
+    estimates = grid_of(sweep, pair, value_of.get)
     if estimate is None or reason:
         return PairAttribution(estimates=estimates, base=None, source=None, reason=reason)
     comparison = _Comparison(sweep, pair, estimate, records)
