@@ -58,7 +58,6 @@ class SweepRequests:
         self._reuses = reuses
         # pair → whether its base runs capture rows for entry; as `_enters` for pairs not named
         self._for_entry: dict[int, bool] = {}
-        self._captures: dict[tuple[int, int, str], StoredCapture | None] = {}
         # (pair, hook, layer) → dimensions, see `rank`
         self._ranked: dict[tuple[int, int, int], list[int]] = {}
         #: number of a unit that patches a feature → the names of the rows that it writes
@@ -284,9 +283,6 @@ class SweepRequests:
                 len(capture.select(0, tokens, tokens)) if capture else 0
             ):
                 self._for_entry[pair] = for_entry
-                self._captures = {
-                    place: capture for place, capture in self._captures.items() if place[0] != pair
-                }
                 return
 
     def runs(self, pair: int) -> list[str]:
@@ -445,16 +441,9 @@ class SweepRequests:
 
     def _capture(self, pair: int, place: int, tag: str) -> StoredCapture | None:
         """Return what is captured of a base or source unit at a node; None for nothing."""
-        key = pair, place, tag
-        if key not in self._captures:
-            self._captures[key] = (
-                self._source_capture(pair) if tag == SOURCE and not place else None
-            )
-            if tag == BASE:
-                self._captures[key] = self._base_capture(
-                    pair, place, self._for_entry.get(pair, self._enters)
-                )
-        return self._captures[key]
+        if tag == BASE:
+            return self._base_capture(pair, place, self._for_entry.get(pair, self._enters))
+        return None if place else self._source_capture(pair)
 
     def _source_capture(self, pair: int) -> StoredCapture | None:
         """Return what a pair's source run captures: rows of the prompt only, since later tokens do
