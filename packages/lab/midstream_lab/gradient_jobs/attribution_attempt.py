@@ -21,7 +21,7 @@ from ..records.sweeps import UnitRecord
 from ..results.attribution_result import estimated_pair
 from ..results.ledger_sweeps import unit_row, units_key
 from ..results.sweep_result import chosen_cells, sweep_start, sweep_summary
-from ..run.verdict import UnverifiedUnit, verified
+from ..run.verdict import unverified
 
 
 class AttributionAttempt:
@@ -96,10 +96,8 @@ class AttributionAttempt:
             [ask.request], self._ledger.settings.capture_timeout_s
         )
         receipts = found.get(ask.request, [])
-        try:
-            verified([receipts], self._engine.world)
-        except UnverifiedUnit as error:
-            return replace(record, reason=str(error))
+        if why := unverified([receipts], self._engine.world):
+            return replace(record, reason=why)
         # Stored with the estimates, so that a later attempt on either worker goes on with the same
         # cells.
         chosen = chosen_cells(self._sweep, pair, estimate)
