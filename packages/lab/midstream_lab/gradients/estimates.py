@@ -124,8 +124,7 @@ def at_once(
     """
 
     def needed(batch: int) -> int:
-        memory = footprint.memory(tokens, batch, sites, kept)
-        return memory.total - memory.parameters  # which are there already
+        return footprint.memory(tokens, batch, sites, kept).total
 
     for batch in range(max(least, most), least - 1, -1):
         if needed(batch) <= free:
