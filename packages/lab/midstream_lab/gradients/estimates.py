@@ -20,7 +20,7 @@ from midstream.workers.runner.readings.sae import Autoencoder
 from ..records.estimates import Estimate, FeatureScore
 from ..records.sweep_units import nodes_of
 from ..records.sweeps import Baseline, StoredSweep
-from .attribution import EstimateOptions, estimate_pair
+from .attribution import estimate_pair
 from .edges import edge_scores
 from .loading import GIB, Footprint, refused
 from .pairs import PairRuns, require_finite, rows_at
@@ -169,14 +169,16 @@ def estimate(
         return Estimate(
             base=found.base.value, source=_value(found.source), edges=found.top(stored.keep)
         )
-    options = EstimateOptions(
+    outcome = estimate_pair(
+        points,
+        sweep,
+        ask.pair,
         steps=stored.steps if stored.method == "integrated" else 0,
         batch=batch,
-        doubts=stored.verify is not None and stored.verify.doubtful > 0,
+        doubtful=stored.verify is not None and stored.verify.doubtful > 0,
         mask=None if ask.mask is None else torch.tensor(to_numpy(ask.mask)).bool(),
         check=check,
     )
-    outcome = estimate_pair(points, sweep, ask.pair, options)
     values = np.concatenate([outcome.values()[hook].ravel() for hook in sweep.hooks])
     doubtful: list[int] = []
     if outcome.doubts:
