@@ -32,7 +32,7 @@ from ..records.attributions import AttributionRequest
 from ..records.sweep_units import SweepWork, Units
 from ..records.sweep_views import AttributionView, PlannedColumn, PlannedPair, SweepPlan, SweepView
 from ..records.sweeps import StoredPair, StoredSweep, SweepRequest
-from ..results.ledger_sweeps import LedgerSweeps
+from ..results import ledger_sweeps
 
 
 async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
@@ -207,7 +207,7 @@ def grid_routes(row: Grids) -> list[Any]:
     ) -> row.view:  # type: ignore[name-defined]
         if view.kind != kind:
             raise MidstreamError("not_found", f"job {view.id} is not of kind {kind!r}")
-        raw, result, last_event = await LedgerSweeps(context.ledger).standing(view.id)
+        raw, result, last_event = await ledger_sweeps.standing(context.ledger, view.id)
         await context.ledger.written()
         request = from_json(raw, row.body) if raw else None
         return row.view(job=view, request=request, result=result, last_event=last_event)
