@@ -29,6 +29,7 @@ from .sweep_result import (
     grid_of,
     known_units,
     noise_floor_of,
+    place_of,
     sweep_result,
 )
 
@@ -159,10 +160,7 @@ class _Comparison:
         effect = None if exact is None else exact - self._nothing
         difference = None if estimated is None or effect is None else estimated - effect
         return CheckedCell(
-            hook=self._sweep.hooks[unit.hook],
-            layer=self._sweep.layers[unit.layer],
-            column=unit.column,
-            label=self._sweep.pairs[self._pair].columns[unit.column].label,
+            **place_of(self._sweep, unit),
             why=self.whys[number],
             estimate=estimate,
             exact=exact,
@@ -171,7 +169,6 @@ class _Comparison:
             difference=difference,
             off=difference is not None and abs(difference) > limit,
             reason="" if record is None else record.reason,
-            feature=unit.feature,
         )
 
     def _known(self, numbers: Iterable[int]) -> dict[int, float]:

@@ -145,18 +145,25 @@ def sweep_start(sweep: StoredSweep) -> SweepStart:
 def sweep_cell(sweep: StoredSweep, unit: Unit, record: UnitRecord) -> SweepCell:
     """Return a cell as readers get it."""
     return SweepCell(
+        **place_of(sweep, unit),
         pair=unit.pair,
-        hook=sweep.hooks[unit.hook],
-        layer=sweep.layers[unit.layer],
-        column=unit.column,
-        label=sweep.pairs[unit.pair].columns[unit.column].label,
         value=record.value,
         logprob=record.logprob,
         foil_logprob=record.foil_logprob,
         reason=record.reason,
         neurons=record.neurons,
-        feature=unit.feature,
     )
+
+
+def place_of(sweep: StoredSweep, unit: Unit) -> dict[str, Any]:
+    """Return the fields of a cell that say where it is."""
+    return {
+        "hook": sweep.hooks[unit.hook],
+        "layer": sweep.layers[unit.layer],
+        "column": unit.column,
+        "label": sweep.pairs[unit.pair].columns[unit.column].label,
+        "feature": unit.feature,
+    }
 
 
 def grid_of(sweep: StoredSweep, pair: int, value: Callable[[int], V]) -> dict[Hook, list[list[V]]]:
