@@ -80,7 +80,6 @@ class AttributionAttempt:
             pair=pair,
             mask=mask,
             trace=self._attempt.progress.span.traceparent,
-            tenant=self._job.tenant,
         )
         record = UnitRecord(unit=number, attempt=self._attempt.number)
         self._attempt.progress.totals.prompt_tokens += len(self._sweep.pairs[pair].base)
