@@ -463,15 +463,15 @@ def _positions(request: SweepRequest, pair: _Pair, aligned: Aligned | None) -> I
     field = f"{pair.at}.positions" if of_pair else "positions"
     requested = request.positions if pair.spec.positions is None else pair.spec.positions
     whose = "" if of_pair else f"{pair.at}: "
-    counterparts = {} if aligned is None else aligned.counterparts(pair.patched)
+    sources = dict.fromkeys(range(len(pair.base.ids)), NO_SOURCE)
+    if aligned is not None:
+        sources = aligned.counterparts(pair.patched)
     for place in _resolved(requested, pair.base, field, whose):
-        label = pair.base.words[place]
-        if aligned is None:
-            yield Column(label=label, places=[(place, NO_SOURCE)])
-        elif place in counterparts:
-            yield Column(label=label, places=[(place, counterparts[place])])
-        else:
-            yield Column(label=label, places=[], reason=aligned.alone(pair.patched)[place])
+        yield Column(
+            label=pair.base.words[place],
+            places=[(place, sources[place])] if place in sources else [],
+            reason="" if aligned is None else aligned.alone(pair.patched).get(place, ""),
+        )
 
 
 def _spans(pair: _Pair, aligned: Aligned | None, notes: list[str]) -> Iterator[Column]:
