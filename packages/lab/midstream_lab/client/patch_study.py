@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack
 import msgspec
 from msgspec.structs import asdict
 
-from midstream.client import frames, values
+from midstream.client import values
 from midstream.client.render import figures
 from midstream.client.sdk import wire
 from midstream.client.sdk.calls import Awaits, Blocking, call
@@ -222,7 +222,8 @@ class _Study(Generic[C]):
 
         Raises MidstreamError if pandas is not installed; `to_records` does not need it.
         """
-        return frames.pandas().DataFrame(self.to_records())
+        frame: pandas.DataFrame = self.result.to_pandas()
+        return frame
 
     def save(self, path: Path | str) -> None:
         """Write request and result as JSON, for `load`."""
@@ -310,12 +311,7 @@ class _Study(Generic[C]):
         pairs = []
         for number, pair in enumerate(last.pairs):
             results = result.pairs[number]
-            numbers = (
-                range(len(results.labels))
-                if columns is None
-                else [_column(results.labels, column) for column in columns]
-            )
-            places = _places(results, numbers)
+            places = _places(results, _numbers(results.labels, columns))
             if not places:
                 raise invalid("columns", f"no column could be patched in pair {number}")
             changes: dict[str, Any] = {
@@ -474,11 +470,7 @@ def _zoomed_axis(result: SweepResult, columns: Sequence[str | int] | None) -> di
     if result.axis not in HEAD_AXES:
         return {"axis": "position"}
     pair = result.pairs[0]
-    numbers = (
-        range(len(pair.labels))
-        if columns is None
-        else [_column(pair.labels, column) for column in columns]
-    )
+    numbers = _numbers(pair.labels, columns)
     return {"axis": "head_position", "heads": sorted({pair.heads[number] for number in numbers})}
 
 
@@ -501,6 +493,13 @@ def _places(pair_result: PairResult, columns: Iterable[int]) -> list[tuple[int, 
                     allowed="columns with one source position for each position",
                 )
     return sorted(places.items())
+
+
+def _numbers(labels: list[str], columns: Sequence[str | int] | None) -> Sequence[int]:
+    """Return the numbers of columns; None: of all."""
+    if columns is None:
+        return range(len(labels))
+    return [_column(labels, column) for column in columns]
 
 
 def _column(labels: list[str], column: str | int) -> int:
