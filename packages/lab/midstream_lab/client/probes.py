@@ -334,11 +334,7 @@ def _threshold(scores: np.ndarray, positive: np.ndarray) -> float:
     sorted_scores = scores[order]
     hits = positive[order].astype(np.int64)
     # right[i]: rows classified correctly if the i lowest scores are called negative
-    right = (
-        np.concatenate([[0], np.cumsum(1 - hits)])
-        + hits.sum()
-        - np.concatenate([[0], np.cumsum(hits)])
-    )
+    right = np.cumsum([hits.sum(), *(1 - 2 * hits)])
     middles = np.concatenate(
         [
             [sorted_scores[0] - 1],
