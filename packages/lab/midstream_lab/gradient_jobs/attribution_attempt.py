@@ -112,7 +112,7 @@ class AttributionAttempt:
     async def _hand_on(self, estimates: list[UnitRecord]) -> None:
         chosen = [record.estimated.chosen for record in estimates if record.estimated is not None]
         cells = len({number for of in chosen for numbers in of.values() for number in numbers})
-        if self._sweep.attributed is not None and self._sweep.attributed.method == "adaptive":
+        if self._sweep.adaptive:
             cells = self._sweep.num_exact
         crash_point("attribution.estimated")
         answer = await patiently(

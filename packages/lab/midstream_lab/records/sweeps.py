@@ -240,6 +240,11 @@ class StoredSweep(SweepTerms, kw_only=True):
         return None if isinstance(self.attribution, UnsetType) else self.attribution
 
     @property
+    def adaptive(self) -> bool:
+        """Whether the cells that are computed exactly are chosen round by round."""
+        return self.attributed is not None and self.attributed.method == "adaptive"
+
+    @property
     def num_columns(self) -> int:
         return len(self.pairs[0].columns)
 

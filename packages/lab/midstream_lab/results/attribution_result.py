@@ -82,7 +82,7 @@ def pair_attribution(sweep: StoredSweep, pair: int, records: KnownUnits) -> Pair
     if estimate is None or reason:
         return PairAttribution(estimates=estimates, base=None, source=None, reason=reason)
     comparison = _Comparison(sweep, pair, estimate, records)
-    adaptive = sweep.attributed is not None and sweep.attributed.method == "adaptive"
+    left = adaptive_round(sweep, pair, estimate, records).left if sweep.adaptive else None
     return PairAttribution(
         estimates=estimates,
         base=estimate.base,
@@ -91,7 +91,7 @@ def pair_attribution(sweep: StoredSweep, pair: int, records: KnownUnits) -> Pair
         all=comparison.agreement(comparison.whys),
         random=comparison.agreement(estimate.chosen.get("random", ())),
         recall=comparison.recall(),
-        not_looked_at=adaptive_round(sweep, pair, estimate, records).left if adaptive else None,
+        not_looked_at=left,
         edges=estimate.edges,
         features=estimate.features,
         forwards=estimate.forwards,
@@ -132,7 +132,7 @@ class _Comparison:
             (number, why) for why, chosen in estimate.chosen.items() for number in chosen
         )
         self._verify = None if sweep.attributed is None else sweep.attributed.verify
-        if sweep.attributed is not None and sweep.attributed.method == "adaptive":
+        if sweep.adaptive:
             self.whys = {number: ["adaptive"] for number in numbers if number in records}
         self._noise = noise_floor_of(sweep, records, pair) or 0.0
         base = records.get(self._units.base(pair).number)

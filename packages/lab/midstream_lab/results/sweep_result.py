@@ -337,7 +337,7 @@ def chosen_cells(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[Why,
     what is found in them holds for the grid. Random features are drawn where they are estimated.
     """
     attribution = sweep.attributed
-    if attribution is None or attribution.verify is None or attribution.method == "adaptive":
+    if attribution is None or attribution.verify is None or sweep.adaptive:
         return {}
     verify = attribution.verify
     numbers = Units(sweep).cells_of(pair)
@@ -367,12 +367,12 @@ def cells_to_compute(sweep: StoredSweep, pair: int, records: KnownUnits) -> set[
 
     For `adaptive` the next round, from what the records say; empty once it is over.
     """
-    if (attribution := sweep.attributed) is None:
+    if sweep.attributed is None:
         return None
     estimate = estimate_of(sweep, pair, records)
     if estimate is None:
         return set()
-    if attribution.method == "adaptive":
+    if sweep.adaptive:
         return set(adaptive_round(sweep, pair, estimate, records).cells)
     return {number for numbers in estimate.chosen.values() for number in numbers}
 
