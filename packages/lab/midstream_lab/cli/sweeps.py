@@ -29,12 +29,12 @@ from ..client.patch_study import PatchStudy
 from ..client.progress import bar
 from ..client.sweeps import sweep_request
 from ..records.attributions import AttributionRequest
-from ..records.sweeps import SweepRequest
+from ..records.sweeps import TEXTS, SweepRequest
 from ..show import attributions as show_attributions, sweeps as show_sweeps
 
 R = TypeVar("R", bound=SweepRequest)
 #: The fields of a pair that may be given once for all pairs.
-_SHARED = ("clean", "corrupt", "answer", "foil", "spans")
+_SHARED = (*TEXTS, "spans")
 
 Pair = Annotated[int | None, typer.Option(help="Show this pair; default: the mean of all.")]
 Clean = Annotated[str | None, typer.Option(help="The prompt with the right answer.")]

@@ -28,6 +28,7 @@ from midstream.schemas.prompts.sites import asked_names, renamed
 
 from ..records.sweeps import (
     HEAD_AXES,
+    TEXTS,
     PairResult,
     PairSpan,
     PatchWindow,
@@ -441,7 +442,7 @@ def _pair(pair: PairInput, field: str = "") -> SweepPair:
     if not isinstance(pair, Mapping):
         if isinstance(pair, str) or not 1 <= len(pair) <= 4:
             raise invalid(field, "give a pair as (clean, corrupt, answer, foil), or as its fields")
-        pair = dict(zip(("clean", "corrupt", "answer", "foil"), pair, strict=False))
+        pair = dict(zip(TEXTS, pair, strict=False))
     return values.checked(dict(pair), SweepPair, field)
 
 

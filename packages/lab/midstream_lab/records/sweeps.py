@@ -79,6 +79,10 @@ Counterparts = Annotated[
 Hooks = Annotated[list[HookName], msgspec.Meta(min_length=1, max_length=MAX_HOOKS)]
 
 
+#: The fields of a pair that are text or token ids.
+TEXTS = ("clean", "corrupt", "answer", "foil")
+
+
 class PairSpan(Record):
     """A column of the grid whose tokens are patched together."""
 
