@@ -291,9 +291,7 @@ class _Study(Generic[C]):
     def _zoomed(
         self,
         region: Region | Effect | None,
-        hooks: Any,
-        layers: Any,
-        columns: Any,
+        columns: Sequence[str | int] | None,
         fields: dict[str, Any],
     ) -> tuple[list[SweepPair], dict[str, Any]]:
         """Return the pairs and the fields of a sweep over each token of a region separately; each
@@ -303,12 +301,10 @@ class _Study(Generic[C]):
         result = self.result
         # the other direction patches the other prompt
         reversed_ = fields.get("direction", result.direction) != result.direction
-        if isinstance(region, Effect):
-            region = _around(region, result)
-        if region is not None:
-            hooks = hooks or region.hooks
-            layers = layers if layers is not None else region.layers
-            columns = columns or region.columns
+        part = _around(region, result) if isinstance(region, Effect) else region or Region()
+        hooks = fields.pop("hooks", None) or part.hooks or last.hooks
+        layers = [fields.pop("layers", None), part.layers, last.layers]
+        columns = columns or part.columns
         pairs = []
         for number, pair in enumerate(last.pairs):
             results = result.pairs[number]
@@ -330,8 +326,8 @@ class _Study(Generic[C]):
             | _zoomed_axis(result, columns)
             | {
                 "window": PatchWindow(),
-                "hooks": hooks or last.hooks,
-                "layers": last.layers if layers is None else layers,
+                "hooks": hooks,
+                "layers": next(given for given in layers if given is not None),
             }
         )
         return pairs, {
@@ -376,10 +372,7 @@ class _Study(Generic[C]):
         `region`: a `Region`, or a cell of `top()`, which stands for its hook, its tokens, and the
         layers around it. `fields`: other changes to this study's sweep.
         """
-        changes = dict(fields)
-        hooks = changes.pop("hooks", None)
-        layers = changes.pop("layers", None)
-        pairs, request = self._zoomed(region, hooks, layers, columns, changes)
+        pairs, request = self._zoomed(region, columns, dict(fields))
         study = type(self).pairs(pairs, client=self._client, model=self.request.model)
         study._unzoomed = self.request.pairs
         return await study._swept(progress, **request)
