@@ -80,7 +80,7 @@ def _check_lengths(sweep: StoredSweep, model: ModelInfo) -> None:
         more = max(len(pair.answer), len(pair.foil), 1)
         for ids, is_base in ((pair.base, True), (pair.source, False)):
             if len(ids) + more > model.max_model_len:
-                clean = is_base == (sweep.direction == "noise" or sweep.ablation is not None)
+                clean = is_base == sweep.patches_clean
                 raise invalid(
                     f"pairs[{index}].{CLEAN if clean else CORRUPT}",
                     (

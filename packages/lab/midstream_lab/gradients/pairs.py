@@ -217,7 +217,7 @@ class PairRuns:
             self._source = {
                 site: rows_at(other.rows(site)[0], self.columns.source) for site in sites
             }
-        clean = other if other and self.sweep.direction == "denoise" else patched
+        clean = other if other and not self.sweep.patches_clean else patched
         metric.clean = metric.next_token(clean.logits.detach())
         self.value = metric.value(patched.logits)
         self.base = metric.baseline(patched.logits.detach())
@@ -288,8 +288,7 @@ class PairRuns:
 
     def require_slope(self) -> None:
         """Raises PairError if the metric has no gradient at the unpatched prompt."""
-        clean_is_base = self.sweep.ablation is not None or self.sweep.direction == "noise"
-        if self.sweep.metric == "kl" and clean_is_base:
+        if self.sweep.metric == "kl" and self.sweep.patches_clean:
             raise PairError(
                 "kl of the clean prompt to itself has a gradient of zero: use integrated "
                 "gradients, or the metric logprob or logit_diff"

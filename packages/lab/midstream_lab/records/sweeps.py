@@ -226,6 +226,11 @@ class SweepTerms(Record):
     ablation: Ablation | None = None
     axis: Axis = "position"
 
+    @property
+    def patches_clean(self) -> bool:
+        """Whether the patched prompt is the clean one; otherwise it is the corrupt one."""
+        return self.ablation is not None or self.direction == "noise"
+
 
 class StoredSweep(SweepTerms, kw_only=True):
     """The resolved request of a sweep. All pairs have the same number of columns."""

@@ -220,7 +220,7 @@ def _pair_result(
     base = _baseline(records.get(units.base(pair).number))
     source = _baseline(records.get(units.source(pair).number))
     notes = stored.notes
-    clean, corrupt = (source, base) if sweep.direction == "denoise" else (base, source)
+    clean, corrupt = (base, source) if sweep.patches_clean else (source, base)
     if sweep.metric == "recovered" and clean and corrupt and clean.value < corrupt.value:
         notes = [*notes, _DOWN]
     return PairResult(

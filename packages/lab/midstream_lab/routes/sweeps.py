@@ -91,30 +91,29 @@ async def plan_of(data: SweepRequest, context: AppContext) -> SweepPlan:
     """Return what a sweep or an attribution with this body would run."""
     info = await context.served.model(data.model)
     (sweep, _), _ = await _planned(context, data, info)
-    return await call_aside(_shown, info.name, data, sweep)
+    return await call_aside(_shown, info.name, sweep)
 
 
-def _shown(model: str, data: SweepRequest, sweep: StoredSweep) -> SweepPlan:
-    clean_is_patched = data.ablation is not None or data.direction == "noise"
+def _shown(model: str, sweep: StoredSweep) -> SweepPlan:
     per_column = len(sweep.hooks) * len(sweep.layers)
     return SweepPlan(
         model=model,
         hooks=sweep.hooks,
         layers=sweep.layers,
         axis=sweep.axis,
-        patched=CLEAN if clean_is_patched else CORRUPT,
+        patched=CLEAN if sweep.patches_clean else CORRUPT,
         cells=sweep.num_cells,
         skipped=sum(not column.places for pair in sweep.pairs for column in pair.columns)
         * per_column,
         tokens=Units(sweep).tokens,
-        pairs=[_planned_pair(sweep, pair, clean_is_patched) for pair in sweep.pairs],
+        pairs=[_planned_pair(sweep, pair) for pair in sweep.pairs],
     )
 
 
-def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) -> PlannedPair:
+def _planned_pair(sweep: StoredSweep, pair: StoredPair) -> PlannedPair:
     clean, corrupt = (
         (pair.base_tokens, pair.source_tokens)
-        if clean_is_patched
+        if sweep.patches_clean
         else (pair.source_tokens, pair.base_tokens)
     )
     return PlannedPair(

@@ -72,8 +72,7 @@ class SweepRequests:
 
     def reference(self, pair: int) -> Unit:
         """Return the unit of the clean prompt, whose distribution `kl` compares with."""
-        clean_is_source = self._sweep.ablation is None and self._sweep.direction == "denoise"
-        return self.units.source(pair) if clean_is_source else self.units.base(pair)
+        return self.units.base(pair) if self._sweep.patches_clean else self.units.source(pair)
 
     def kept(self, pair: int) -> str:
         """Return the name under which the ranks keep that distribution."""
