@@ -4,6 +4,8 @@ import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import asdict
+
 from midstream.schemas.base.records import by_key
 from midstream.schemas.jobs.receipts import Receipt
 
@@ -54,7 +56,7 @@ def attribution_result(
     exact = sweep_result(sweep, records, seconds)
     assert attribution is not None
     return AttributionResult(
-        **{name: getattr(exact, name) for name in exact.__struct_fields__},
+        **asdict(exact),
         method=attribution.method,
         steps=attribution.steps,
         seed=attribution.seed,

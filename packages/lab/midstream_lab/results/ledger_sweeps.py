@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 from msgspec import UnsetType
+from msgspec.structs import asdict
 
 from midstream.broker.ledger.jobs.ledger import Ledger, reachable
 from midstream.broker.ledger.jobs.units import UnitRow, kept_once
@@ -60,6 +61,5 @@ def unit_row(
 
 
 def _event(shown: SweepCell | EstimatedPair, attempt: int) -> Event:
-    data = {name: getattr(shown, name) for name in shown.__struct_fields__}
     kind: EventKind = "cell" if isinstance(shown, SweepCell) else "estimate"
-    return Event(event=kind, data=data, attempt=attempt)
+    return Event(event=kind, data=asdict(shown), attempt=attempt)
