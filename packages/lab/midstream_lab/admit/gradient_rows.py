@@ -125,7 +125,7 @@ def resolve_gradients(spec: CaptureSpec, bounds: Bounds, at: str) -> list[Stored
         if hook in facts.absent:
             raise invalid(f"{at}.hooks", f"{hook} has no gradients: {facts.absent[hook]}")
     for index, capture in enumerate(captures):
-        _in_prompt(capture.positions, index, bounds, f"{at}.positions")
+        _in_prompt(capture.positions, index, bounds, at)
     scalars = _scalars(scalar, artifact, bounds, f"{at}.scalar")
     return [
         msgspec.structs.replace(capture, gradient=scalar)
@@ -137,7 +137,8 @@ def _in_prompt(chosen: PositionSelector, index: int, bounds: Bounds, at: str) ->
     """Return the positions in prompt `index`. Raises a 400 if there are none."""
     tokens = bounds.prompts[index].tokens
     if not (positions := list(select(chosen, 0, tokens, tokens))):
-        raise invalid(at, f"selects no token of prompt {index}, and nothing is generated")
+        detail = f"selects no token of prompt {index}, and nothing is generated"
+        raise invalid(f"{at}.positions", detail)
     return positions
 
 
@@ -154,7 +155,7 @@ def _scalars(
         with at_field(f"{at}.positions"):
             of_each = positions_of_each(given, bounds)
         for index, chosen in enumerate(of_each):
-            positions[index] = _in_prompt(chosen, index, bounds, f"{at}.positions")
+            positions[index] = _in_prompt(chosen, index, bounds, at)
     if scalar.kind == "loss":  # the first token is given, not predicted
         positions = [[position for position in chosen if position] for chosen in positions]
         if not all(positions):
