@@ -46,6 +46,10 @@ class Continuation:
     note: str = ""  # a caveat for readers of the result
 
 
+#: Of a pair without an answer, or without a foil.
+NOTHING = Continuation("", [], "")
+
+
 async def continue_prompts(
     requested: Sequence[tuple[str, str | list[int], Sequence[ReadPrompt]]],
     model: ModelInfo,
@@ -60,17 +64,16 @@ async def continue_prompts(
     prompt, if the text changes the prompt's own tokens, and for token ids outside the vocabulary.
     """
     plain: list[tuple[str, str]] = []  # field, text
-    for field, value, prompts in requested:
+    texts_of = {
+        field: [prompt.text for prompt in prompts if prompt.text is not None]
+        for field, _, prompts in requested
+    }
+    for field, value, _ in requested:
         if not value:
             raise invalid(field, "is empty: it needs at least one token")
         if isinstance(value, str):
-            parts = [
-                part
-                for prompt in prompts
-                if prompt.text is not None
-                for part in (prompt.text, prompt.text + value)
-            ] or [value]
-            plain += [(field, part) for part in parts]
+            parts = [part for text in texts_of[field] for part in (text, text + value)]
+            plain += [(field, part) for part in parts or [value]]
         else:
             await tokenise([ParsedPrompt(field, value)], model, codec)
     with Translated(
@@ -84,9 +87,9 @@ async def continue_prompts(
     ):
         encoded = iter(await codec.encodings([text for _, text in plain], special_tokens=False))
     made = []
-    for field, value, prompts in requested:
+    for field, value, _ in requested:
         if isinstance(value, str):
-            texts = [prompt.text for prompt in prompts if prompt.text is not None]
+            texts = texts_of[field]
             after_each = [
                 added_tokens(field, value, next(encoded).ids, next(encoded).ids, codec)
                 for _ in texts

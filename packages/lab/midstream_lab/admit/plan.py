@@ -57,7 +57,7 @@ from .alignment import (
     match_spans,
 )
 from .columns import ColumnPart, columns_on, parts_of
-from .continuations import Continuation, ReadPrompt, continue_prompts
+from .continuations import NOTHING, Continuation, ReadPrompt, continue_prompts
 from .limits import check_limits, too_many_cells
 from .paths import resolve_path
 from .prompts import read_prompts
@@ -90,8 +90,9 @@ class _Pair:
         return self.clean if self.corrupt is None or self.patched == CLEAN else self.corrupt
 
     @property
-    def source(self) -> ReadPrompt | None:
-        return self.clean if self.patched == CORRUPT else self.corrupt
+    def source(self) -> ReadPrompt:
+        """The prompt that rows come from; empty in an ablation."""
+        return self.clean if self.patched == CORRUPT else self.corrupt or ReadPrompt([], [])
 
 
 async def plan_sweep(
@@ -321,9 +322,9 @@ async def _continue_pairs(
     ]
     made = {result.field: result for result in await continue_prompts(needed, model, codec)}
     for pair in pairs:
-        answer = made.get(f"{pair.at}.answer")
-        foil = made.get(f"{pair.at}.foil")
-        if answer is None or foil is None:
+        answer = made.get(f"{pair.at}.answer", NOTHING)
+        foil = made.get(f"{pair.at}.foil", NOTHING)
+        if not answer.ids or not foil.ids:
             continue
         if answer.ids == foil.ids:
             raise invalid(foil.field, f"has the same tokens as the answer, {foil.text!r}")
@@ -383,10 +384,10 @@ def _store_pair(
     if request.axis not in ("position", "head_position"):
         notes += _left_out(pair, [column for column in columns if not column.places])
     columns = columns_on(request, columns, parts)
-    answer = answers.get(f"{pair.at}.answer")
-    foil = answers.get(f"{pair.at}.foil")
-    notes += [result.note for result in (answer, foil) if result is not None and result.note]
-    if request.metric == "kl" and answer is not None and len(answer.ids) > 1:
+    answer = answers.get(f"{pair.at}.answer", NOTHING)
+    foil = answers.get(f"{pair.at}.foil", NOTHING)
+    notes += [result.note for result in (answer, foil) if result.note]
+    if request.metric == "kl" and len(answer.ids) > 1:
         notes.append(
             "kl covers the first token after the prompt; the answer's log-probability "
             f"covers all of its {len(answer.ids)} tokens"
@@ -403,14 +404,14 @@ def _store_pair(
                 )
     return StoredPair(
         base=pair.base.ids,
-        source=pair.source.ids if pair.source else [],
+        source=pair.source.ids,
         columns=columns,
-        answer=answer.ids if answer else [],
-        foil=foil.ids if foil else [],
+        answer=answer.ids,
+        foil=foil.ids,
         base_tokens=pair.base.words,
-        source_tokens=pair.source.words if pair.source else [],
-        answer_text=answer.text if answer else "",
-        foil_text=foil.text if foil else "",
+        source_tokens=pair.source.words,
+        answer_text=answer.text,
+        foil_text=foil.text,
         notes=notes,
         sender=sender,
     )
@@ -431,9 +432,9 @@ def _left_out(pair: _Pair, alone: Sequence[Column]) -> list[str]:
     ]
 
 
-def _check_one_token(*continuation: Continuation | None) -> None:
+def _check_one_token(*continuation: Continuation) -> None:
     for item in continuation:
-        if item is not None and len(item.ids) > 1:
+        if len(item.ids) > 1:
             detail = (
                 f"{item.text!r} has {len(item.ids)} tokens, but with path the values are of the "
                 "next token alone"
