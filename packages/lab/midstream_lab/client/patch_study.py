@@ -330,11 +330,9 @@ class _Study(Generic[C]):
                 "layers": next(given for given in layers if given is not None),
             }
         )
-        return pairs, {
-            name: value
-            for name, value in request.items()
-            if name not in ("model", "pairs", "positions")
-        } | fields
+        for name in ("model", "pairs", "positions"):
+            del request[name]
+        return pairs, request | fields
 
     @_study_call
     async def sweep(
