@@ -9,7 +9,6 @@ from ...schemas.jobs.models import ModelInfo
 from ...schemas.prompts.selectors import (
     PositionSelector,
     RequestedPositions,
-    SelectorError,
     end_position,
     select,
 )
@@ -17,7 +16,7 @@ from ...schemas.prompts.tokens import Detokenized, DetokenizeRequest, Tokenized,
 from ...schemas.requests.specs import CaptureSpec
 from ..context import AppContext
 from ..resolve.admission.admission import facts_of, tokenise
-from ..resolve.positions.captures import Bounds, positions_of_each
+from ..resolve.positions.captures import Bounds, at_field, positions_of_each
 from ..resolve.prompts.request_parsing import (
     ParsedPrompt,
     ParsedRequest,
@@ -97,7 +96,7 @@ async def _selected(
     spec = CaptureSpec(positions=positions)
     parsed = ParsedRequest("generate", info.name, [asked], Sampling(), capture=spec)
     with (
-        Translated(SelectorError, lambda error: invalid(f"positions{error.at}", str(error))),
+        at_field("positions"),
         Translated(MidstreamError, lambda error: error.at("positions")),
     ):
         facts, _ = await facts_of(parsed, [prompt], info, codec)

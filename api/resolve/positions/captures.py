@@ -122,6 +122,11 @@ def one_hook(name: Any, bounds: Bounds) -> Hook:
     return served_hook(name, bounds.model.hooks, bounds.model.absent)
 
 
+def at_field(field: str) -> Translated[SelectorError]:
+    """Return a context whose errors are a 400 that names the field, and the place in it."""
+    return Translated(SelectorError, lambda error: invalid(f"{field}{error.at}", str(error)))
+
+
 def apply_rules(
     rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]],
     spec: Positioned,

@@ -31,7 +31,7 @@ from ....schemas.base.limits import (
 from ....schemas.base.records import now, to_msgpack
 from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.prompts.selectors import HOOKS, SelectorError, Span, resolve_layers
+from ....schemas.prompts.selectors import HOOKS, Span, resolve_layers
 from ....schemas.prompts.windows import When
 from ....schemas.requests.policies import (
     POLICIES,
@@ -51,6 +51,7 @@ from ..edits.steering import check_policies
 from ..positions.captures import (
     Bounds,
     PromptFacts,
+    at_field,
     one_hook,
     resolve_captures,
     stored_captures,
@@ -88,7 +89,7 @@ def resolve_probe(
             f"has shape {list(bias.shape)}",
             allowed=f"[{number}], a number for each label, or null",
         )
-    with Translated(SelectorError, lambda error: invalid("hook", str(error))):
+    with at_field("hook"):
         hook = one_hook(probe_request.hook, Bounds(model, []))
     if hook not in HOOKS:
         raise invalid(
@@ -96,7 +97,7 @@ def resolve_probe(
             f"{hook} does not belong to the residual stream: its rows have another width",
             allowed=", ".join(name for name in model.hooks if name in HOOKS),
         )
-    with Translated(SelectorError, lambda error: invalid("layer", str(error))):
+    with at_field("layer"):
         (layer,) = resolve_layers(probe_request.layer, model.num_layers)
     labels, thresholds = _of_labels(probe_request, number)
     if (fault := decay_fault(probe_request.aggregation, probe_request.decay)) is not None:

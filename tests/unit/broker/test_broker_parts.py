@@ -9,6 +9,7 @@ from kombu.transport import redis as kombu_redis
 
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
+from midstream.broker.ledger.jobs.units import LedgerUnits
 from midstream.broker.ledger.recovery.reaper import Reaper
 from midstream.broker.ledger.results import pages, views
 from midstream.broker.queue.celery_app import PRIORITY_STEPS, lists_of, make_app, queue_of
@@ -17,7 +18,6 @@ from midstream.broker.redis_service.availability import is_redis_unavailable
 from midstream.schemas.base.errors import STATUS_OF_KIND, MidstreamError
 from midstream.schemas.jobs.kinds import KINDS
 from midstream.schemas.settings.settings import Settings
-from midstream_lab.results.ledger_sweeps import LedgerSweeps
 
 
 def test_every_problem_that_scripts_raise_is_known() -> None:
@@ -40,7 +40,7 @@ def test_parts_of_a_ledger_use_its_scripts(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("bound again")
 
     monkeypatch.setattr(redis.asyncio.Redis, "register_script", bind)
-    assert LedgerSweeps(ledger)._scripts is ledger.scripts
+    assert LedgerUnits(ledger)._scripts is ledger.scripts
     assert Reaper(ledger)._scripts is ledger.scripts
 
 

@@ -13,29 +13,17 @@ from typing import NamedTuple
 from midstream.schemas.prompts.selectors import SelectorError, as_ranges
 
 from ..records.sweeps import Alignment
+from .continuations import ReadPrompt
 
 #: Pairs of equal tokens that a diff may have to compare; with more repetitions it takes long and
 #: means little.
 MOST_MATCHES = 1 << 16
-#: Characters of a token sequence that a note or reason shows, and ranges of positions that it
-#: lists.
-SHOWN_CHARACTERS = 60
+#: Ranges of positions that a note or reason lists.
 SHOWN_RANGES = 8
 #: Notes about differing blocks of one pair; the others are counted.
 SHOWN_BLOCKS = 16
 CLEAN = "clean"
 CORRUPT = "corrupt"
-
-
-class PromptTokens(NamedTuple):
-    """A prompt as its tokens; `words`: the text of each."""
-
-    ids: Sequence[int]
-    words: Sequence[str]
-
-    def quoted(self, start: int, stop: int) -> str:
-        text = "".join(self.words[start:stop])
-        return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…")
 
 
 @dataclass
@@ -62,8 +50,8 @@ class Aligned:
 
 
 def align(
-    clean: PromptTokens,
-    corrupt: PromptTokens,
+    clean: ReadPrompt,
+    corrupt: ReadPrompt,
     how: Alignment | Sequence[tuple[int, int]] = "auto",
     patched: str = CORRUPT,
 ) -> Aligned:
@@ -87,7 +75,7 @@ def align(
 # --- The ways to align
 
 
-def _shifted(clean: PromptTokens, corrupt: PromptTokens, shift: int, how: str) -> Aligned:
+def _shifted(clean: ReadPrompt, corrupt: ReadPrompt, shift: int, how: str) -> Aligned:
     """Pair clean position p with corrupt position p + shift where both exist."""
     made = Aligned(
         [
@@ -100,40 +88,36 @@ def _shifted(clean: PromptTokens, corrupt: PromptTokens, shift: int, how: str) -
     reason = (
         f"it lies beyond the {edge} of the other prompt, counted from the {names} (alignment {how})"
     )
-    _fill_in(made, clean, corrupt, reason, reason)
+    _leave_alone(made, clean, corrupt, reason)
     if made.clean_alone or made.corrupt_alone:
         longer, alone, tokens = (
             (CLEAN, made.clean_alone, clean)
             if made.clean_alone
             else (CORRUPT, made.corrupt_alone, corrupt)
         )
-        remaining = tokens.quoted(min(alone), max(alone) + 1)
         made.notes.append(
-            f"alignment {how}: {remaining}, {_at(alone)} of the {longer} prompt, lies beyond the "
-            "other prompt and was left out"
+            f"alignment {how}: {tokens.quoted(alone)}, {_at(alone)} of the {longer} prompt, lies "
+            "beyond the other prompt and was left out"
         )
     return made
 
 
-def _by_diff(clean: PromptTokens, corrupt: PromptTokens) -> Aligned:
+def _by_diff(clean: ReadPrompt, corrupt: ReadPrompt) -> Aligned:
     """Align equal tokens at both ends, and the tokens between them by a diff."""
     made = Aligned()
-    for tag, first, last, other, end in _blocks(clean.ids, corrupt.ids):
-        if last - first == end - other:
-            made.pairs += zip(range(first, last), range(other, end), strict=True)
+    for tag, ours, theirs in _blocks(clean.ids, corrupt.ids):
+        if len(ours) == len(theirs):
+            made.pairs += zip(ours, theirs, strict=True)
             if tag == "replace":
                 made.notes.append(
-                    f"{clean.quoted(first, last)} (clean, {as_ranges(range(first, last))}) was "
-                    "aligned with "
-                    f"{corrupt.quoted(other, end)} (corrupt, "
-                    f"{as_ranges(range(other, end))}), token "
-                    "by token"
+                    f"{clean.quoted(ours)} (clean, {as_ranges(ours)}) was aligned with "
+                    f"{corrupt.quoted(theirs)} (corrupt, {as_ranges(theirs)}), token by token"
                 )
             continue
-        why = _why_alone(clean, corrupt, first, last, other, end)
-        made.clean_alone |= dict.fromkeys(range(first, last), why)
-        made.corrupt_alone |= dict.fromkeys(range(other, end), why)
-        made.notes.append(f"{why}; left out: {_places(range(first, last), range(other, end))}")
+        why = _why_alone(clean, corrupt, ours, theirs)
+        made.clean_alone |= dict.fromkeys(ours, why)
+        made.corrupt_alone |= dict.fromkeys(theirs, why)
+        made.notes.append(f"{why}; left out: {_places(ours, theirs)}")
     if more := len(made.notes[SHOWN_BLOCKS:]):
         made.notes[SHOWN_BLOCKS:] = [
             (
@@ -144,26 +128,21 @@ def _by_diff(clean: PromptTokens, corrupt: PromptTokens) -> Aligned:
     return made
 
 
-def _why_alone(
-    clean: PromptTokens, corrupt: PromptTokens, first: int, last: int, other: int, end: int
-) -> str:
-    if other == end:
-        return f"{clean.quoted(first, last)} is in the clean prompt only, so it has no counterpart"
-    if first == last:
-        return (
-            f"{corrupt.quoted(other, end)} is in the corrupt prompt only, so it has no counterpart"
-        )
+def _why_alone(clean: ReadPrompt, corrupt: ReadPrompt, ours: range, theirs: range) -> str:
+    if not theirs:
+        return f"{clean.quoted(ours)} is in the clean prompt only, so it has no counterpart"
+    if not ours:
+        return f"{corrupt.quoted(theirs)} is in the corrupt prompt only, so it has no counterpart"
     return (
-        f"{clean.quoted(first, last)} of the clean prompt has {_tokens(last - first)} "
-        f"and {corrupt.quoted(other, end)}, which takes its "
-        f"place in the corrupt prompt, has {_tokens(end - other)}, so they have no "
-        "counterparts (name them as a span, or give the "
+        f"{clean.quoted(ours)} of the clean prompt has {_tokens(len(ours))} and "
+        f"{corrupt.quoted(theirs)}, which takes its place in the corrupt prompt, has "
+        f"{_tokens(len(theirs))}, so they have no counterparts (name them as a span, or give the "
         "alignment as a list)"
     )
 
 
-def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, int, int, int, int]]:
-    """Return `SequenceMatcher.get_opcodes`' blocks: (tag, clean from, to, corrupt from, to),
+def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, range, range]]:
+    """Return `SequenceMatcher.get_opcodes`' blocks: tag, positions in clean and in corrupt;
     complete and in order.
     """
     shorter = min(len(clean), len(corrupt))
@@ -172,19 +151,21 @@ def _blocks(clean: Sequence[int], corrupt: Sequence[int]) -> list[tuple[str, int
         (place for place in range(shorter - head) if clean[-1 - place] != corrupt[-1 - place]),
         shorter - head,
     )
-    middles = clean[head : len(clean) - tail], corrupt[head : len(corrupt) - tail]
+    ends = len(clean) - tail, len(corrupt) - tail
+    middles = clean[head : ends[0]], corrupt[head : ends[1]]
     if _matches(*middles) > MOST_MATCHES:
         raise SelectorError(
             f"the prompts differ in too many tokens (from token {head} on) to be aligned: "
             "use `left` or `right`, or give pairs of positions"
         )
     result = SequenceMatcher(None, *middles, autojunk=False).get_opcodes()
-    blocks = [(tag, *(head + place for place in places)) for tag, *places in result]
-    ends = len(clean) - tail, len(corrupt) - tail
     return [
-        ("equal", 0, head, 0, head),
-        *blocks,  # type: ignore[list-item]
-        ("equal", ends[0], len(clean), ends[1], len(corrupt)),
+        ("equal", range(head), range(head)),
+        *(
+            (tag, range(head + first, head + last), range(head + other, head + end))
+            for tag, first, last, other, end in result
+        ),
+        ("equal", range(ends[0], len(clean)), range(ends[1], len(corrupt))),
     ]
 
 
@@ -194,7 +175,7 @@ def _matches(some: Sequence[int], rest: Sequence[int]) -> int:
     return sum(count * counts[token] for token, count in Counter(some).items())
 
 
-def _differences(clean: PromptTokens, corrupt: PromptTokens) -> list[str]:
+def _differences(clean: ReadPrompt, corrupt: ReadPrompt) -> list[str]:
     """Return notes on prompts of equal length that were aligned position by position."""
     differ = [
         place
@@ -220,7 +201,7 @@ def _differences(clean: PromptTokens, corrupt: PromptTokens) -> list[str]:
     ]
 
 
-def _moved(clean: PromptTokens, corrupt: PromptTokens, first: int, stop: int) -> str:
+def _moved(clean: ReadPrompt, corrupt: ReadPrompt, first: int, stop: int) -> str:
     """Return tokens that both prompts have, at different positions; empty if there are none, or too
     many to compare.
     """
@@ -229,14 +210,14 @@ def _moved(clean: PromptTokens, corrupt: PromptTokens, first: int, stop: int) ->
         return ""
     result = SequenceMatcher(None, *middles, autojunk=False).get_matching_blocks()
     return ", ".join(
-        clean.quoted(first + one, first + one + size)
+        clean.quoted(range(first + one, first + one + size))
         for one, other, size in result
         if size and one != other
     )
 
 
 def _listed(
-    clean: PromptTokens, corrupt: PromptTokens, pairs: Sequence[tuple[int, int]], patched: str
+    clean: ReadPrompt, corrupt: ReadPrompt, pairs: Sequence[tuple[int, int]], patched: str
 ) -> Aligned:
     """Apply the user's list of pairs.
 
@@ -272,22 +253,16 @@ def _listed(
             'no pair of positions given: give at least one, or "auto", "left" or "right"'
         )
     made.pairs.sort()
-    reason = "the alignment does not list it"
-    _fill_in(made, clean, corrupt, reason, reason)
+    _leave_alone(made, clean, corrupt, "the alignment does not list it")
     return made
 
 
-def _fill_in(
-    made: Aligned, clean: PromptTokens, corrupt: PromptTokens, of_clean: str, of_corrupt: str
-) -> None:
+def _leave_alone(made: Aligned, clean: ReadPrompt, corrupt: ReadPrompt, reason: str) -> None:
     """Record the reason for all positions without a counterpart."""
-    paired = {one for one, _ in made.pairs}, {other for _, other in made.pairs}
-    made.clean_alone = {
-        place: of_clean for place in range(len(clean.ids)) if place not in paired[0]
-    }
-    made.corrupt_alone = {
-        place: of_corrupt for place in range(len(corrupt.ids)) if place not in paired[1]
-    }
+    ours = {*range(len(clean.ids))}.difference(one for one, _ in made.pairs)
+    theirs = {*range(len(corrupt.ids))}.difference(other for _, other in made.pairs)
+    made.clean_alone = dict.fromkeys(sorted(ours), reason)
+    made.corrupt_alone = dict.fromkeys(sorted(theirs), reason)
 
 
 # --- Spans
@@ -305,7 +280,7 @@ def match_spans(
     name: str,
     clean: Sequence[int],
     corrupt: Sequence[int],
-    texts: tuple[PromptTokens, PromptTokens],
+    texts: tuple[ReadPrompt, ReadPrompt],
 ) -> Matched:
     """Pair the tokens of two corresponding spans, given as ascending positions; spans of unequal
     length are paired from their ends.
@@ -314,22 +289,20 @@ def match_spans(
     pairs = list(zip(clean[len(clean) - length :], corrupt[len(corrupt) - length :], strict=True))
     if len(clean) == len(corrupt):
         return Matched(pairs)
-    remaining = (
+    longer, text, left = (
         (CLEAN, texts[0], clean[:-length])
         if len(clean) > length
         else (CORRUPT, texts[1], corrupt[:-length])
     )
     return Matched(
         pairs,
-        note=f"span {name!r} has {_tokens(len(clean))} in the clean prompt and "
-        f"{len(corrupt)} in the corrupt one: they were "
-        f"aligned from the right, and {_words(remaining[1], remaining[2])} of the {remaining[0]} "
-        f"prompt ({_at(remaining[2])}) was "
-        "left out",
+        note=f"span {name!r} has {_tokens(len(clean))} in the clean prompt and {len(corrupt)} in "
+        f"the corrupt one: they were aligned from the right, and {text.quoted(left)} of the "
+        f"{longer} prompt ({_at(left)}) was left out",
     )
 
 
-def match_span(name: str, clean: Sequence[int], aligned: Aligned, text: PromptTokens) -> Matched:
+def match_span(name: str, clean: Sequence[int], aligned: Aligned, text: ReadPrompt) -> Matched:
     """Pair a span of the clean prompt with its counterparts in the corrupt one."""
     needed = set(clean)
     pairs = [(place, other) for place, other in aligned.pairs if place in needed]
@@ -342,15 +315,10 @@ def match_span(name: str, clean: Sequence[int], aligned: Aligned, text: PromptTo
     return Matched(
         pairs,
         note=(
-            f"in span {name!r}, {_words(text, alone)} ({_at(alone)} of the clean prompt) "
+            f"in span {name!r}, {text.quoted(alone)} ({_at(alone)} of the clean prompt) "
             f"was left out: {why}"
         ),
     )
-
-
-def _words(text: PromptTokens, places: Sequence[int]) -> str:
-    shown = "".join(text.words[place] for place in places)
-    return repr(shown if len(shown) <= SHOWN_CHARACTERS else shown[:SHOWN_CHARACTERS] + "…")
 
 
 def _at(places: Collection[int]) -> str:

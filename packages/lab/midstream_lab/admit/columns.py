@@ -7,11 +7,17 @@ combined with the parts of a row that a cell writes.
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from midstream.schemas.base.errors import Excluded, Translated, check_excluded, invalid
+from midstream.api.resolve.positions.captures import at_field
+from midstream.schemas.base.errors import Excluded, check_excluded, invalid
 from midstream.schemas.base.limits import MAX_NEURONS
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.model.banks import BANKS
-from midstream.schemas.prompts.selectors import Hook, SelectorError, as_ranges, resolve_layers
+from midstream.schemas.prompts.selectors import (
+    DimensionSelector,
+    Hook,
+    as_ranges,
+    resolve_layers,
+)
 
 from ..records.sweeps import HEAD_AXES, Column, Neurons, PatchWindow, SweepRequest
 
@@ -144,7 +150,7 @@ def _heads(request: SweepRequest, hooks: Sequence[Hook], model: ModelInfo) -> li
                 allowed="hooks with the same heads in one sweep",
             )
     count, width = sizes[0]
-    with Translated(SelectorError, lambda error: invalid("heads", str(error))):
+    with at_field("heads"):
         chosen = resolve_layers("all" if request.heads is None else request.heads, count, "head")
     return [ColumnPart(f"head {head}", head, _dims(head, width)) for head in chosen]
 
@@ -157,7 +163,7 @@ def _dims(head: int, width: int) -> str:
 def dims_of_head(field: str, hook: Hook, index: int, model: ModelInfo) -> tuple[int, str]:
     """Return a head's number, from 0, and its dimensions. Raises a 400 naming the field."""
     count, width = _heads_at(field, hook, model)
-    with Translated(SelectorError, lambda error: invalid(field, str(error))):
+    with at_field(field):
         (head,) = resolve_layers(index, count, "head")
     return head, _dims(head, width)
 
@@ -207,12 +213,10 @@ def _neurons(
     return parts
 
 
-def _sets(sets: Sequence[object], width: int) -> Iterator[ColumnPart]:
+def _sets(sets: Sequence[DimensionSelector], width: int) -> Iterator[ColumnPart]:
     for index, chosen in enumerate(sets):
-        try:
-            dims = resolve_layers(chosen, width, "neuron")  # type: ignore[arg-type]
-        except SelectorError as error:
-            raise invalid(f"neurons.sets[{index}]", str(error)) from error
+        with at_field(f"neurons.sets[{index}]"):
+            dims = resolve_layers(chosen, width, "neuron")
         yield ColumnPart(
             f"neurons {as_ranges(dims, 2)}" if len(dims) > 1 else f"neuron {dims[0]}",
             dims=as_ranges(dims),

@@ -1,6 +1,6 @@
 """Tokenises answers after their prompts; the tokens may differ from those of the answer alone."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,8 @@ from midstream.schemas.jobs.models import ModelInfo
 
 #: Number of tokens that an error shows before the first that differs.
 SHOWN_TOKENS = 3
+#: Characters of a prompt that a note or reason shows.
+SHOWN_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class ReadPrompt:
     def text(self) -> str | None:
         return None if self.where is None else self.where.text
 
+    def quoted(self, places: Iterable[int]) -> str:
+        text = "".join(self.words[place] for place in places)
+        return repr(text if len(text) <= SHOWN_CHARACTERS else text[:SHOWN_CHARACTERS] + "…")
+
 
 @dataclass(frozen=True)
 class Continuation:
@@ -38,6 +44,10 @@ class Continuation:
     ids: list[int]
     text: str
     note: str = ""  # a caveat for readers of the result
+
+
+#: Of a pair without an answer, or without a foil.
+NOTHING = Continuation("", [], "")
 
 
 async def continue_prompts(
@@ -54,17 +64,16 @@ async def continue_prompts(
     prompt, if the text changes the prompt's own tokens, and for token ids outside the vocabulary.
     """
     plain: list[tuple[str, str]] = []  # field, text
-    for field, value, prompts in requested:
+    texts_of = {
+        field: [prompt.text for prompt in prompts if prompt.text is not None]
+        for field, _, prompts in requested
+    }
+    for field, value, _ in requested:
         if not value:
             raise invalid(field, "is empty: it needs at least one token")
         if isinstance(value, str):
-            parts = [
-                part
-                for prompt in prompts
-                if prompt.text is not None
-                for part in (prompt.text, prompt.text + value)
-            ] or [value]
-            plain += [(field, part) for part in parts]
+            parts = [part for text in texts_of[field] for part in (text, text + value)]
+            plain += [(field, part) for part in parts or [value]]
         else:
             await tokenise([ParsedPrompt(field, value)], model, codec)
     with Translated(
@@ -78,9 +87,9 @@ async def continue_prompts(
     ):
         encoded = iter(await codec.encodings([text for _, text in plain], special_tokens=False))
     made = []
-    for field, value, prompts in requested:
+    for field, value, _ in requested:
         if isinstance(value, str):
-            texts = [prompt.text for prompt in prompts if prompt.text is not None]
+            texts = texts_of[field]
             after_each = [
                 added_tokens(field, value, next(encoded).ids, next(encoded).ids, codec)
                 for _ in texts

@@ -4,12 +4,13 @@ from collections.abc import Sequence
 
 import msgspec
 
+from midstream.api.resolve.positions.captures import at_field
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt, ParsedRequest
-from midstream.schemas.base.errors import Translated, invalid
+from midstream.schemas.base.errors import invalid
 from midstream.schemas.base.limits import MAX_DOSE_WORK, MAX_JOB_EDITS, MAX_PROMPTS
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.prompts.selectors import SelectorError, resolve_layers
+from midstream.schemas.prompts.selectors import resolve_layers
 from midstream.schemas.requests.specs import StoredSteering
 
 from ..records.doses import DoseRequest, DoseWork, StoredDose
@@ -45,7 +46,7 @@ def parse_dose(body: DoseRequest) -> ParsedRequest:
 
 def dose_layers(body: DoseRequest, model: ModelInfo) -> Sequence[int | None]:
     """Return the layer of each cell; None: all together. Raises a 400 naming `layers`."""
-    with Translated(SelectorError, lambda error: invalid("layers", str(error))):
+    with at_field("layers"):
         return [None] if body.layers is None else resolve_layers(body.layers, model.num_layers)
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from midstream.api.resolve.admission.admission import tokenise, too_long
 from midstream.api.resolve.admission.costs import check_examples
 from midstream.api.resolve.edits.steering import resolve_module
+from midstream.api.resolve.positions.captures import at_field
 from midstream.api.resolve.prompts.request_parsing import ParsedPrompt
 from midstream.api.resolve.prompts.tokenizer import Codec, TooLong
 from midstream.api.web.aside import call_aside
@@ -122,7 +123,7 @@ async def resolve_lens_fit(body: LensFitRequest, model: ModelInfo, codec: Codec)
 def _lens_layers(body: LensFitRequest, model: ModelInfo) -> list[int]:
     """Return the layers of a lens: below the last, whose Jacobian is the identity."""
     last = model.num_layers - 1
-    with Translated(SelectorError, lambda error: invalid("layers", str(error))):
+    with at_field("layers"):
         layers = resolve_layers(body.layers, model.num_layers)
     if body.layers == "all":
         layers.remove(last)

@@ -6,16 +6,21 @@ from collections.abc import Mapping
 
 import msgspec
 
-from midstream.api.resolve.positions.captures import Bounds, positions_of_each, stored_captures
+from midstream.api.resolve.positions.captures import (
+    Bounds,
+    at_field,
+    positions_of_each,
+    stored_captures,
+)
 from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.api.resolve.readings.lens import single_tokens
 from midstream.api.resolve.readings.saes import named_sae
 from midstream.broker.ledger.named.probes import misfit
 from midstream.schemas.artifacts.probes import PROBES, Probe
 from midstream.schemas.artifacts.saes import Sae
-from midstream.schemas.base.errors import MidstreamError, Translated, invalid
+from midstream.schemas.base.errors import MidstreamError, invalid
 from midstream.schemas.jobs.models import GradientInfo, ModelInfo
-from midstream.schemas.prompts.selectors import PositionSelector, SelectorError, select
+from midstream.schemas.prompts.selectors import PositionSelector, select
 from midstream.schemas.requests.scalars import SCALAR_FIELDS, ScalarSpec, StoredScalar
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 
@@ -120,7 +125,7 @@ def resolve_gradients(spec: CaptureSpec, bounds: Bounds, at: str) -> list[Stored
         if hook in facts.absent:
             raise invalid(f"{at}.hooks", f"{hook} has no gradients: {facts.absent[hook]}")
     for index, capture in enumerate(captures):
-        _in_prompt(capture.positions, index, bounds, f"{at}.positions")
+        _in_prompt(capture.positions, index, bounds, at)
     scalars = _scalars(scalar, artifact, bounds, f"{at}.scalar")
     return [
         msgspec.structs.replace(capture, gradient=scalar)
@@ -132,7 +137,8 @@ def _in_prompt(chosen: PositionSelector, index: int, bounds: Bounds, at: str) ->
     """Return the positions in prompt `index`. Raises a 400 if there are none."""
     tokens = bounds.prompts[index].tokens
     if not (positions := list(select(chosen, 0, tokens, tokens))):
-        raise invalid(at, f"selects no token of prompt {index}, and nothing is generated")
+        detail = f"selects no token of prompt {index}, and nothing is generated"
+        raise invalid(f"{at}.positions", detail)
     return positions
 
 
@@ -146,12 +152,10 @@ def _scalars(
     if scalar.kind != "logit":
         default = "all_prompt" if scalar.kind == "loss" else "last_prompt"
         given = msgspec.structs.replace(scalar, positions=scalar.positions or default)
-        with Translated(
-            SelectorError, lambda error: invalid(f"{at}.positions{error.at}", str(error))
-        ):
+        with at_field(f"{at}.positions"):
             of_each = positions_of_each(given, bounds)
         for index, chosen in enumerate(of_each):
-            positions[index] = _in_prompt(chosen, index, bounds, f"{at}.positions")
+            positions[index] = _in_prompt(chosen, index, bounds, at)
     if scalar.kind == "loss":  # the first token is given, not predicted
         positions = [[position for position in chosen if position] for chosen in positions]
         if not all(positions):

@@ -9,7 +9,7 @@ from midstream.schemas.base.errors import MidstreamError, invalid
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.settings.settings import Settings
 
-from ..records.sweep_paths import BRANCH_HOOK
+from ..records.sweep_paths import BRANCH_HOOK, StoredPath
 from ..records.sweeps import PatchWindow, StoredSweep
 from .alignment import CLEAN, CORRUPT
 
@@ -80,7 +80,7 @@ def _check_lengths(sweep: StoredSweep, model: ModelInfo) -> None:
         more = max(len(pair.answer), len(pair.foil), 1)
         for ids, is_base in ((pair.base, True), (pair.source, False)):
             if len(ids) + more > model.max_model_len:
-                clean = is_base == (sweep.direction == "noise" or sweep.ablation is not None)
+                clean = is_base == sweep.patches_clean
                 raise invalid(
                     f"pairs[{index}].{CLEAN if clean else CORRUPT}",
                     (
@@ -90,12 +90,14 @@ def _check_lengths(sweep: StoredSweep, model: ModelInfo) -> None:
                 )
 
 
-def room_of_cell(sweep: StoredSweep, num_layers: int = 0) -> Room:
+def room_of_cell(sweep: StoredSweep, num_layers: int) -> Room:
     """Return the room of the largest cell in the steering table: a row for each position, an entry
     for each vector.
 
     (Cells of an ablation take less. No-op patches, which measure noise, do not.)
     """
+    if sweep.path is not None:
+        return _room_of_pass(sweep, sweep.path, num_layers)
     item = sweep.window.layers * (
         2 if sweep.mask or any(column.masked for column in sweep.pairs[0].columns) else 1
     )
@@ -111,18 +113,14 @@ def room_of_cell(sweep: StoredSweep, num_layers: int = 0) -> Room:
                 for first, count in enumerate(before)
             ),
         )
-    if sweep.path is not None:
-        return _room_of_pass(sweep, num_layers)
     return Room(widest, widest * item)
 
 
-def _room_of_pass(sweep: StoredSweep, num_layers: int) -> Room:
+def _room_of_pass(sweep: StoredSweep, path: StoredPath, num_layers: int) -> Room:
     """Return the room of a path's pass: for each position, the sender's vector and mask and a
     vector for each frozen site, or a vector and mask for each receiver.
     """
-    path = sweep.path
     rows = max(len(pair.base) for pair in sweep.pairs)
-    assert path is not None
     top = max((end.layer for end in path.receivers), default=num_layers - 1)
     senders = (
         [(path.sender.layer, path.sender.hook)]

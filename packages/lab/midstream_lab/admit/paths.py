@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
-from midstream.api.resolve.positions.captures import Bounds, one_hook
-from midstream.schemas.base.errors import Excluded, Translated, check_excluded, invalid
+from midstream.api.resolve.positions.captures import Bounds, at_field, one_hook
+from midstream.schemas.base.errors import Excluded, check_excluded, invalid
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.prompts.selectors import Hook, SelectorError, as_ranges, resolve_layers
+from midstream.schemas.prompts.selectors import Hook, as_ranges, resolve_layers
 
 from ..records.sweep_paths import BRANCH_HOOK, PathEnd, StoredEnd, StoredPath, SweepPath, reaches
 from ..records.sweeps import PatchWindow, SweepRequest
@@ -105,9 +105,9 @@ def _check_fields(request: SweepRequest, path: SweepPath) -> None:
 
 
 def _end(field: str, end: PathEnd, model: ModelInfo) -> StoredEnd:
-    with Translated(SelectorError, lambda error: invalid(f"{field}.hook", str(error))):
+    with at_field(f"{field}.hook"):
         hook = one_hook(end.hook, Bounds(model, []))
-    with Translated(SelectorError, lambda error: invalid(f"{field}.layer", str(error))):
+    with at_field(f"{field}.layer"):
         (layer,) = resolve_layers(end.layer, model.num_layers)
     if end.head is None:
         return StoredEnd(layer=layer, hook=hook)

@@ -16,7 +16,7 @@ from midstream.api.resolve.admission.costs import (
 )
 from midstream.api.resolve.edits.patches import mask_tensor
 from midstream.api.resolve.edits.steering import NO_POSITION
-from midstream.api.resolve.positions.captures import Bounds, one_hook
+from midstream.api.resolve.positions.captures import Bounds, at_field, one_hook
 from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.api.web.aside import call_aside
 from midstream.schemas.base.errors import Excluded, Translated, check_excluded, invalid
@@ -52,13 +52,12 @@ from .alignment import (
     CORRUPT,
     Aligned,
     Matched,
-    PromptTokens,
     align,
     match_span,
     match_spans,
 )
 from .columns import ColumnPart, columns_on, parts_of
-from .continuations import Continuation, ReadPrompt, continue_prompts
+from .continuations import NOTHING, Continuation, ReadPrompt, continue_prompts
 from .limits import check_limits, too_many_cells
 from .paths import resolve_path
 from .prompts import read_prompts
@@ -91,8 +90,9 @@ class _Pair:
         return self.clean if self.corrupt is None or self.patched == CLEAN else self.corrupt
 
     @property
-    def source(self) -> ReadPrompt | None:
-        return self.clean if self.patched == CORRUPT else self.corrupt
+    def source(self) -> ReadPrompt:
+        """The prompt that rows come from; empty in an ablation."""
+        return self.clean if self.patched == CORRUPT else self.corrupt or ReadPrompt([], [])
 
 
 async def plan_sweep(
@@ -252,10 +252,8 @@ def _check_spans(at: str, pair: SweepPair, spans: list[PairSpan], request: Sweep
 def _hooks(request: SweepRequest, model: ModelInfo) -> list[Hook]:
     hooks: list[Hook] = []
     for index, name in enumerate(request.hooks):
-        try:
+        with at_field(f"hooks[{index}]"):
             hook = one_hook(name, Bounds(model, []))
-        except SelectorError as error:
-            raise invalid(f"hooks[{index}]", str(error)) from error
         if hook in hooks:
             raise invalid(f"hooks[{index}]", f"{name!r} is {hook}, which is already listed")
         hooks.append(hook)
@@ -265,7 +263,7 @@ def _hooks(request: SweepRequest, model: ModelInfo) -> list[Hook]:
 def _numbers(
     field: str, selector: LayerSelector | DimensionSelector, count: int, what: str = "layer"
 ) -> list[int]:
-    with Translated(SelectorError, lambda error: invalid(field, str(error))):
+    with at_field(field):
         return resolve_layers(selector, count, what)
 
 
@@ -324,9 +322,9 @@ async def _continue_pairs(
     ]
     made = {result.field: result for result in await continue_prompts(needed, model, codec)}
     for pair in pairs:
-        answer = made.get(f"{pair.at}.answer")
-        foil = made.get(f"{pair.at}.foil")
-        if answer is None or foil is None:
+        answer = made.get(f"{pair.at}.answer", NOTHING)
+        foil = made.get(f"{pair.at}.foil", NOTHING)
+        if not answer.ids or not foil.ids:
             continue
         if answer.ids == foil.ids:
             raise invalid(foil.field, f"has the same tokens as the answer, {foil.text!r}")
@@ -386,10 +384,10 @@ def _store_pair(
     if request.axis not in ("position", "head_position"):
         notes += _left_out(pair, [column for column in columns if not column.places])
     columns = columns_on(request, columns, parts)
-    answer = answers.get(f"{pair.at}.answer")
-    foil = answers.get(f"{pair.at}.foil")
-    notes += [result.note for result in (answer, foil) if result is not None and result.note]
-    if request.metric == "kl" and answer is not None and len(answer.ids) > 1:
+    answer = answers.get(f"{pair.at}.answer", NOTHING)
+    foil = answers.get(f"{pair.at}.foil", NOTHING)
+    notes += [result.note for result in (answer, foil) if result.note]
+    if request.metric == "kl" and len(answer.ids) > 1:
         notes.append(
             "kl covers the first token after the prompt; the answer's log-probability "
             f"covers all of its {len(answer.ids)} tokens"
@@ -406,14 +404,14 @@ def _store_pair(
                 )
     return StoredPair(
         base=pair.base.ids,
-        source=pair.source.ids if pair.source else [],
+        source=pair.source.ids,
         columns=columns,
-        answer=answer.ids if answer else [],
-        foil=foil.ids if foil else [],
+        answer=answer.ids,
+        foil=foil.ids,
         base_tokens=pair.base.words,
-        source_tokens=pair.source.words if pair.source else [],
-        answer_text=answer.text if answer else "",
-        foil_text=foil.text if foil else "",
+        source_tokens=pair.source.words,
+        answer_text=answer.text,
+        foil_text=foil.text,
         notes=notes,
         sender=sender,
     )
@@ -434,9 +432,9 @@ def _left_out(pair: _Pair, alone: Sequence[Column]) -> list[str]:
     ]
 
 
-def _check_one_token(*continuation: Continuation | None) -> None:
+def _check_one_token(*continuation: Continuation) -> None:
     for item in continuation:
-        if item is not None and len(item.ids) > 1:
+        if len(item.ids) > 1:
             detail = (
                 f"{item.text!r} has {len(item.ids)} tokens, but with path the values are of the "
                 "next token alone"
@@ -456,18 +454,8 @@ def _aligned(request: SweepRequest, pair: _Pair) -> Aligned | None:
     how: Alignment | list[tuple[int, int]] = (
         request.alignment if pair.spec.alignment is None else pair.spec.alignment
     )
-    with Translated(
-        SelectorError,
-        lambda error: invalid(
-            f"{'' if pair.spec.alignment is None else pair.at + '.'}alignment{error.at}",
-            str(error),
-        ),
-    ):
-        return align(_tokens(pair.clean), _tokens(pair.corrupt), how, pair.patched)
-
-
-def _tokens(prompt: ReadPrompt) -> PromptTokens:
-    return PromptTokens(prompt.ids, prompt.words)
+    with at_field(f"{'' if pair.spec.alignment is None else pair.at + '.'}alignment"):
+        return align(pair.clean, pair.corrupt, how, pair.patched)
 
 
 def _positions(request: SweepRequest, pair: _Pair, aligned: Aligned | None) -> Iterator[Column]:
@@ -476,15 +464,15 @@ def _positions(request: SweepRequest, pair: _Pair, aligned: Aligned | None) -> I
     field = f"{pair.at}.positions" if of_pair else "positions"
     requested = request.positions if pair.spec.positions is None else pair.spec.positions
     whose = "" if of_pair else f"{pair.at}: "
-    counterparts = {} if aligned is None else aligned.counterparts(pair.patched)
+    sources = dict.fromkeys(range(len(pair.base.ids)), NO_SOURCE)
+    if aligned is not None:
+        sources = aligned.counterparts(pair.patched)
     for place in _resolved(requested, pair.base, field, whose):
-        label = pair.base.words[place]
-        if aligned is None:
-            yield Column(label=label, places=[(place, NO_SOURCE)])
-        elif place in counterparts:
-            yield Column(label=label, places=[(place, counterparts[place])])
-        else:
-            yield Column(label=label, places=[], reason=aligned.alone(pair.patched)[place])
+        yield Column(
+            label=pair.base.words[place],
+            places=[(place, sources[place])] if place in sources else [],
+            reason="" if aligned is None else aligned.alone(pair.patched).get(place, ""),
+        )
 
 
 def _spans(pair: _Pair, aligned: Aligned | None, notes: list[str]) -> Iterator[Column]:
@@ -515,9 +503,9 @@ def _matched(
 ) -> Matched:
     if span.corrupt is None:
         assert aligned is not None
-        return match_span(span.name, clean, aligned, _tokens(pair.clean))
+        return match_span(span.name, clean, aligned, pair.clean)
     rest = _resolved(span.corrupt, corrupt, f"{field}.corrupt")
-    return match_spans(span.name, clean, rest, (_tokens(pair.clean), _tokens(corrupt)))
+    return match_spans(span.name, clean, rest, (pair.clean, corrupt))
 
 
 def _resolved(

@@ -13,11 +13,8 @@ from midstream.schemas.base.errors import Translated, invalid
 from midstream.schemas.base.limits import MAX_SWEEP_TEXT
 from midstream.schemas.jobs.models import ModelInfo
 
-from ..records.sweeps import SweepPair
+from ..records.sweeps import TEXTS, SweepPair
 from .continuations import ReadPrompt
-
-#: The fields of a pair that are text or token ids.
-TEXTS = ("clean", "corrupt", "answer", "foil")
 
 
 def check_text(pairs: Sequence[SweepPair], spelled: Mapping[str, str] | None = None) -> None:

@@ -29,12 +29,12 @@ from ..client.patch_study import PatchStudy
 from ..client.progress import bar
 from ..client.sweeps import sweep_request
 from ..records.attributions import AttributionRequest
-from ..records.sweeps import SweepRequest
+from ..records.sweeps import TEXTS, SweepRequest
 from ..show import attributions as show_attributions, sweeps as show_sweeps
 
 R = TypeVar("R", bound=SweepRequest)
 #: The fields of a pair that may be given once for all pairs.
-_SHARED = ("clean", "corrupt", "answer", "foil", "spans")
+_SHARED = (*TEXTS, "spans")
 
 Pair = Annotated[int | None, typer.Option(help="Show this pair; default: the mean of all.")]
 Clean = Annotated[str | None, typer.Option(help="The prompt with the right answer.")]
@@ -88,7 +88,9 @@ def sweep(
     """
     if save is not None and not save.absolute().parent.is_dir():
         raise invalid("--save", f"{save}: no such folder")
-    typed = _typed(clean, corrupt, answer, foil=foil, hooks=hooks, layers=layers, model=model)
+    typed = _typed(
+        hooks, layers, clean=clean, corrupt=corrupt, answer=answer, foil=foil, model=model
+    )
     request = _pairs(
         client, options.fields(file, set_, typed, "pairs", _SHARED), pair, figure, SweepRequest
     )
@@ -129,7 +131,9 @@ def attribute(
     """Attribution: estimate the cells of a sweep by gradients, and compute some of them exactly to
     see how far the estimates can be trusted.
     """
-    typed = _typed(clean, corrupt, answer, foil=foil, hooks=hooks, layers=layers, model=model)
+    typed = _typed(
+        hooks, layers, clean=clean, corrupt=corrupt, answer=answer, foil=foil, model=model
+    )
     fields = options.fields(file, set_, typed, "pairs", _SHARED)
     view = client.attributions.submit(_pairs(client, fields, pair, figure, AttributionRequest))
     detach(view, wait, json_)
@@ -141,19 +145,10 @@ def attribute(
     finish(view.id, figure, shown.plot, json_)
 
 
-def _typed(
-    clean: str | None,
-    corrupt: str | None,
-    answer: str | None,
-    foil: str | None,
-    hooks: str | None,
-    layers: str | None,
-    model: str | None,
-) -> dict[str, Any]:
+def _typed(hooks: str | None, layers: str | None, **others: str | None) -> dict[str, Any]:
     """Return the fields that the options of grids give."""
     named = hooks.replace(" ", "").split(",") if hooks else None
-    pair = {"clean": clean, "corrupt": corrupt, "answer": answer, "foil": foil}
-    return {**pair, "hooks": named, "layers": options.layers(layers), "model": model}
+    return {**others, "hooks": named, "layers": options.layers(layers)}
 
 
 def _pairs(

@@ -48,14 +48,10 @@ class StudyFields(SweepSites, Handled, total=False):
     """The fields of a sweep without its pairs."""
 
 
-class Paired(TypedDict, total=False):
-    """The prompts of a sweep."""
+class SweepFields(StudyFields, total=False):
+    """`POST /v1/sweeps`."""
 
     pairs: Some[SweepPair | Fields]
-
-
-class SweepFields(Paired, StudyFields, total=False):
-    """`POST /v1/sweeps`."""
 
 
 class AttributionFields(SweepFields, total=False):

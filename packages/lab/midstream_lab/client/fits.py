@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Any, TypeVar, Unpack
 
 from midstream.client.sdk import wire
 from midstream.client.sdk.calls import Awaits, Calls, M, call
@@ -14,6 +14,8 @@ from midstream.schemas.jobs.jobs import JobView
 
 from ..records.fits import FitOutcome, FitRequest, FitResult, LensFitRequest, LensFitResult
 from .fields import FitFields, LensFitFields
+
+B = TypeVar("B", FitRequest, LensFitRequest)
 
 
 class Fits(Calls[M]):
@@ -39,9 +41,7 @@ class Fits(Calls[M]):
         Steer with it afterwards by its name: `steering={"module": name}`. Without a better effect
         than none it is registered only with `register="always"`; `reason` says so.
         """
-        result = await self.result(
-            await self.submit(await self._body(request, dict(fields), FitRequest))
-        )
+        result = await self._fitted(request, dict(fields), FitRequest)
         assert isinstance(result, FitResult)
         return result
 
@@ -55,11 +55,12 @@ class Fits(Calls[M]):
 
         Read through it afterwards by its name: `client.lens(prompt, jacobian=name)`.
         """
-        result = await self.result(
-            await self.submit(await self._body(request, dict(fields), LensFitRequest))
-        )
+        result = await self._fitted(request, dict(fields), LensFitRequest)
         assert isinstance(result, LensFitResult)
         return result.lens
+
+    async def _fitted(self, request: B | None, fields: dict[str, Any], kind: type[B]) -> FitOutcome:
+        return await self.result(await self.submit(await self._body(request, fields, kind)))
 
     @call
     async def result(self, job_id: JobLike) -> FitOutcome:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar, Unpack
 import msgspec
 from msgspec.structs import asdict
 
-from midstream.client import frames, values
+from midstream.client import values
 from midstream.client.render import figures
 from midstream.client.sdk import wire
 from midstream.client.sdk.calls import Awaits, Blocking, call
@@ -28,6 +28,7 @@ from midstream.schemas.prompts.sites import asked_names, renamed
 
 from ..records.sweeps import (
     HEAD_AXES,
+    TEXTS,
     PairResult,
     PairSpan,
     PatchWindow,
@@ -222,7 +223,8 @@ class _Study(Generic[C]):
 
         Raises MidstreamError if pandas is not installed; `to_records` does not need it.
         """
-        return frames.pandas().DataFrame(self.to_records())
+        frame: pandas.DataFrame = self.result.to_pandas()
+        return frame
 
     def save(self, path: Path | str) -> None:
         """Write request and result as JSON, for `load`."""
@@ -289,9 +291,7 @@ class _Study(Generic[C]):
     def _zoomed(
         self,
         region: Region | Effect | None,
-        hooks: Any,
-        layers: Any,
-        columns: Any,
+        columns: Sequence[str | int] | None,
         fields: dict[str, Any],
     ) -> tuple[list[SweepPair], dict[str, Any]]:
         """Return the pairs and the fields of a sweep over each token of a region separately; each
@@ -301,21 +301,14 @@ class _Study(Generic[C]):
         result = self.result
         # the other direction patches the other prompt
         reversed_ = fields.get("direction", result.direction) != result.direction
-        if isinstance(region, Effect):
-            region = _around(region, result)
-        if region is not None:
-            hooks = hooks or region.hooks
-            layers = layers if layers is not None else region.layers
-            columns = columns or region.columns
+        part = _around(region, result) if isinstance(region, Effect) else region or Region()
+        hooks = fields.pop("hooks", None) or part.hooks or last.hooks
+        layers = [fields.pop("layers", None), part.layers, last.layers]
+        columns = columns or part.columns
         pairs = []
         for number, pair in enumerate(last.pairs):
             results = result.pairs[number]
-            numbers = (
-                range(len(results.labels))
-                if columns is None
-                else [_column(results.labels, column) for column in columns]
-            )
-            places = _places(results, numbers)
+            places = _places(results, _numbers(results.labels, columns))
             if not places:
                 raise invalid("columns", f"no column could be patched in pair {number}")
             changes: dict[str, Any] = {
@@ -333,15 +326,13 @@ class _Study(Generic[C]):
             | _zoomed_axis(result, columns)
             | {
                 "window": PatchWindow(),
-                "hooks": hooks or last.hooks,
-                "layers": last.layers if layers is None else layers,
+                "hooks": hooks,
+                "layers": next(given for given in layers if given is not None),
             }
         )
-        return pairs, {
-            name: value
-            for name, value in request.items()
-            if name not in ("model", "pairs", "positions")
-        } | fields
+        for name in ("model", "pairs", "positions"):
+            del request[name]
+        return pairs, request | fields
 
     @_study_call
     async def sweep(
@@ -379,10 +370,7 @@ class _Study(Generic[C]):
         `region`: a `Region`, or a cell of `top()`, which stands for its hook, its tokens, and the
         layers around it. `fields`: other changes to this study's sweep.
         """
-        changes = dict(fields)
-        hooks = changes.pop("hooks", None)
-        layers = changes.pop("layers", None)
-        pairs, request = self._zoomed(region, hooks, layers, columns, changes)
+        pairs, request = self._zoomed(region, columns, dict(fields))
         study = type(self).pairs(pairs, client=self._client, model=self.request.model)
         study._unzoomed = self.request.pairs
         return await study._swept(progress, **request)
@@ -445,7 +433,7 @@ def _pair(pair: PairInput, field: str = "") -> SweepPair:
     if not isinstance(pair, Mapping):
         if isinstance(pair, str) or not 1 <= len(pair) <= 4:
             raise invalid(field, "give a pair as (clean, corrupt, answer, foil), or as its fields")
-        pair = dict(zip(("clean", "corrupt", "answer", "foil"), pair, strict=False))
+        pair = dict(zip(TEXTS, pair, strict=False))
     return values.checked(dict(pair), SweepPair, field)
 
 
@@ -474,11 +462,7 @@ def _zoomed_axis(result: SweepResult, columns: Sequence[str | int] | None) -> di
     if result.axis not in HEAD_AXES:
         return {"axis": "position"}
     pair = result.pairs[0]
-    numbers = (
-        range(len(pair.labels))
-        if columns is None
-        else [_column(pair.labels, column) for column in columns]
-    )
+    numbers = _numbers(pair.labels, columns)
     return {"axis": "head_position", "heads": sorted({pair.heads[number] for number in numbers})}
 
 
@@ -501,6 +485,13 @@ def _places(pair_result: PairResult, columns: Iterable[int]) -> list[tuple[int, 
                     allowed="columns with one source position for each position",
                 )
     return sorted(places.items())
+
+
+def _numbers(labels: list[str], columns: Sequence[str | int] | None) -> Sequence[int]:
+    """Return the numbers of columns; None: of all."""
+    if columns is None:
+        return range(len(labels))
+    return [_column(labels, column) for column in columns]
 
 
 def _column(labels: list[str], column: str | int) -> int:

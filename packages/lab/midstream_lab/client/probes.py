@@ -135,20 +135,23 @@ def fit(
         side: {name: int((names[chosen] == name).sum()) for name in classes}
         for side, chosen in (("train", train), ("held_out", test))
     }
-    if few := [(name, side) for side in counts for name in classes if counts[side][name] < 2]:
-        raise invalid(
-            "labels",
-            f"class {few[0][0]!r} has {counts[few[0][1]][few[0][0]]} rows in {few[0][1]}",
-            allowed="two or more in both train and held_out",
-        )
-    weight, bias = _train(rows[train], names[train], classes, strength)
+    for side, of_side in counts.items():
+        for name, count in of_side.items():
+            if count < 2:
+                raise invalid(
+                    "labels",
+                    f"class {name!r} has {count} rows in {side}",
+                    allowed="two or more in both train and held_out",
+                )
+    numbers = np.array([classes.index(name) for name in names])
+    weight, bias = _train(rows[train], numbers[train], strength)
     scores = rows[test] @ weight.T + bias
-    accuracy, auroc = _evaluate(scores, names[test], classes)
+    accuracy, auroc = _evaluate(scores, numbers[test])
     generator = np.random.default_rng(seed)
     shuffled = [
-        _evaluate(rows[test] @ chance.T + offset, names[test], classes)
+        _evaluate(rows[test] @ chance.T + offset, numbers[test])
         for chance, offset in (
-            _train(rows[train], generator.permutation(names[train]), classes, strength)
+            _train(rows[train], generator.permutation(numbers[train]), strength)
             for _ in range(_SHUFFLES)
         )
     ]
@@ -271,28 +274,24 @@ def _split(
         return sides
 
 
-def _train(
-    rows: np.ndarray, names: np.ndarray, classes: Sequence[str], strength: float
-) -> tuple[np.ndarray, np.ndarray]:
+def _train(rows: np.ndarray, numbers: np.ndarray, strength: float) -> tuple[np.ndarray, np.ndarray]:
     """Train a classifier; return weight `[k, hidden]` and bias `[k]` for rows that are not
-    standardised.
+    standardised. `numbers`: the class of each row.
     """
     linear = importlib.import_module("sklearn.linear_model")
     mean = rows.mean(axis=0)
     scale = rows.std(axis=0)
     scale = np.where(scale > 0, scale, 1.0)
-    model = linear.LogisticRegression(C=strength, max_iter=_ITERATIONS).fit(
-        (rows - mean) / scale, np.array([classes.index(name) for name in names])
-    )
+    model = linear.LogisticRegression(C=strength, max_iter=_ITERATIONS)
+    model.fit((rows - mean) / scale, numbers)
     weight = model.coef_ / scale
     return weight, model.intercept_ - weight @ mean
 
 
-def _evaluate(scores: np.ndarray, names: np.ndarray, classes: Sequence[str]) -> tuple[float, float]:
-    """Return accuracy and AUROC."""
+def _evaluate(scores: np.ndarray, numbers: np.ndarray) -> tuple[float, float]:
+    """Return accuracy and AUROC. `numbers`: the class of each row."""
     metrics = importlib.import_module("sklearn.metrics")
-    numbers = np.array([classes.index(name) for name in names])
-    first = len(classes) - scores.shape[1]  # of two classes, the second has the score
+    first = 1 if scores.shape[1] == 1 else 0  # of two classes, the second has the score
     answers = scores[:, 0] > 0 if first else scores.argmax(axis=1)
     aurocs = [
         metrics.roc_auc_score(numbers == first + number, column)
@@ -334,11 +333,7 @@ def _threshold(scores: np.ndarray, positive: np.ndarray) -> float:
     sorted_scores = scores[order]
     hits = positive[order].astype(np.int64)
     # right[i]: rows classified correctly if the i lowest scores are called negative
-    right = (
-        np.concatenate([[0], np.cumsum(1 - hits)])
-        + hits.sum()
-        - np.concatenate([[0], np.cumsum(hits)])
-    )
+    right = np.cumsum([hits.sum(), *(1 - 2 * hits)])
     middles = np.concatenate(
         [
             [sorted_scores[0] - 1],

@@ -23,6 +23,7 @@ from midstream.schemas.jobs.results import JobResult
 
 from ..records.attributions import AttributionRequest, EstimatedPair
 from ..records.sweeps import (
+    TEXTS,
     Metric,
     SweepCell,
     SweepPair,
@@ -165,15 +166,11 @@ class Sweeps(Gridded[M]):
         return _grid(await self._awaited_result(job_id, progress, cancel))
 
 
-#: The fields of a pair that are arguments of the call.
-_PAIR = ("clean", "corrupt", "answer", "foil")
-
-
 def paired(request: AttributionRequest | None, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of an attribution, in which those of one pair are `pairs`. Raises
     MidstreamError naming the field.
     """
-    pair = {name: given for name in _PAIR if (given := fields.pop(name, None)) is not None}
+    pair = {name: given for name in TEXTS if (given := fields.pop(name, None)) is not None}
     if pair and (fields.get("pairs") is not None or request is not None):
         raise invalid(next(iter(pair)), "is not valid with pairs, which have it")
     if pair:

@@ -21,7 +21,7 @@ from ..records.sweeps import UnitRecord
 from ..results.attribution_result import estimated_pair
 from ..results.ledger_sweeps import unit_row, units_key
 from ..results.sweep_result import chosen_cells, sweep_start, sweep_summary
-from ..run.verdict import UnverifiedUnit, verified
+from ..run.verdict import unverified
 
 
 class AttributionAttempt:
@@ -80,7 +80,6 @@ class AttributionAttempt:
             pair=pair,
             mask=mask,
             trace=self._attempt.progress.span.traceparent,
-            tenant=self._job.tenant,
         )
         record = UnitRecord(unit=number, attempt=self._attempt.number)
         self._attempt.progress.totals.prompt_tokens += len(self._sweep.pairs[pair].base)
@@ -96,10 +95,8 @@ class AttributionAttempt:
             [ask.request], self._ledger.settings.capture_timeout_s
         )
         receipts = found.get(ask.request, [])
-        try:
-            verified([receipts], self._engine.world)
-        except UnverifiedUnit as error:
-            return replace(record, reason=str(error))
+        if why := unverified([receipts], self._engine.world):
+            return replace(record, reason=why)
         # Stored with the estimates, so that a later attempt on either worker goes on with the same
         # cells.
         chosen = chosen_cells(self._sweep, pair, estimate)
@@ -115,7 +112,7 @@ class AttributionAttempt:
     async def _hand_on(self, estimates: list[UnitRecord]) -> None:
         chosen = [record.estimated.chosen for record in estimates if record.estimated is not None]
         cells = len({number for of in chosen for numbers in of.values() for number in numbers})
-        if self._sweep.attributed is not None and self._sweep.attributed.method == "adaptive":
+        if self._sweep.adaptive:
             cells = self._sweep.num_exact
         crash_point("attribution.estimated")
         answer = await patiently(

@@ -37,7 +37,6 @@ from ..records.fits import (
     FitResult,
     FitWork,
     LensFitResult,
-    LensProgress,
     StoredModuleFit,
 )
 
@@ -88,15 +87,11 @@ class FitAttempt:
         root = self._ledger.settings.artifacts_of("lenses")
         path = f"{wanted.folder}/{job.id}-{self._attempt.number}"
         folder = new_folder(root, path, "artifacts_dir/lenses")
-        count = len(wanted.prompts)
 
         def computed(points: Any, check: Callable[[], None]) -> None:
             from ..gradients.jacobian import fit_to_folder
 
-            def report(done: int) -> None:
-                self._report(LensProgress(prompts=done, of=count))
-
-            fit_to_folder(points, wanted, folder, check, report)
+            fit_to_folder(points, wanted, folder, check, self._report)
 
         try:
             await self._computed(computed)

@@ -22,6 +22,7 @@ import torch
 from midstream.schemas.prompts.selectors import Hook
 
 from ..records.sweeps import Baseline, StoredSweep
+from ..results.sweep_metrics import unchanged
 from .pairs import PairRuns, require_finite
 from .points import Attended, ForwardPass, Points, SiteKey, repeated, scores
 
@@ -54,50 +55,46 @@ class PairEstimate:
         return {hook: self.unpatched + effects for hook, effects in self.effects.items()}
 
 
-@dataclass(frozen=True)
-class EstimateOptions:
-    """How cells are estimated."""
-
-    steps: int = 0  # of integrated gradients; 0: first order
-    correct: bool = False  # the QK correction of AtP* at `q` and `k`
-    doubts: bool = False
-    batch: int = 8  # prompts in one forward pass of integrated gradients
-    mask: torch.Tensor | None = None  # the dimensions of `sweep.mask`, bool [width]
-    #: Called between passes; raises to stop.
-    check: Callable[[], None] = lambda: None
-
-
 def estimate_pair(
-    points: Points, sweep: StoredSweep, number: int, options: EstimateOptions = EstimateOptions()
+    points: Points,
+    sweep: StoredSweep,
+    number: int,
+    *,
+    steps: int = 0,
+    doubtful: bool = False,
+    batch: int = 8,
+    mask: torch.Tensor | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> PairEstimate:
-    """Return the estimates of all cells of pair `number`.
+    """Return the estimates of all cells of pair `number`: of integrated gradients in so many
+    `steps`, or of first order with the QK correction, and with `doubts` if they are `doubtful`.
+
+    `batch`: prompts in one forward pass of integrated gradients. `mask`: the dimensions of
+    `sweep.mask`, bool `[width]`. `check`: called between passes; raises to stop.
 
     Raises PairError and NonFiniteGradient, which concern this pair alone, and
     UnsupportedArchitectureError for a hook point that the model lacks.
     """
-    pair = PairRuns(points, sweep, number, options.mask)
+    pair = PairRuns(points, sweep, number, mask)
     doubts: dict[Hook, np.ndarray] = {}
-    if options.steps:
+    if steps:
         run = pair.run(grad=False)
-        options.check()
+        check()
         scale = pair.scale()
-        effects = _integrated(pair, run, options)
+        effects = _integrated(pair, run, steps, batch, check)
     else:
-        run = pair.run(_attention_sites(pair, options))
-        options.check()
+        run = pair.run(_attention_sites(pair, doubtful))
+        check()
         pair.require_slope()
         scale = pair.scale()
         gradients = run.gradients(pair.value)
         effects = {site: pair.cells(site, run, pair.slope(gradients[site])) for site in pair.sites}
-        if options.correct:
-            effects |= {
-                site: _corrected(pair, run, gradients, site)
-                for site in pair.sites
-                if site[0] in KINDS
-            }
-        if options.doubts:
+        effects |= {
+            site: _corrected(pair, run, gradients, site) for site in pair.sites if site[0] in KINDS
+        }
+        if doubtful:
             doubts = _by_hook(pair, _doubts(pair, run, gradients), abs(scale))
-    unpatched = 0.0 if sweep.metric == "recovered" else pair.base.value
+    unpatched = unchanged(sweep.metric, pair.base.value)
     return PairEstimate(pair.base, pair.source, unpatched, _by_hook(pair, effects, scale), doubts)
 
 
@@ -113,25 +110,25 @@ def _by_hook(
 
 
 def _integrated(
-    pair: PairRuns, run: ForwardPass, options: EstimateOptions
+    pair: PairRuns, run: ForwardPass, steps: int, batch: int, check: Callable[[], None]
 ) -> dict[SiteKey, np.ndarray]:
     """Return the cells of each site, in nats, `[columns]`."""
-    shares = [(step + 0.5) / options.steps for step in range(options.steps)]
+    shares = [(step + 0.5) / steps for step in range(steps)]
     # from the last layer to the first: sites that share a backward pass are close together
     ordered = sorted(pair.sites, key=lambda site: -site[1])
     moves = [(site, share) for site in ordered for share in shares]
     copies = len(pair.metric.suffixes)
-    size = max(1, options.batch // copies)
+    size = max(1, batch // copies)
     cells: dict[SiteKey, np.ndarray] = {}
     slope: torch.Tensor | float = 0.0
     for start in range(0, len(moves), size):
-        options.check()
-        batch = moves[start : start + size]
-        gradients = pair.along(run, batch)[1]
-        for number, (site, share) in enumerate(batch):
+        check()
+        together = moves[start : start + size]
+        gradients = pair.along(run, together)[1]
+        for number, (site, share) in enumerate(together):
             slope = slope + pair.slope(gradients[site][number * copies : (number + 1) * copies])
             if share == shares[-1]:
-                cells[site] = pair.cells(site, run, slope / options.steps)
+                cells[site] = pair.cells(site, run, slope / steps)
                 slope = 0.0
     return cells
 
@@ -139,10 +136,10 @@ def _integrated(
 # --- Saturated attention
 
 
-def _attention_sites(pair: PairRuns, options: EstimateOptions) -> set[SiteKey]:
+def _attention_sites(pair: PairRuns, doubtful: bool) -> set[SiteKey]:
     """Return the sites that the QK correction and the doubts need beyond the sweep's own."""
-    layers = {layer for hook, layer in pair.sites if hook in KINDS} if options.correct else set()
-    if options.doubts:
+    layers = {layer for hook, layer in pair.sites if hook in KINDS}
+    if doubtful:
         layers |= {*map(_reader, pair.sites)} - {pair.points.num_layers}
     return {(hook, layer) for layer in layers for hook in (*KINDS, "v", "z")}
 

@@ -7,8 +7,7 @@ al. 2024, arXiv:2403.19647). All effects of a place, with that of the error, sum
 its row (`Autoencoder.exchange`, which exact values use too).
 """
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -18,10 +17,10 @@ from midstream.schemas.base.tensors import to_numpy
 from midstream.schemas.prompts.selectors import Hook
 from midstream.workers.runner.readings.sae import Autoencoder
 
-from ..records.estimates import Estimate, FeatureScore, StoredAttribution
+from ..records.estimates import Estimate, FeatureScore
 from ..records.sweep_units import nodes_of
 from ..records.sweeps import Baseline, StoredSweep
-from .attribution import EstimateOptions, estimate_pair
+from .attribution import estimate_pair
 from .edges import edge_scores
 from .loading import GIB, Footprint, refused
 from .pairs import PairRuns, require_finite, rows_at
@@ -34,34 +33,19 @@ _ROWS = 64
 MOST_AT_ONCE = 8
 
 
-class FeatureEffects(NamedTuple):
-    """Effects in the metric's units. Skipped columns have index −1 and NaN."""
-
-    indices: np.ndarray  # int64 [columns, k]: the largest |effect| first
-    effects: np.ndarray  # float64 [columns, k]
-    rest: np.ndarray  # float64 [columns]: sum over all other features
-    error: np.ndarray  # float64 [columns]
-    drawn: list[tuple[int, int, float]]  # column, feature (−1: the error) and effect; at random
-    base: float  # the metric of the patched prompt, in nats
-    source: float | None  # of the other prompt; None in an ablation
-
-
-def feature_effects(
-    points: Points,
-    sweep: StoredSweep,
-    number: int,
-    site: SiteKey,
-    sae: Autoencoder,
-    top: int,
-    draw: int = 0,
-    seed: int = 0,
-) -> FeatureEffects:
-    """Return the effects at one site of pair `number`: the `top` features of each column, and
-    `draw` at random from all columns' features that differ between the prompts, and errors.
+def feature_effects(points: Points, sweep: StoredSweep, number: int, sae: Autoencoder) -> Estimate:
+    """Return the effects of features of pair `number`, and of the error as feature −1, at the
+    autoencoder's site: the strongest of all columns, and for `verify` some at random, of the
+    features and errors that differ between the prompts.
 
     In an ablation with zeros, activations and error are zero, and the biases stay; with `mean`,
     activations are the mean over the prompt. Raises PairError and NonFiniteGradient.
     """
+    how = sweep.attributed
+    assert how is not None
+    assert how.sae is not None
+    site: SiteKey = (how.sae.hook, how.sae.layer)
+    draw = 0 if how.verify is None else how.verify.random
     pair = PairRuns(points, sweep, number, sites=[site])
     run = pair.run()
     pair.require_slope()
@@ -77,17 +61,9 @@ def feature_effects(
         if sweep.ablation == "mean"
         else None
     )
-    count = min(top, sae.form.d_sae)
-    result = FeatureEffects(
-        np.full((len(columns.member), count), -1),
-        np.full((len(columns.member), count), np.nan),
-        np.full(len(columns.member), np.nan),
-        np.full(len(columns.member), np.nan),
-        drawn=[],
-        base=pair.base.value,
-        source=None if pair.source is None else pair.source.value,
-    )
-    rng = np.random.default_rng([seed, number])
+    scores: list[FeatureScore] = []
+    drawn: list[FeatureScore] = []
+    rng = np.random.default_rng([how.seed, number])
     lots = np.empty(0)
     for column, member in enumerate(columns.member):
         if column in columns.skipped:
@@ -98,29 +74,37 @@ def feature_effects(
         source = rows + differences[places] / sweep.alpha if sweep.ablation != "zeros" else None
         parts = sae.exchange(rows, source, mean)
         gain = sae.gains(slope * parts.scale)
-        effects = (sweep.alpha * parts.change.double() * gain.double()).sum(0) * scale
-        order = np.argsort(-effects.abs().cpu().numpy(), kind="stable")
-        chosen = torch.from_numpy(order[:count]).to(effects.device)
-        error = sweep.alpha * (parts.error.double() * slope).sum() * scale
-        result.indices[column] = chosen.cpu().numpy()
-        result.effects[column] = effects[chosen].cpu().numpy()
-        result.rest[column] = (effects.sum() - effects[chosen].sum()).item()
-        result.error[column] = error.item()
+        sums = (sweep.alpha * parts.change.double() * gain.double()).sum(0)
+        effects = sums.cpu().numpy() * scale
+        lost = sweep.alpha * (parts.error.double() * slope).sum().item() * scale
+        error = FeatureScore(column=column, feature=-1, score=lost)
+        strongest = np.argsort(-np.abs(effects), kind="stable")[: how.keep]
+        scores += [*_scores(column, strongest.tolist(), effects), error]
         if draw:
-            found = parts.change.any(0).nonzero()[:, 0].tolist()
             # Drawn here, from the features that differ and the errors: most of a dictionary is
             # inactive in both prompts, and its effect is known to be 0.
-            result.drawn.extend(
-                (column, *item) for item in zip(found, effects[found].tolist(), strict=True)
-            )
+            drawn += _scores(column, parts.change.any(0).nonzero()[:, 0].tolist(), effects)
             if parts.error.any():
-                found.append(-1)
-                result.drawn.append((column, -1, error.item()))
-            lots = np.append(lots, rng.random(len(found)))
+                drawn.append(error)
+            lots = np.append(lots, rng.random(len(drawn) - len(lots)))
             kept = np.argsort(lots)[:draw]
-            result.drawn[:] = [result.drawn[place] for place in kept]
+            drawn = [drawn[place] for place in kept]
             lots = lots[kept]
-    return result
+    scores.sort(key=lambda score: -abs(score.score))
+    drawn.sort(key=lambda score: (score.column, score.feature))
+    return Estimate(
+        base=pair.base.value,
+        source=_value(pair.source),
+        features=scores[: how.keep],
+        drawn=drawn,
+    )
+
+
+def _scores(column: int, features: Sequence[int], effects: np.ndarray) -> list[FeatureScore]:
+    return [
+        FeatureScore(column=column, feature=feature, score=float(effects[feature]))
+        for feature in features
+    ]
 
 
 def at_once(
@@ -140,8 +124,7 @@ def at_once(
     """
 
     def needed(batch: int) -> int:
-        memory = footprint.memory(tokens, batch, sites, kept)
-        return memory.total - memory.parameters  # which are there already
+        return footprint.memory(tokens, batch, sites, kept).total
 
     for batch in range(max(least, most), least - 1, -1):
         if needed(batch) <= free:
@@ -180,21 +163,22 @@ def estimate(
     # a node is a continuation of the prompt, or a shorter piece of one; all run in one pass
     batch = at_once(footprint, pair.longest, sites, free, least=min(nodes, 2), kept=nodes + 1)
     if stored.sae is not None:
-        return _features(points, sweep, ask.pair, sites[0], load_sae(stored.sae), stored)
+        return feature_effects(points, sweep, ask.pair, load_sae(stored.sae))
     if stored.method == "edges":
         found = edge_scores(points, sweep, ask.pair, stored.steps, check)
         return Estimate(
             base=found.base.value, source=_value(found.source), edges=found.top(stored.keep)
         )
-    options = EstimateOptions(
+    outcome = estimate_pair(
+        points,
+        sweep,
+        ask.pair,
         steps=stored.steps if stored.method == "integrated" else 0,
         batch=batch,
-        correct=stored.method != "integrated",  # at `q` and `k` only
-        doubts=stored.verify is not None and stored.verify.doubtful > 0,
+        doubtful=stored.verify is not None and stored.verify.doubtful > 0,
         mask=None if ask.mask is None else torch.tensor(to_numpy(ask.mask)).bool(),
         check=check,
     )
-    outcome = estimate_pair(points, sweep, ask.pair, options)
     values = np.concatenate([outcome.values()[hook].ravel() for hook in sweep.hooks])
     doubtful: list[int] = []
     if outcome.doubts:
@@ -211,40 +195,3 @@ def estimate(
 
 def _value(source: Baseline | None) -> float | None:
     return None if source is None else source.value
-
-
-def _features(
-    points: Points,
-    sweep: StoredSweep,
-    pair: int,
-    site: SiteKey,
-    sae: Autoencoder,
-    how: StoredAttribution,
-) -> Estimate:
-    draw = 0 if how.verify is None else how.verify.random
-    outcome = feature_effects(
-        points=points,
-        sweep=sweep,
-        number=pair,
-        site=site,
-        sae=sae,
-        top=how.keep,
-        draw=draw,
-        seed=how.seed,
-    )
-    scores = []
-    for column, stored in enumerate(sweep.pairs[pair].columns):
-        if stored.places:
-            parts = [*zip(outcome.indices[column], outcome.effects[column], strict=True)]
-            scores += [
-                FeatureScore(column=column, feature=int(feature), score=float(effect))
-                for feature, effect in (*parts, (-1, outcome.error[column]))
-            ]
-    scores.sort(key=lambda score: -abs(score.score))
-    drawn = [
-        FeatureScore(column=column, feature=feature, score=score)
-        for column, feature, score in sorted(outcome.drawn)
-    ]
-    return Estimate(
-        base=outcome.base, source=outcome.source, features=scores[: how.keep], drawn=drawn
-    )

@@ -16,6 +16,7 @@ from midstream.schemas.artifacts.jacobian_lenses import JacobianFit, JacobianRec
 from midstream.storage.formats.lens_files import Matrix, write
 from midstream.workers.engine.proof.reference import free_bytes
 
+from ..records.fits import LensProgress
 from .estimates import at_once
 from .loading import GIB, Footprint, free_on, refused
 from .points import ForwardPass, Points, SiteKey
@@ -123,11 +124,10 @@ def fit_to_folder(
     stored: StoredLensFit,
     folder: Path,
     check: Callable[[], None] = lambda: None,
-    report: Callable[[int], None] = lambda done: None,
+    report: Callable[[LensProgress], None] = lambda done: None,
 ) -> JacobianRecord:
     """Fit a lens and write it to `folder`, with the model's output matrix in its own dtype; the
-    folder can be registered. Returns the record of the fit. `report` is called before each prompt,
-    with the number of those before it.
+    folder can be registered. Returns the record of the fit. `report` is called before each prompt.
 
     Raises what `fit_jacobian_lens` raises, OSError, and MidstreamError("gradients_refused") with
     the figures where memory is lacking.
@@ -142,7 +142,7 @@ def fit_to_folder(
 
     def prompts() -> Iterator[list[int]]:
         for number, tokens in enumerate(stored.prompts):
-            report(number)
+            report(LensProgress(prompts=number, of=len(stored.prompts)))
             yield tokens
 
     longest = min(max(map(len, stored.prompts)), stored.fit.max_tokens)

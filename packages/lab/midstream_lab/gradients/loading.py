@@ -150,9 +150,8 @@ def give_back_memory() -> None:
 
 
 class PassMemory(NamedTuple):
-    """Bytes of one pass forward and back."""
+    """Bytes of one pass forward and back, beside the parameters."""
 
-    parameters: int
     activations: int  # that autograd keeps
     gradients: int  # of the rows of sites, and these rows in the source run
     working: int  # temporaries, logits, slack
@@ -171,7 +170,6 @@ class Footprint:
         """Run the model three times on short prompts."""
         self.points = points
         self._owned = {*points.model.parameters(), *points.model.buffers()}
-        self._parameters = sum(part.nbytes for part in self._owned)
         self._curve = np.polyfit(_LENGTHS, [self._kept(length) for length in _LENGTHS], 2)
 
     def _kept(self, length: int) -> int:
@@ -201,7 +199,6 @@ class Footprint:
         rows = sum(points.width(hook) for hook, _ in sites) * tokens * batch
         logits = batch * kept * points.model.config.get_text_config().vocab_size * _PER_LOGIT
         return PassMemory(
-            self._parameters,
             int(activations),
             2 * rows * points.model.dtype.itemsize,
             int(_WORKING_LAYERS * activations / points.num_layers) + logits + SLACK_BYTES,

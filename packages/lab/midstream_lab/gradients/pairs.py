@@ -16,10 +16,8 @@ from midstream.schemas.prompts.selectors import resolve_layers
 
 from ..records.sweep_units import Units
 from ..records.sweeps import Baseline, Metric, StoredPair, StoredSweep
+from ..results.sweep_metrics import LEAST_DIFFERENCE
 from .points import ForwardPass, Points, SiteKey
-
-#: `recovered` divides by the difference of the two prompts, in nats: the limit of exact sweeps.
-LEAST_DIFFERENCE = 0.1
 
 
 class PairError(MidstreamError):
@@ -219,7 +217,7 @@ class PairRuns:
             self._source = {
                 site: rows_at(other.rows(site)[0], self.columns.source) for site in sites
             }
-        clean = other if other and self.sweep.direction == "denoise" else patched
+        clean = other if other and not self.sweep.patches_clean else patched
         metric.clean = metric.next_token(clean.logits.detach())
         self.value = metric.value(patched.logits)
         self.base = metric.baseline(patched.logits.detach())
@@ -290,8 +288,7 @@ class PairRuns:
 
     def require_slope(self) -> None:
         """Raises PairError if the metric has no gradient at the unpatched prompt."""
-        clean_is_base = self.sweep.ablation is not None or self.sweep.direction == "noise"
-        if self.sweep.metric == "kl" and clean_is_base:
+        if self.sweep.metric == "kl" and self.sweep.patches_clean:
             raise PairError(
                 "kl of the clean prompt to itself has a gradient of zero: use integrated "
                 "gradients, or the metric logprob or logit_diff"

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from midstream.schemas.access.keys import DEFAULT_TENANT
 from midstream.schemas.base.tensors import Tensor
 from midstream.workers.engine.protocol import PublishingEngine
 
@@ -25,7 +24,6 @@ class EstimateRequest:
     pair: int
     mask: Tensor | None = None  # `StoredSweep.mask`: [row size], 1 for dimensions that are written
     trace: str = ""
-    tenant: str = DEFAULT_TENANT
 
 
 class GradientEngine(PublishingEngine, Protocol):

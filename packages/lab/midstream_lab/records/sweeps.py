@@ -79,6 +79,10 @@ Counterparts = Annotated[
 Hooks = Annotated[list[HookName], msgspec.Meta(min_length=1, max_length=MAX_HOOKS)]
 
 
+#: The fields of a pair that are text or token ids.
+TEXTS = ("clean", "corrupt", "answer", "foil")
+
+
 class PairSpan(Record):
     """A column of the grid whose tokens are patched together."""
 
@@ -222,6 +226,11 @@ class SweepTerms(Record):
     ablation: Ablation | None = None
     axis: Axis = "position"
 
+    @property
+    def patches_clean(self) -> bool:
+        """Whether the patched prompt is the clean one; otherwise it is the corrupt one."""
+        return self.ablation is not None or self.direction == "noise"
+
 
 class StoredSweep(SweepTerms, kw_only=True):
     """The resolved request of a sweep. All pairs have the same number of columns."""
@@ -238,6 +247,11 @@ class StoredSweep(SweepTerms, kw_only=True):
     def attributed(self) -> StoredAttribution | None:
         """The method that estimates the cells; None: all are computed."""
         return None if isinstance(self.attribution, UnsetType) else self.attribution
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether the cells that are computed exactly are chosen round by round."""
+        return self.attributed is not None and self.attributed.method == "adaptive"
 
     @property
     def num_columns(self) -> int:

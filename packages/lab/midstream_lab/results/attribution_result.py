@@ -4,6 +4,8 @@ import statistics
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
+from msgspec.structs import asdict
+
 from midstream.schemas.base.records import by_key
 from midstream.schemas.jobs.receipts import Receipt
 
@@ -18,17 +20,19 @@ from ..records.attributions import (
 from ..records.estimates import Estimate
 from ..records.sweep_units import SweepWork, Units
 from ..records.sweeps import StoredSweep, Unit, UnitRecord
+from .sweep_metrics import unchanged
 from .sweep_result import (
     KnownUnits,
     adaptive_round,
     effects,
+    estimate_of,
     estimated_values,
     exact_units,
     grid_of,
     known_units,
     noise_floor_of,
+    place_of,
     sweep_result,
-    unchanged,
 )
 
 #: A rank correlation of fewer cells says nothing.
@@ -52,7 +56,7 @@ def attribution_result(
     exact = sweep_result(sweep, records, seconds)
     assert attribution is not None
     return AttributionResult(
-        **{name: getattr(exact, name) for name in exact.__struct_fields__},
+        **asdict(exact),
         method=attribution.method,
         steps=attribution.steps,
         seed=attribution.seed,
@@ -72,14 +76,15 @@ def pair_attribution(sweep: StoredSweep, pair: int, records: KnownUnits) -> Pair
     """Return the estimates of a pair, and how they agree with the cells in `records`."""
     units = Units(sweep)
     record = records.get(units.estimate(pair).number)
-    estimate = None if record is None else record.estimated
+    estimate = estimate_of(sweep, pair, records)
     reason = (record.reason if record else "") or _withheld(sweep, pair, records)
     values = [] if estimate is None or reason else estimate.values
-    estimates = grid_of(sweep, pair, dict(zip(units.cells_of(pair), values, strict=False)))
+    value_of = dict(zip(units.cells_of(pair), values, strict=False))
+    estimates = grid_of(sweep, pair, value_of.get)
     if estimate is None or reason:
         return PairAttribution(estimates=estimates, base=None, source=None, reason=reason)
     comparison = _Comparison(sweep, pair, estimate, records)
-    adaptive = sweep.attributed is not None and sweep.attributed.method == "adaptive"
+    left = adaptive_round(sweep, pair, estimate, records).left if sweep.adaptive else None
     return PairAttribution(
         estimates=estimates,
         base=estimate.base,
@@ -88,7 +93,7 @@ def pair_attribution(sweep: StoredSweep, pair: int, records: KnownUnits) -> Pair
         all=comparison.agreement(comparison.whys),
         random=comparison.agreement(estimate.chosen.get("random", ())),
         recall=comparison.recall(),
-        not_looked_at=adaptive_round(sweep, pair, estimate, records).left if adaptive else None,
+        not_looked_at=left,
         edges=estimate.edges,
         features=estimate.features,
         forwards=estimate.forwards,
@@ -129,7 +134,7 @@ class _Comparison:
             (number, why) for why, chosen in estimate.chosen.items() for number in chosen
         )
         self._verify = None if sweep.attributed is None else sweep.attributed.verify
-        if sweep.attributed is not None and sweep.attributed.method == "adaptive":
+        if sweep.adaptive:
             self.whys = {number: ["adaptive"] for number in numbers if number in records}
         self._noise = noise_floor_of(sweep, records, pair) or 0.0
         base = records.get(self._units.base(pair).number)
@@ -157,10 +162,7 @@ class _Comparison:
         effect = None if exact is None else exact - self._nothing
         difference = None if estimated is None or effect is None else estimated - effect
         return CheckedCell(
-            hook=self._sweep.hooks[unit.hook],
-            layer=self._sweep.layers[unit.layer],
-            column=unit.column,
-            label=self._sweep.pairs[self._pair].columns[unit.column].label,
+            **place_of(self._sweep, unit),
             why=self.whys[number],
             estimate=estimate,
             exact=exact,
@@ -169,7 +171,6 @@ class _Comparison:
             difference=difference,
             off=difference is not None and abs(difference) > limit,
             reason="" if record is None else record.reason,
-            feature=unit.feature,
         )
 
     def _known(self, numbers: Iterable[int]) -> dict[int, float]:

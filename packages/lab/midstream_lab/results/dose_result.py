@@ -12,11 +12,8 @@ from ..records.doses import DoseCell, DoseResult
 
 
 def dose_result(stored: bytes, ticket: Sequence[Receipt]) -> DoseResult:
-    return with_receipts(from_msgpack(stored, DoseResult), ticket)
-
-
-def with_receipts(result: DoseResult, ticket: Sequence[Receipt]) -> DoseResult:
     """Return the result that the worker stored, completed with the receipts that have arrived."""
+    result = from_msgpack(stored, DoseResult)
     cells = [
         _completed(
             result,

@@ -3,8 +3,9 @@
 from typing import NamedTuple
 
 from msgspec import UnsetType
+from msgspec.structs import asdict
 
-from midstream.broker.ledger.jobs.ledger import LedgerPart, reachable
+from midstream.broker.ledger.jobs.ledger import Ledger, reachable
 from midstream.broker.ledger.jobs.units import UnitRow, kept_once
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_json, to_msgpack
@@ -23,29 +24,22 @@ class SweepSnapshot(NamedTuple):
     last_event: str  # id of the last event that `result` surely includes; empty: no events
 
 
-class LedgerSweeps(LedgerPart):
-    """Sweeps in a ledger. Belongs to the ledger's event loop."""
+@reachable
+async def standing(ledger: Ledger, job_id: str) -> SweepSnapshot:
+    """Return a sweep's request, its result so far and its last event.
 
-    @reachable
-    async def standing(self, job_id: str) -> SweepSnapshot:
-        """Return the sweep's request, its result so far and its last event.
-
-        Raises MidstreamError: `not_found`, also for a job that is not a sweep, and `gone` after the
-        retention time.
-        """
-        # before the cells are read: an event may be repeated, none is missed
-        async with self._redis.pipeline(transaction=True) as pipe:
-            pipe.hget(f"ms:job:{job_id}", "request").xrevrange(f"ms:events:{job_id}", count=1)
-            raw, newest = await pipe.execute()
-        whole = await self._ledger.result(job_id)
-        result = whole.sweep if isinstance(whole.attribution, UnsetType) else whole.attribution
-        if result is None:
-            raise MidstreamError("not_found", f"job {job_id} is not a sweep")
-        return SweepSnapshot(
-            raw or b"",
-            result,
-            newest[0][0].decode() if newest else "",
-        )
+    Raises MidstreamError: `not_found`, also for a job that is not a sweep, and `gone` after the
+    retention time.
+    """
+    # before the cells are read: an event may be repeated, none is missed
+    async with ledger.redis.pipeline(transaction=True) as pipe:
+        pipe.hget(f"ms:job:{job_id}", "request").xrevrange(f"ms:events:{job_id}", count=1)
+        raw, newest = await pipe.execute()
+    whole = await ledger.result(job_id)
+    result = whole.sweep if isinstance(whole.attribution, UnsetType) else whole.attribution
+    if result is None:
+        raise MidstreamError("not_found", f"job {job_id} is not a sweep")
+    return SweepSnapshot(raw or b"", result, newest[0][0].decode() if newest else "")
 
 
 def units_key(job_id: str) -> str:
@@ -67,6 +61,5 @@ def unit_row(
 
 
 def _event(shown: SweepCell | EstimatedPair, attempt: int) -> Event:
-    data = {name: getattr(shown, name) for name in shown.__struct_fields__}
     kind: EventKind = "cell" if isinstance(shown, SweepCell) else "estimate"
-    return Event(event=kind, data=data, attempt=attempt)
+    return Event(event=kind, data=asdict(shown), attempt=attempt)

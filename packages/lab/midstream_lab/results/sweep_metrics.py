@@ -89,6 +89,11 @@ def recovered(value: float, base: float, source: float) -> float:
     return (value - base) / (source - base) + 0.0  # 0 instead of −0
 
 
+def unchanged(metric: Metric, base: float) -> float:
+    """Return the value of a cell whose patch changes nothing, in the metric's units."""
+    return 0.0 if metric == "recovered" else base
+
+
 def noise_floor(metric: Metric, values: Sequence[float], base: float | None) -> float | None:
     """Return the largest effect of a no-op patch, in the metric's units; None without `values`.
 
@@ -97,8 +102,7 @@ def noise_floor(metric: Metric, values: Sequence[float], base: float | None) -> 
     """
     if not values or base is None:
         return None
-    unchanged = 0.0 if metric == "recovered" else base
-    return max(abs(value - unchanged) for value in values)
+    return max(abs(value - unchanged(metric, base)) for value in values)
 
 
 def useless_baseline(base: float, source: float, noise: Sequence[float]) -> str:

@@ -8,9 +8,10 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+import numpy as np
 
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import Hook
@@ -21,7 +22,6 @@ from ..records.sweep_units import SweepWork, Units
 from ..records.sweeps import (
     HEAD_AXES,
     Baseline,
-    Metric,
     PairResult,
     Skipped,
     StoredSweep,
@@ -29,11 +29,13 @@ from ..records.sweeps import (
     SweepResult,
     SweepStart,
     SweepSummary,
+    SweepTerms,
     Unit,
     UnitRecord,
 )
-from .sweep_metrics import noise_floor
+from .sweep_metrics import noise_floor, unchanged
 
+V = TypeVar("V")
 CellValues = list[list[float | None]]  # [layers][columns]
 
 KnownUnits = Mapping[int, UnitRecord]
@@ -65,7 +67,11 @@ def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None)
 
     `seconds`: duration of the sweep; None: not ended.
     """
-    grids = [_grids(sweep, records, pair) for pair in range(len(sweep.pairs))]
+
+    def value(number: int) -> float | None:
+        return _value(records, number)
+
+    grids = [grid_of(sweep, pair, value) for pair in range(len(sweep.pairs))]
     mean: dict[Hook, CellValues] = {}
     spread: dict[Hook, CellValues] = {}
     for hook in sweep.hooks:
@@ -76,11 +82,7 @@ def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None)
         mean[hook] = [[average for average, _ in row] for row in cells]
         spread[hook] = [[deviation for _, deviation in row] for row in cells]
     return SweepResult(
-        metric=sweep.metric,
-        direction=sweep.direction,
-        ablation=sweep.ablation,
-        hooks=sweep.hooks,
-        layers=sweep.layers,
+        **_terms(sweep),
         window=sweep.window,
         alpha=sweep.alpha,
         pairs=[_pair_result(sweep, records, pair, grids[pair]) for pair in range(len(sweep.pairs))],
@@ -88,9 +90,13 @@ def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None)
         spread=spread,
         skipped=_skipped(sweep, records),
         summary=sweep_summary(sweep, records, seconds),
-        axis=sweep.axis,
-        path=None if sweep.path is None else sweep.path.shown(),
     )
+
+
+def _terms(sweep: StoredSweep) -> dict[str, Any]:
+    """Return the fields that a sweep's result and its first event share."""
+    terms = {name: getattr(sweep, name) for name in SweepTerms.__struct_fields__}
+    return {**terms, "path": None if sweep.path is None else sweep.path.shown()}
 
 
 def sweep_summary(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepSummary:
@@ -106,8 +112,8 @@ def sweep_summary(sweep: StoredSweep, records: KnownUnits, seconds: float | None
         total=sweep.num_cells,
         seconds=seconds,
         metric=sweep.metric,
-        base=[_value(records.get(units.base(pair).number)) for pair in pairs],
-        source=[_value(records.get(units.source(pair).number)) for pair in pairs],
+        base=[_value(records, units.base(pair).number) for pair in pairs],
+        source=[_value(records, units.source(pair).number) for pair in pairs],
         noise_floor=[noise_floor_of(sweep, records, pair) for pair in pairs],
     )
 
@@ -128,50 +134,47 @@ def sweep_start(sweep: StoredSweep) -> SweepStart:
         if not stored.columns[column].places
     ]
     return SweepStart(
-        metric=sweep.metric,
-        direction=sweep.direction,
-        ablation=sweep.ablation,
-        hooks=sweep.hooks,
-        layers=sweep.layers,
+        **_terms(sweep),
         labels=[[column.label for column in pair.columns] for pair in sweep.pairs],
         total=sweep.num_cells,
         skipped=skipped,
         notes=[pair.notes for pair in sweep.pairs],
-        axis=sweep.axis,
-        path=None if sweep.path is None else sweep.path.shown(),
     )
 
 
 def sweep_cell(sweep: StoredSweep, unit: Unit, record: UnitRecord) -> SweepCell:
     """Return a cell as readers get it."""
     return SweepCell(
+        **place_of(sweep, unit),
         pair=unit.pair,
-        hook=sweep.hooks[unit.hook],
-        layer=sweep.layers[unit.layer],
-        column=unit.column,
-        label=sweep.pairs[unit.pair].columns[unit.column].label,
         value=record.value,
         logprob=record.logprob,
         foil_logprob=record.foil_logprob,
         reason=record.reason,
         neurons=record.neurons,
-        feature=unit.feature,
     )
 
 
-def grid_of(
-    sweep: StoredSweep, pair: int, values: Mapping[int, float | None]
-) -> dict[Hook, CellValues]:
-    """Return a pair's grids from the number of each cell → its value."""
+def place_of(sweep: StoredSweep, unit: Unit) -> dict[str, Any]:
+    """Return the fields of a cell that say where it is."""
     return {
-        hook: [[values.get(number) for number in row] for row in rows]
-        for hook, rows in _numbers(sweep, pair).items()
+        "hook": sweep.hooks[unit.hook],
+        "layer": sweep.layers[unit.layer],
+        "column": unit.column,
+        "label": sweep.pairs[unit.pair].columns[unit.column].label,
+        "feature": unit.feature,
     }
 
 
-def _grids(sweep: StoredSweep, records: KnownUnits, pair: int) -> dict[Hook, CellValues]:
-    numbers = Units(sweep).cells_of(pair)
-    return grid_of(sweep, pair, {number: _value(records.get(number)) for number in numbers})
+def grid_of(sweep: StoredSweep, pair: int, value: Callable[[int], V]) -> dict[Hook, list[list[V]]]:
+    """Return a pair's grids `[layers][columns]`. `value`: number of a cell → what the grid has."""
+    numbers = np.reshape(
+        Units(sweep).cells_of(pair), (len(sweep.hooks), len(sweep.layers), sweep.num_columns)
+    )
+    return {
+        hook: [[value(number) for number in row] for row in rows]
+        for hook, rows in zip(sweep.hooks, numbers.tolist(), strict=True)
+    }
 
 
 def _neurons(
@@ -180,33 +183,23 @@ def _neurons(
     """Return the neurons of each cell whose column selects them by rank; empty on other axes."""
     if all(column.ranks is None for column in sweep.pairs[pair].columns):
         return {}
-    return {
-        hook: [
-            [record.neurons if (record := records.get(number)) else [] for number in row]
-            for row in rows
-        ]
-        for hook, rows in _numbers(sweep, pair).items()
-    }
+
+    def neurons(number: int) -> list[int]:
+        record = records.get(number)
+        return record.neurons if record else []
+
+    return grid_of(sweep, pair, neurons)
 
 
-def _numbers(sweep: StoredSweep, pair: int) -> dict[Hook, list[range]]:
-    """Return the numbers of a pair's cells, `[layers][columns]`."""
-    width = sweep.num_columns
-    layers = len(sweep.layers)
-    first = Units(sweep).cells_of(pair).start
-    return {
-        hook: [
-            range(start, start + width)
-            for start in range(
-                first + place * layers * width, first + (place + 1) * layers * width, width
-            )
-        ]
-        for place, hook in enumerate(sweep.hooks)
-    }
-
-
-def _value(record: UnitRecord | None) -> float | None:
+def _value(records: KnownUnits, number: int) -> float | None:
+    record = records.get(number)
     return None if record is None else record.value
+
+
+def estimate_of(sweep: StoredSweep, pair: int, records: KnownUnits) -> Estimate | None:
+    """Return the estimates of a pair; None: there are none, or none yet."""
+    record = records.get(Units(sweep).estimate(pair).number)
+    return None if record is None else record.estimated
 
 
 def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float | None]:
@@ -227,7 +220,7 @@ def _pair_result(
     base = _baseline(records.get(units.base(pair).number))
     source = _baseline(records.get(units.source(pair).number))
     notes = stored.notes
-    clean, corrupt = (source, base) if sweep.direction == "denoise" else (base, source)
+    clean, corrupt = (base, source) if sweep.patches_clean else (source, base)
     if sweep.metric == "recovered" and clean and corrupt and clean.value < corrupt.value:
         notes = [*notes, _DOWN]
     return PairResult(
@@ -244,9 +237,7 @@ def _pair_result(
         base=base,
         source=source,
         noise_floor=noise_floor_of(sweep, records, pair),
-        noise_probes=sum(
-            _value(records.get(unit.number)) is not None for unit in units.noise(pair)
-        ),
+        noise_probes=sum(_value(records, unit.number) is not None for unit in units.noise(pair)),
         grids=grids,
         notes=notes,
         heads=[column.head for column in stored.columns] if sweep.axis in HEAD_AXES else [],
@@ -263,11 +254,11 @@ def _baseline(record: UnitRecord | None) -> Baseline | None:
 def noise_floor_of(sweep: StoredSweep, records: KnownUnits, pair: int) -> float | None:
     """Return `PairResult.noise_floor`."""
     units = Units(sweep)
-    values = [_value(records.get(unit.number)) for unit in units.noise(pair)]
+    values = [_value(records, unit.number) for unit in units.noise(pair)]
     return noise_floor(
         sweep.metric,
         [value for value in values if value is not None],
-        _value(records.get(units.base(pair).number)),
+        _value(records, units.base(pair).number),
     )
 
 
@@ -301,19 +292,13 @@ SAMPLE = 2
 FAINT = 0.1
 
 
-def unchanged(metric: Metric, base: float) -> float:
-    """Return the value of a cell whose patch changes nothing, in the metric's units."""
-    return 0.0 if metric == "recovered" else base
-
-
 def exact_units(sweep: StoredSweep, pair: int, records: KnownUnits) -> Iterable[Unit]:
     """Return the pair's units with exact values: its cells, or with `sae` the chosen features."""
     units = Units(sweep)
     attribution = sweep.attributed
     if attribution is None or attribution.sae is None:
         return units.cells(pair)
-    record = records.get(units.estimate(pair).number)
-    estimate = None if record is None else record.estimated
+    estimate = estimate_of(sweep, pair, records)
     return units.features(pair, attribution.checked_features(estimate) if estimate else [])
 
 
@@ -352,7 +337,7 @@ def chosen_cells(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[Why,
     what is found in them holds for the grid. Random features are drawn where they are estimated.
     """
     attribution = sweep.attributed
-    if attribution is None or attribution.verify is None or attribution.method == "adaptive":
+    if attribution is None or attribution.verify is None or sweep.adaptive:
         return {}
     verify = attribution.verify
     numbers = Units(sweep).cells_of(pair)
@@ -382,13 +367,12 @@ def cells_to_compute(sweep: StoredSweep, pair: int, records: KnownUnits) -> set[
 
     For `adaptive` the next round, from what the records say; empty once it is over.
     """
-    if (attribution := sweep.attributed) is None:
+    if sweep.attributed is None:
         return None
-    record = records.get(Units(sweep).estimate(pair).number)
-    estimate = None if record is None else record.estimated
+    estimate = estimate_of(sweep, pair, records)
     if estimate is None:
         return set()
-    if attribution.method == "adaptive":
+    if sweep.adaptive:
         return set(adaptive_round(sweep, pair, estimate, records).cells)
     return {number for numbers in estimate.chosen.values() for number in numbers}
 
@@ -418,8 +402,7 @@ def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: K
     sizes = effects(sweep, pair, estimate)
     part_of = _parts(sweep, top)
     looked = [number for number in units.cells_of(pair) if number in records]
-    base = records.get(units.base(pair).number)
-    nothing = unchanged(sweep.metric, base.value if base and base.value is not None else 0.0)
+    nothing = unchanged(sweep.metric, _value(records, units.base(pair).number) or 0.0)
     exact = {
         number: abs(value - nothing)
         for number in looked

@@ -32,7 +32,7 @@ from ..records.attributions import AttributionRequest
 from ..records.sweep_units import SweepWork, Units
 from ..records.sweep_views import AttributionView, PlannedColumn, PlannedPair, SweepPlan, SweepView
 from ..records.sweeps import StoredPair, StoredSweep, SweepRequest
-from ..results.ledger_sweeps import LedgerSweeps
+from ..results import ledger_sweeps
 
 
 async def submit_sweep(body: SweepRequest, submission: Submission) -> str:
@@ -91,30 +91,29 @@ async def plan_of(data: SweepRequest, context: AppContext) -> SweepPlan:
     """Return what a sweep or an attribution with this body would run."""
     info = await context.served.model(data.model)
     (sweep, _), _ = await _planned(context, data, info)
-    return await call_aside(_shown, info.name, data, sweep)
+    return await call_aside(_shown, info.name, sweep)
 
 
-def _shown(model: str, data: SweepRequest, sweep: StoredSweep) -> SweepPlan:
-    clean_is_patched = data.ablation is not None or data.direction == "noise"
+def _shown(model: str, sweep: StoredSweep) -> SweepPlan:
     per_column = len(sweep.hooks) * len(sweep.layers)
     return SweepPlan(
         model=model,
         hooks=sweep.hooks,
         layers=sweep.layers,
         axis=sweep.axis,
-        patched=CLEAN if clean_is_patched else CORRUPT,
+        patched=CLEAN if sweep.patches_clean else CORRUPT,
         cells=sweep.num_cells,
         skipped=sum(not column.places for pair in sweep.pairs for column in pair.columns)
         * per_column,
         tokens=Units(sweep).tokens,
-        pairs=[_planned_pair(sweep, pair, clean_is_patched) for pair in sweep.pairs],
+        pairs=[_planned_pair(sweep, pair) for pair in sweep.pairs],
     )
 
 
-def _planned_pair(sweep: StoredSweep, pair: StoredPair, clean_is_patched: bool) -> PlannedPair:
+def _planned_pair(sweep: StoredSweep, pair: StoredPair) -> PlannedPair:
     clean, corrupt = (
         (pair.base_tokens, pair.source_tokens)
-        if clean_is_patched
+        if sweep.patches_clean
         else (pair.source_tokens, pair.base_tokens)
     )
     return PlannedPair(
@@ -207,7 +206,7 @@ def grid_routes(row: Grids) -> list[Any]:
     ) -> row.view:  # type: ignore[name-defined]
         if view.kind != kind:
             raise MidstreamError("not_found", f"job {view.id} is not of kind {kind!r}")
-        raw, result, last_event = await LedgerSweeps(context.ledger).standing(view.id)
+        raw, result, last_event = await ledger_sweeps.standing(context.ledger, view.id)
         await context.ledger.written()
         request = from_json(raw, row.body) if raw else None
         return row.view(job=view, request=request, result=result, last_event=last_event)

@@ -31,17 +31,14 @@ def order_by_difference(
     `places`: (position in the patched prompt, position in the other prompt). Raises ValueError for
     missing rows, and OSError.
     """
-    of_base, of_source = (_rows_of(store, files, set(sites)) for files in (base, source))
+    of_base = _rows_of(store, base, {*sites})
+    of_source = _rows_of(store, source, {*sites})
+    to = [base.positions.index(place) for place, _ in places]
+    of = [source.positions.index(place) for _, place in places]
     order = {}
     for site in sites:
-        first, second = (
-            _rows(rows, site, files) for rows, files in ((of_base, base), (of_source, source))
-        )
-        to, of = (
-            [files.positions.index(place[end]) for place in places]
-            for end, files in ((0, base), (1, source))
-        )
-        distance = np.abs(first[to] - second[of]).sum(0)
+        moved = _rows(of_base, site, base)[to] - _rows(of_source, site, source)[of]
+        distance = np.abs(moved).sum(0)
         order[site] = np.argsort(-distance, kind="stable")[:most].tolist()
     return order
 

@@ -25,8 +25,8 @@ from midstream.schemas.requests.specs import (
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.requests import unit_request
 
-from ..records.sweep_paths import BRANCH_HOOK, StoredPath, place_of, reaches
-from ..records.sweep_units import SweepWork
+from ..records.sweep_paths import BRANCH_HOOK, StoredEnd, StoredPath, place_of, reaches
+from ..records.sweep_units import Node, SweepWork
 from ..records.sweeps import Unit
 
 # tags of captures; FIRST: what the receivers of a path compute in its first pass
@@ -58,7 +58,6 @@ class SweepRequests:
         self._reuses = reuses
         # pair → whether its base runs capture rows for entry; as `_enters` for pairs not named
         self._for_entry: dict[int, bool] = {}
-        self._captures: dict[tuple[int, int, str], StoredCapture | None] = {}
         # (pair, hook, layer) → dimensions, see `rank`
         self._ranked: dict[tuple[int, int, int], list[int]] = {}
         #: number of a unit that patches a feature → the names of the rows that it writes
@@ -73,8 +72,7 @@ class SweepRequests:
 
     def reference(self, pair: int) -> Unit:
         """Return the unit of the clean prompt, whose distribution `kl` compares with."""
-        clean_is_source = self._sweep.ablation is None and self._sweep.direction == "denoise"
-        return self.units.source(pair) if clean_is_source else self.units.base(pair)
+        return self.units.base(pair) if self._sweep.patches_clean else self.units.source(pair)
 
     def kept(self, pair: int) -> str:
         """Return the name under which the ranks keep that distribution."""
@@ -84,26 +82,12 @@ class SweepRequests:
         """Return the requests of a base or source unit, one per node."""
         stored = self._sweep.pairs[unit.pair]
         tag = SOURCE if unit.kind == "source" else BASE
-        keeps = self._sweep.metric == "kl" and unit == self.reference(unit.pair)
         asks = []
         for place, node in enumerate(self.units.nodes[unit.pair]):
             captured = self._split(self._capture(unit.pair, place, tag)) if captures else []
             prompt = stored.source if unit.kind == "source" else stored.base
-            grade = Grade(
-                token_ids=list(node.token_ids),
-                keep=self.kept(unit.pair) if keeps and place == 0 else "",
-                against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "",
-            )
             kept = self._key(unit, place, BASE) if unit.kind == "base" and self._reuses else ""
-            ask = self._ask(
-                unit,
-                place,
-                [*prompt, *node.prefix],
-                captures=captured,
-                grade=grade,
-                keep_blocks=kept,
-            )
-            asks.append(ask)
+            asks.append(self._ask(unit, place, prompt, node, captures=captured, keep_blocks=kept))
         return asks
 
     def patched(self, unit: Unit) -> list[EngineRequest]:
@@ -124,20 +108,10 @@ class SweepRequests:
             lowest = min((at for entry in steering for at in entry.layers), default=layers[0])
             enters = self._enters and self._for_entry.get(unit.pair, True)
             entry = EntryPoint(run=base, layer=lowest) if enters and lowest > 0 else None
-            grade = Grade(
-                token_ids=list(node.token_ids),
-                against=self.kept(unit.pair) if self.compares(unit) and place == 0 else "",
-            )
             reused = base if self._reuses else ""
             asks.append(
                 self._ask(
-                    unit,
-                    place,
-                    [*stored.base, *node.prefix],
-                    steering=steering,
-                    entry=entry,
-                    grade=grade,
-                    base=reused,
+                    unit, place, stored.base, node, steering=steering, entry=entry, base=reused
                 )
             )
         return asks
@@ -157,31 +131,20 @@ class SweepRequests:
         if path.sender is not None:
             sender = self.units.sender(unit.pair)
             assert sender is not None
-            run = run_key(self._job.id, self.units.first_request(sender), FIRST)
+            run = self.first_key(sender)
             mask = self._mask(unit)
-            written = [to for to, _ in places]
-            return [
-                _patch(1.0, mask, hook, [layer], [to], row_name(RunRow(run, hook, layer, to)))
-                for to in written
-            ]
+            return [_row(RunRow(run, hook, layer, to), to, mask) for to, _ in places]
         if not path.receivers:
             return [
                 *self._patches(unit, layers, places, base),
                 *self._frozen(path, unit.pair, (layer, hook), places, base),
             ]
-        run = run_key(self._job.id, self.units.first_request(unit), FIRST)
+        run = self.first_key(unit)
         # A receiver's output is replaced instead of its input, on which alone it depends.
         reached = [end for end in path.receivers if reaches((layer, hook), (end.layer, end.hook))]
         after = range(places[0][0], len(sweep.pairs[unit.pair].base))
         return [
-            _patch(
-                1.0,
-                dims_name(end.dims) if end.dims else "",
-                end.hook,
-                [end.layer],
-                [to],
-                row_name(RunRow(run, end.hook, end.layer, to)),
-            )
+            _row(RunRow(run, end.hook, end.layer, to), to, _dims_of(end))
             for to in after
             for end in reached
         ]
@@ -202,7 +165,7 @@ class SweepRequests:
         sites = path.frozen_sites(*sender, self._top(path))
         after = range(places[0][0], len(self._sweep.pairs[pair].base))
         return [
-            _patch(1.0, "", hook, [layer], [to], row_name(RunRow(base, hook, layer, to)))
+            _row(RunRow(base, hook, layer, to), to)
             for to in after
             for hook, layers in sites.items()
             for layer in layers
@@ -232,20 +195,17 @@ class SweepRequests:
             hook = path.sender.hook
             places = pair.sender
             source = self._key(self.units.source(unit.pair), 0, SOURCE)
-            mask = dims_name(path.sender.dims) if path.sender.dims else ""
-            steering = [
-                _patch(1.0, mask, hook, [layer], [to], row_name(RunRow(source, hook, layer, of)))
-                for to, of in places
-            ]
+            mask = _dims_of(path.sender)
+            steering = [_row(RunRow(source, hook, layer, of), to, mask) for to, of in places]
         steering += self._frozen(path, unit.pair, (layer, hook), places, base)
         (node,) = self.units.nodes[unit.pair]
         return self._ask(
             unit,
             self.units.first_request(unit) - self.units.request(unit, 0),
-            [*pair.base, *node.prefix],
+            pair.base,
+            node,
             steering=steering,
             captures=self._split(self._first_capture(unit)),
-            grade=Grade(token_ids=list(node.token_ids)),
         )
 
     def _first_capture(self, unit: Unit) -> StoredCapture:
@@ -287,7 +247,8 @@ class SweepRequests:
 
     def compares(self, unit: Unit) -> bool:
         """Return whether the unit's distribution is compared with the clean prompt's."""
-        return self._sweep.metric == "kl" and unit != self.reference(unit.pair)
+        compared = unit.kind != "sender" and unit != self.reference(unit.pair)
+        return self._sweep.metric == "kl" and compared
 
     def take_over(self, pair: int, receipts: Sequence[Receipt]) -> None:
         """Use the base runs that an earlier attempt captured for the pair, with these receipts.
@@ -321,9 +282,6 @@ class SweepRequests:
                 len(capture.select(0, tokens, tokens)) if capture else 0
             ):
                 self._for_entry[pair] = for_entry
-                self._captures = {
-                    place: capture for place, capture in self._captures.items() if place[0] != pair
-                }
                 return
 
     def runs(self, pair: int) -> list[str]:
@@ -388,27 +346,33 @@ class SweepRequests:
         self,
         unit: Unit,
         place: int,
-        token_ids: list[int],
+        prompt: list[int],
+        node: Node,
         *,
-        steering: list[StoredSteering] | None = None,
-        captures: list[StoredCapture] | None = None,
+        steering: Sequence[StoredSteering] = (),
+        captures: Sequence[StoredCapture] = (),
         entry: EntryPoint | None = None,
-        grade: Grade,
         base: str = "",
         keep_blocks: str = "",
     ) -> EngineRequest:
+        # the clean prompt's distribution is kept, and others are compared with it
+        kept = self.kept(unit.pair) if self._sweep.metric == "kl" and place == 0 else ""
         return unit_request(
             self._job,
             self._info,
             patched=unit.kind not in ("base", "source"),
             request=self.units.request(unit, place),
             attempt=self._attempt,
-            token_ids=token_ids,
-            steering=steering or [],
-            captures=captures or [],
+            token_ids=[*prompt, *node.prefix],
+            steering=list(steering),
+            captures=list(captures),
             captured=self._captured if captures else {},
             entry=entry,
-            grade=grade,
+            grade=Grade(
+                token_ids=list(node.token_ids),
+                keep=kept if unit == self.reference(unit.pair) else "",
+                against=kept if self.compares(unit) else "",
+            ),
             base=base,
             keep_blocks=keep_blocks,
         )
@@ -428,7 +392,7 @@ class SweepRequests:
         # entry and rows. A plain rerun would show less noise than a cell is subject to.
         if unit.kind == "noise":
             return [
-                _patch(sweep.alpha, mask, hook, [at], [to], row_name(RunRow(base, hook, at, to)))
+                _row(RunRow(base, hook, at, to), to, mask, sweep.alpha)
                 for to in everywhere
                 for at in layers
             ]
@@ -442,20 +406,14 @@ class SweepRequests:
         if sweep.ablation == "mean":
             # the mean is over the prompt alone, without a prefix of the answer
             prompt = self._key(self.units.base(unit.pair), 0, BASE)
+            rows = [RunRow(prompt, hook, at, None) for at in layers]
             return [
-                _patch(
-                    sweep.alpha,
-                    mask,
-                    hook,
-                    [at],
-                    everywhere,
-                    row_name(RunRow(prompt, hook, at, None)),
-                )
-                for at in layers
+                _patch(sweep.alpha, mask, hook, [row.layer], everywhere, row_name(row))
+                for row in rows
             ]
         source = self._key(self.units.source(unit.pair), 0, SOURCE)
         return [
-            _patch(sweep.alpha, mask, hook, [at], [to], row_name(RunRow(source, hook, at, of)))
+            _row(RunRow(source, hook, at, of), to, mask, sweep.alpha)
             for to, of in places
             for at in layers
         ]
@@ -482,16 +440,9 @@ class SweepRequests:
 
     def _capture(self, pair: int, place: int, tag: str) -> StoredCapture | None:
         """Return what is captured of a base or source unit at a node; None for nothing."""
-        key = pair, place, tag
-        if key not in self._captures:
-            self._captures[key] = (
-                self._source_capture(pair) if tag == SOURCE and not place else None
-            )
-            if tag == BASE:
-                self._captures[key] = self._base_capture(
-                    pair, place, self._for_entry.get(pair, self._enters)
-                )
-        return self._captures[key]
+        if tag == BASE:
+            return self._base_capture(pair, place, self._for_entry.get(pair, self._enters))
+        return None if place else self._source_capture(pair)
 
     def _source_capture(self, pair: int) -> StoredCapture | None:
         """Return what a pair's source run captures: rows of the prompt only, since later tokens do
@@ -553,6 +504,16 @@ class SweepRequests:
             "all_prompt" if mean or for_entry or path is not None else sorted(positions)
         )
         return StoredCapture(sites=sites, positions=every, tag=BASE)
+
+
+def _dims_of(end: StoredEnd) -> str:
+    """Return the name of the mask of an end's dimensions; empty: all."""
+    return dims_name(end.dims) if end.dims else ""
+
+
+def _row(row: RunRow, to: int, mask: str = "", alpha: float = 1.0) -> StoredSteering:
+    """Return a patch that writes a row of a run where the row is from, at position `to`."""
+    return _patch(alpha, mask, row.hook, [row.layer], [to], row_name(row))
 
 
 def _patch(

@@ -8,10 +8,10 @@ from msgspec.structs import replace
 from midstream.schemas.jobs.receipts import Receipt
 
 from ..records.sweeps import SHOWN_NEURONS, StoredSweep, Unit, UnitRecord
-from ..results.sweep_metrics import in_nats, recovered, useless_baseline
+from ..results.sweep_metrics import grades, in_nats, recovered, useless_baseline
 from .records import SweepRecords
 from .requests import SweepRequests
-from .verdict import UnverifiedUnit, verdict, verified
+from .verdict import graded, unverified
 
 
 class PairValues:
@@ -73,11 +73,10 @@ class PairValues:
         `report`: for each request, the receipts of all ranks. `reason`: why it has no value.
         `first`: this was the first of two passes, which gives none.
         """
+        reason = reason or unverified(report, self._world)
         if first or unit.kind == "sender":
             receipts = [] if first else [receipt for receipts in report for receipt in receipts]
-            return replace(
-                self._records.new(unit, reason or self._unverified(report)), receipts=receipts
-            )
+            return replace(self._records.new(unit, reason), receipts=receipts)
         if unit.kind == "cell" and self._recovers and not self.useless:
             await self._noise_known.wait()
         record = self._records.new(unit, reason) if reason else self._value(unit, report)
@@ -89,22 +88,15 @@ class PairValues:
                 self._noise_known.set()
         return record
 
-    def _unverified(self, report: Sequence[Sequence[Receipt]]) -> str:
-        """Return why a rank does not confirm the unit; empty when all do."""
-        try:
-            verified(report, self._world)
-        except UnverifiedUnit as error:
-            return str(error)
-        return ""
-
     def _value(self, unit: Unit, report: list[list[Receipt]]) -> UnitRecord:
         stored = self._sweep.pairs[unit.pair]
         nodes = self._requests.units.nodes[unit.pair]
+        reported = [graded(receipts) for receipts in report]
         try:
-            grades = verdict(stored, nodes, report, self._world, self._requests.compares(unit))
+            found = grades(stored, nodes, reported, self._requests.compares(unit))
             reference = self._sweep.metric == "kl" and unit == self._requests.reference(unit.pair)
-            value = 0.0 if reference else in_nats(self._sweep.metric, grades)
-        except (UnverifiedUnit, ValueError) as error:
+            value = 0.0 if reference else in_nats(self._sweep.metric, found)
+        except ValueError as error:
             return self._records.new(unit, str(error))
         if unit.kind == "noise":
             self._noise.append(value)
@@ -117,8 +109,8 @@ class PairValues:
         return replace(
             self._records.new(unit),
             value=value,
-            logprob=grades.logprob,
-            foil_logprob=grades.foil_logprob,
+            logprob=found.logprob,
+            foil_logprob=found.foil_logprob,
             neurons=self._requests.neurons(unit)[:SHOWN_NEURONS] if unit.kind == "cell" else [],
             receipts=[receipt for receipts in report for receipt in receipts]
             if unit.kind in ("base", "source", "sender")

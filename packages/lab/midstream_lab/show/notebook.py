@@ -11,29 +11,32 @@ from ..records.sweeps import SweepResult
 from . import doses, sweeps
 
 
-def sweep_png(result: SweepResult, pair: int | None = None) -> bytes | None:
+def sweep_png(result: SweepResult) -> bytes | None:
     """Return the heatmap as PNG; None without matplotlib."""
-    return png_of(lambda: plot(result, None, pair=pair))
+    return png_of(lambda: plot(result, None))
 
 
-def sweep_html(result: SweepResult, pair: int | None = None) -> str:
+def sweep_html(result: SweepResult) -> str:
     """Return the heatmap (without matplotlib, as the terminal draws it) and the strongest cells."""
-    drawn = sweep_png(result, pair)
+    drawn = sweep_png(result)
     if drawn is None:
-        return html(sweeps.report(result, pair))
-    return image_of("heatmap", drawn) + html(sweeps.findings(result, pair))
+        return html(sweeps.report(result))
+    return image_of("heatmap", drawn) + html(sweeps.findings(result))
 
 
 def dose_html(result: DoseResult) -> str:
     """Return the figure, if matplotlib is installed, and the text of each layer and scale."""
-    drawn = png_of(lambda: plot(result, None))
-    return (image_of("dose", drawn) if drawn else "") + html(*doses.drawn(result, whole=True))
+    return _figure("dose", result) + html(*doses.drawn(result, whole=True))
 
 
 def grid_html(grid: Grid) -> str:
     """Return the heatmap, if matplotlib is installed, and the strongest cells."""
-    drawn = png_of(lambda: plot(grid, None))
-    return (image_of("heatmap", drawn) if drawn else "") + html(sweeps.strongest_of(grid))
+    return _figure("heatmap", grid) + html(sweeps.strongest_of(grid))
+
+
+def _figure(name: str, result: DoseResult | Grid) -> str:
+    drawn = png_of(lambda: plot(result, None))
+    return image_of(name, drawn) if drawn else ""
 
 
 def mapped_html(item: Mapped) -> str:

@@ -41,37 +41,29 @@ class Heatmap:
         self.grid = grid_of(result, pair)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        paint = _Paint(self.grid)
         head, *rest = described(self.result, self.pair)
         yield Text(head, style="bold")
         yield from (Text(line) for line in rest)
         yield Text("")
-        yield from _panels(self.grid, paint, options.max_width)
+        yield from _panels(self.grid, options.max_width)
 
 
-class _Paint:
-    """Turns numbers into cells of block characters."""
-
-    def __init__(self, grid: Grid):
-        self.low, self.high = grid.limits
-
-    def cell(self, value: float, width: int) -> Text:
-        if np.isnan(value):
-            return Text(_NONE.ljust(width), style="dim")
-        # −1 to 1: the share of the way from the middle to an end of the scale
-        share = float(np.clip(2 * (value - self.low) / (self.high - self.low) - 1, -1.0, 1.0))
-        signs, colour = _BELOW if share < -_LEAST else _ABOVE
-        sign = signs[min(int(abs(share) * len(signs)), len(signs) - 1)]
-        return Text(sign * width, style=colour)
-
-    def legend(self) -> Text:
-        parts = [self.cell(value, 1) for value in np.linspace(self.low, self.high, _LEGEND)]
-        return Text.assemble(f"{self.low:.3g} ", *parts, f" {self.high:.3g}")
+def _cell(value: float, scale: tuple[float, float], width: int) -> Text:
+    """Return a value as a block character, `width` times."""
+    if np.isnan(value):
+        return Text(_NONE.ljust(width), style="dim")
+    low, high = scale
+    # −1 to 1: the share of the way from the middle to an end of the scale
+    share = float(np.clip(2 * (value - low) / (high - low) - 1, -1.0, 1.0))
+    signs, colour = _BELOW if share < -_LEAST else _ABOVE
+    sign = signs[min(int(abs(share) * len(signs)), len(signs) - 1)]
+    return Text(sign * width, style=colour)
 
 
-def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
+def _panels(grid: Grid, width: int) -> Iterator[RenderableType]:
     """Yield the lines of all hooks' panels, the legend, and notes on what was left out to fit."""
     names = grid.names
+    scale = grid.limits
     shown = _strongest_columns(grid)
     label = min(_LABEL, max(cell_len(names[column]) for column in shown))
     room = max(width - label - 1, 1)
@@ -85,7 +77,7 @@ def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
             yield Text.assemble(
                 (set_cell_size(names[column], label), "dim"),
                 " ",
-                *(paint.cell(value, wide) for value in values[:, column]),
+                *(_cell(value, scale, wide) for value in values[:, column]),
                 no_wrap=True,
             )
         yield Text(
@@ -94,9 +86,9 @@ def _panels(grid: Grid, paint: _Paint, width: int) -> Iterator[RenderableType]:
             no_wrap=True,
         )
     yield Text.assemble(
-        " " * (label + 1),
-        paint.legend(),
-        "  ",
+        f"{' ' * (label + 1)}{scale[0]:.3g} ",
+        *(_cell(value, scale, 1) for value in np.linspace(*scale, _LEGEND)),
+        f" {scale[1]:.3g}  ",
         MEANING[grid.metric] if width >= 80 else grid.metric,
     )
     if merged > 1:

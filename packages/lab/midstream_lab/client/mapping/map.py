@@ -240,45 +240,36 @@ async def _plan(io: Transport, fields: dict[str, Any]) -> _Plan:
     )
 
 
+@dataclass
 class _Mapping:
     """One run of `map`."""
 
-    def __init__(
-        self,
-        calls: Calls[Any],
-        plan: _Plan,
-        prompts: Iterator[Any],
-        cache: MapCache | None,
-        ordered: bool,
-        size: int,
-        in_flight: int,
-        keep: bool,
-        attempts: int,
-        patience: float,
-    ):
-        self._calls = calls
-        self._plan = plan
-        self._prompts = prompts
-        self._cache = cache
-        self._ordered = ordered
-        self._size = size
-        self._in_flight = in_flight
-        self._keep = keep
-        self._attempts = attempts
-        self._patience = patience
-        self._room = 2 * size * in_flight  # prompts that are held at a time
-        self._read = 0
-        self._exhausted = False
-        self._chat: bool | None = None  # whether the prompts are conversations
-        # read and not yet given out, in the order of the input
-        self._window: deque[_Entry] = deque()
-        self._wanted: dict[str, list[_Entry]] = {}  # key → those that wait for its result
-        self._filling: list[_Entry] = []
-        self._waiting: deque[_Chunk] = deque()  # to be submitted
-        self._flying: deque[_Chunk] = deque()
-        self._refused_since: float | None = None
-        self._not_before = 0.0
-        self._pause = wire.PAUSE_S
+    calls: Calls[Any]
+    plan: _Plan
+    prompts: Iterator[Any]
+    cache: MapCache | None
+    ordered: bool
+    size: int
+    in_flight: int
+    keep: bool
+    attempts: int
+    patience: float
+    read: int = 0
+    exhausted: bool = False
+    chat: bool | None = None  # whether the prompts are conversations
+    # read and not yet given out, in the order of the input
+    window: deque[_Entry] = field(default_factory=deque)
+    # key → those that wait for its result
+    wanted: dict[str, list[_Entry]] = field(default_factory=dict)
+    filling: list[_Entry] = field(default_factory=list)
+    waiting: deque[_Chunk] = field(default_factory=deque)  # to be submitted
+    flying: deque[_Chunk] = field(default_factory=deque)
+    refused_since: float | None = None
+    not_before: float = 0.0
+    pause: float = wire.PAUSE_S
+
+    def __post_init__(self) -> None:
+        self.room = 2 * self.size * self.in_flight  # prompts that are held at a time
 
     async def items(self) -> AsyncGenerator[Mapped, None]:
         try:
@@ -286,82 +277,78 @@ class _Mapping:
                 await self._fill()
                 for item in self._ready():
                     yield item
-                if self._flying or self._waiting:
+                if self.flying or self.waiting:
                     await self._land()
-                elif self._exhausted and not self._window:
+                elif self.exhausted and not self.window:
                     return
         finally:
-            if self._cache is None:
-                for chunk in self._flying:
+            if self.cache is None:
+                for chunk in self.flying:
                     with suppress(MidstreamError):
-                        await Jobs[Awaits](self._calls._io).cancel(chunk.job)
+                        await Jobs[Awaits](self.calls._io).cancel(chunk.job)
 
     def _ready(self) -> Iterator[Mapped]:
-        for _ in range(len(self._window)):
-            entry = self._window.popleft()
+        for _ in range(len(self.window)):
+            entry = self.window.popleft()
             if entry.item is not None:
                 yield entry.item
-            elif self._ordered:
-                self._window.appendleft(entry)
+            elif self.ordered:
+                self.window.appendleft(entry)
                 return
             else:
-                self._window.append(entry)
+                self.window.append(entry)
 
     async def _fill(self) -> None:
         """Read as many prompts as there is room for, and submit jobs of those that are not in the
         cache.
         """
         while (
-            not self._exhausted
-            and len(self._flying) + len(self._waiting) < self._in_flight
-            and len(self._window) < self._room
+            not self.exhausted
+            and len(self.flying) + len(self.waiting) < self.in_flight
+            and len(self.window) < self.room
         ):
-            needed = min(self._size, self._room - len(self._window))
-            entries = [self._entry(prompt) for prompt in itertools.islice(self._prompts, needed)]
-            self._exhausted = len(entries) < needed
+            needed = min(self.size, self.room - len(self.window))
+            entries = [self._entry(prompt) for prompt in itertools.islice(self.prompts, needed)]
+            self.exhausted = len(entries) < needed
             results = (
-                await self._calls._io.work(
-                    self._cache.load, [item.key for item in entries], self._keep
+                await self.calls._io.work(
+                    self.cache.load, [item.key for item in entries], self.keep
                 )
-                if self._cache
+                if self.cache
                 else {}
             )
             for entry in entries:
-                self._window.append(entry)
+                self.window.append(entry)
                 if entry.key in results:
                     result, rows = results[entry.key]
                     entry.item = self._mapped(entry, result, rows, True)
-                elif entry.key in self._wanted:
-                    self._wanted[entry.key].append(entry)
+                elif entry.key in self.wanted:
+                    self.wanted[entry.key].append(entry)
                 else:
-                    self._wanted[entry.key] = [entry]
+                    self.wanted[entry.key] = [entry]
                     self._add(entry)
-        if (
-            self._filling
-            and not self._waiting
-            and (self._exhausted or len(self._window) >= self._room)
-        ):
+        if self.filling and not self.waiting and (self.exhausted or len(self.window) >= self.room):
             self._close_chunk()
         while (
-            self._waiting
-            and len(self._flying) < self._in_flight
-            and time.monotonic() >= self._not_before
+            self.waiting
+            and len(self.flying) < self.in_flight
+            and time.monotonic() >= self.not_before
         ):
-            await self._launch(self._waiting.popleft())
+            await self._launch(self.waiting.popleft())
 
     def _entry(self, prompt: Any) -> _Entry:
-        number = self._read
-        self._read += 1
+        number = self.read
+        self.read += 1
         is_chat = (
             isinstance(prompt, list | tuple) and bool(prompt) and isinstance(prompt[0], Mapping)
         )
-        if self._chat not in (None, is_chat):
+        if self.chat not in (None, is_chat):
             raise invalid(
                 f"prompts[{number}]",
                 "conversations and other prompts are mixed",
                 hint="give one of the two",
             )
-        self._chat = is_chat
+        self.chat = is_chat
         with Translated(
             (TypeError, ValueError),
             lambda error: invalid(
@@ -374,25 +361,25 @@ class _Mapping:
                 prompt if isinstance(prompt, str) or is_chat else [int(token) for token in prompt]
             )
             encoded = to_json(plain)
-        key = map_key.of_prompt(self._plan.base, encoded) if self._cache else str(number)
+        key = map_key.of_prompt(self.plan.base, encoded) if self.cache else str(number)
         return _Entry(number, prompt, plain, len(encoded), key)
 
     def _add(self, entry: _Entry) -> None:
-        if self._filling and sum(item.size for item in self._filling) + entry.size > JOB_BYTES:
+        if self.filling and sum(item.size for item in self.filling) + entry.size > JOB_BYTES:
             self._close_chunk()
-        self._filling.append(entry)
-        if len(self._filling) >= self._size:
+        self.filling.append(entry)
+        if len(self.filling) >= self.size:
             self._close_chunk()
 
     def _close_chunk(self) -> None:
-        self._waiting.append(_Chunk(self._filling))
-        self._filling = []
+        self.waiting.append(_Chunk(self.filling))
+        self.filling = []
 
     async def _launch(self, chunk: _Chunk) -> None:
         prompts = [entry.plain for entry in chunk.entries]
         body = msgspec.structs.replace(
-            self._plan.request,
-            **{"prompts": None, "messages": prompts} if self._chat else {"prompts": prompts},
+            self.plan.request,
+            **{"prompts": None, "messages": prompts} if self.chat else {"prompts": prompts},
         )
         try:
             view = await self._submitted(chunk, body)
@@ -402,113 +389,115 @@ class _Mapping:
         except MidstreamError as error:
             if error.kind == "payload_too_large" and len(chunk.entries) > 1:
                 half = len(chunk.entries) // 2
-                self._size = max(1, min(self._size, half))
-                self._waiting.extendleft(
+                self.size = max(1, min(self.size, half))
+                self.waiting.extendleft(
                     [_Chunk(chunk.entries[half:]), _Chunk(chunk.entries[:half])]
                 )
             elif _passes(error):
-                self._waiting.appendleft(chunk)
+                self.waiting.appendleft(chunk)
                 self._hold(error)
             else:
                 raise _located(error, chunk) from None
         else:
             chunk.job = view.id
-            self._flying.append(chunk)
-            self._refused_since = None
-            self._pause = wire.PAUSE_S
+            self.flying.append(chunk)
+            self._answered()
 
     async def _submitted(self, chunk: _Chunk, body: JobRequest) -> JobView:
         """The job of this attempt: a new one, or with a cache that of a run that was killed."""
         keys = [entry.key for entry in chunk.entries]
         token = (
-            f"map-{map_key.of_job(self._plan.base, keys, chunk.attempt)}"
-            if self._cache
+            f"map-{map_key.of_job(self.plan.base, keys, chunk.attempt)}"
+            if self.cache
             else f"map-{chunk.token}-{chunk.attempt}"
         )
-        return await self._calls._ask(wire.submission("/v1/jobs", body, token), JobView)
+        return await self.calls._ask(wire.submission("/v1/jobs", body, token), JobView)
+
+    def _answered(self) -> None:
+        self.refused_since = None
+        self.pause = wire.PAUSE_S
 
     def _hold(self, error: MidstreamError) -> None:
         """Submit nothing for a while. Raises `error` after `patience` seconds of this."""
         now = time.monotonic()
-        self._refused_since = self._refused_since or now
-        if now - self._refused_since > self._patience:
+        self.refused_since = self.refused_since or now
+        if now - self.refused_since > self.patience:
             raise error
-        self._not_before = now + min(error.retry_after or self._pause, MAX_PAUSE_S)
-        self._pause = min(2 * self._pause, MAX_PAUSE_S)
+        self.not_before = now + min(error.retry_after or self.pause, MAX_PAUSE_S)
+        self.pause = min(2 * self.pause, MAX_PAUSE_S)
 
     async def _land(self) -> None:
         """Wait until a job is over, or for a second if others may be."""
-        if not self._flying:
-            await self._calls._io.sleep(max(0.0, self._not_before - time.monotonic()))
+        if not self.flying:
+            await self.calls._io.sleep(max(0.0, self.not_before - time.monotonic()))
             return
-        alone = len(self._flying) == 1 and not self._waiting
-        for number, chunk in enumerate(list(self._flying)):
+        alone = len(self.flying) == 1 and not self.waiting
+        for number, chunk in enumerate(list(self.flying)):
             seconds = wire.POLL_S if alone else LOOK_S
             if number > 0:  # after the wait for the first
                 seconds = 0.0
             try:
-                view = await self._calls._ask(jobs.poll(chunk.job, "", seconds), JobView)
+                view = await self.calls._ask(jobs.poll(chunk.job, "", seconds), JobView)
                 if not wire.is_over(view):
                     continue
-                self._flying.remove(chunk)
+                self.flying.remove(chunk)
                 try:
                     await self._collect(chunk, view)
                 except MidstreamError as error:
                     if _passes(error):
-                        self._flying.appendleft(chunk)
+                        self.flying.appendleft(chunk)
                     raise
             except MidstreamError as error:
                 if _passes(error):
                     self._hold(error)
-                    await self._calls._io.sleep(max(0.0, self._not_before - time.monotonic()))
+                    await self.calls._io.sleep(max(0.0, self.not_before - time.monotonic()))
                     return
                 self._again(chunk, error)
-            self._refused_since = None
-            self._pause = wire.PAUSE_S
+            self._answered()
 
     def _again(self, chunk: _Chunk, error: MidstreamError) -> None:
         """Submit a chunk whose job failed once more. Raises `error` where that would not help."""
         with suppress(ValueError):
-            self._flying.remove(chunk)
+            self.flying.remove(chunk)
         chunk.attempt += 1
         chunk.failures += 1
-        if error.kind not in AGAIN or chunk.failures >= self._attempts:
+        if error.kind not in AGAIN or chunk.failures >= self.attempts:
             raise _located(error, chunk) from None
-        self._waiting.appendleft(chunk)
+        self.waiting.appendleft(chunk)
 
     async def _collect(self, chunk: _Chunk, view: JobView) -> None:
         """Keep the results of a job that is over, and hand them to those that wait."""
         if view.state == State.CANCELLED:
             raise _located(MidstreamError("internal", f"job {view.id} was cancelled"), chunk)
-        result = await Jobs[Awaits](self._calls._io)._result(view.id)
-        map_key.check(view, self._plan.identity, self._plan.names, self._plan.steering)
+        result = await Jobs[Awaits](self.calls._io)._result(view.id)
+        map_key.check(view, self.plan.identity, self.plan.names, self.plan.steering)
         results = {
             entry.key: sliced(result, number, len(chunk.entries))
             for number, entry in enumerate(chunk.entries)
         }
-        rows = await self._rows(chunk, view) if self._keep else None
-        if self._cache is not None:
-            await self._calls._io.work(self._cache.store, results, rows)
+        rows = await self._rows(chunk, view) if self.keep else None
+        if self.cache is not None:
+            await self.calls._io.work(self.cache.store, results, rows)
         for entry in chunk.entries:
-            for item in self._wanted.pop(entry.key):
+            for item in self.wanted.pop(entry.key):
                 item.item = self._mapped(item, results[entry.key], rows, False)
 
     async def _rows(self, chunk: _Chunk, view: JobView) -> Path:
-        assert self._cache is not None, "captures are kept only in a cache"
-        with self._cache.downloads() as folder:
-            (await Captures[Awaits](self._calls._io)._open(view.id, folder, None, False)).close()
-            name = map_key.of_job(self._plan.base, [entry.key for entry in chunk.entries])
-            return await self._calls._io.work(self._cache.keep, folder, name)
+        assert self.cache is not None, "captures are kept only in a cache"
+        with self.cache.downloads() as folder:
+            (await Captures[Awaits](self.calls._io)._open(view.id, folder, None, False)).close()
+            name = map_key.of_job(self.plan.base, [entry.key for entry in chunk.entries])
+            return await self.calls._io.work(self.cache.keep, folder, name)
 
     def _mapped(self, entry: _Entry, result: JobResult, rows: Path | None, cached: bool) -> Mapped:
-        capture = self._plan.request.capture
+        capture = self.plan.request.capture
         return Mapped(
             index=entry.index,
             prompt=entry.prompt,
             result=result.as_asked(),
             request=result.outputs[0].index,
             cached=cached,
-            rows=rows if self._keep else None,
+            rows=rows if self.keep else None,
             tag=capture.tag if capture is not None else None,
         )
 

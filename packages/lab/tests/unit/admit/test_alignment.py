@@ -10,21 +10,21 @@ from hypothesis import assume, example, given, strategies as st
 
 from midstream.schemas.prompts.selectors import SelectorError
 from midstream_lab.admit import alignment
-from midstream_lab.admit.alignment import Aligned, PromptTokens, align, match_span, match_spans
+from midstream_lab.admit.alignment import Aligned, align, match_span, match_spans
+from midstream_lab.admit.continuations import ReadPrompt
 from midstream_lab.records.sweeps import Alignment
 
 #: Few different tokens, so that they repeat.
 IDS = st.lists(st.integers(0, 5), min_size=1, max_size=14)
 
 
-def tokens(*words: str) -> PromptTokens:
-    return PromptTokens(
-        [sum(ord(sign) << 8 * place for place, sign in enumerate(word)) for word in words], words
-    )
+def tokens(*words: str) -> ReadPrompt:
+    ids = [sum(ord(sign) << 8 * place for place, sign in enumerate(word)) for word in words]
+    return ReadPrompt(ids, [*words])
 
 
-def numbered(ids: list[int]) -> PromptTokens:
-    return PromptTokens(ids, [f" {token}" for token in ids])
+def numbered(ids: list[int]) -> ReadPrompt:
+    return ReadPrompt(ids, [f" {token}" for token in ids])
 
 
 EIFFEL = tokens("The", " Eiffel", " Tower", " is", " in", " the", " city", " of")

@@ -518,7 +518,7 @@ def test_columns_beyond_the_cell_limit_are_not_built() -> None:
 def test_a_cells_room_is_that_of_its_widest_window(
     asked: Any, fields: dict[str, Any], room: tuple[int, int]
 ) -> None:
-    assert room_of_cell(plan(asked, **fields).sweep) == room
+    assert room_of_cell(plan(asked, **fields).sweep, 0) == room
 
 
 @pytest.mark.parametrize(

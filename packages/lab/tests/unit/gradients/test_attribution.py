@@ -27,7 +27,7 @@ from torch.nn import functional
 from midstream.schemas.prompts.selectors import Hook
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError
 from midstream_lab.gradients import attribution as edges_module
-from midstream_lab.gradients.attribution import EstimateOptions, PairEstimate, estimate_pair
+from midstream_lab.gradients.attribution import PairEstimate, estimate_pair
 from midstream_lab.gradients.edges import edge_scores
 from midstream_lab.gradients.pairs import NonFiniteGradient, PairError, PairRuns
 from midstream_lab.gradients.points import Points, SiteKey
@@ -76,7 +76,7 @@ def test_integral_along_a_cell_is_its_exact_effect(points_of: PointsOf, case: st
     for column in (3, 7):
         # the places of one column alone are the cell's
         stored = sweep(points, hooks, [positions(len(BASE))[column]], layers=[1], **CASES[case])
-        found = estimate_pair(points, stored, 0, EstimateOptions(steps=24, batch=96))
+        found = estimate_pair(points, stored, 0, steps=24, batch=96)
         for hook in hooks:
             wanted = exact(points, stored, (hook, 1))(0)
             assert found.effects[hook].item() == pytest.approx(wanted, abs=2e-3), hook
@@ -84,8 +84,8 @@ def test_integral_along_a_cell_is_its_exact_effect(points_of: PointsOf, case: st
 
 def test_joint_path_sums_to_patching_every_place(points_of: PointsOf) -> None:
     points = points_of("gpt2")
-    options = EstimateOptions(steps=48, batch=48)
-    found = estimate_pair(points, sweep(points, ["post_block"], layers=[1]), 0, options)
+    stored = sweep(points, ["post_block"], layers=[1])
+    found = estimate_pair(points, stored, 0, steps=48, batch=48)
     # all positions of the stream: the source prompt itself
     whole = found.source.value - found.base.value
     assert float(found.effects["post_block"].sum()) == pytest.approx(whole, abs=2e-3)
@@ -107,7 +107,7 @@ def test_columns_are_sums_of_elements(points_of: PointsOf) -> None:
     parts = estimate_pair(points, sweep(points, ["post_block"], dims), 0).effects["post_block"]
     assert parts.sum(1) == pytest.approx(single.sum(1))
     mask = torch.arange(points.hidden_size) < 20
-    masked = estimate_pair(points, sweep(points, ["post_block"]), 0, EstimateOptions(mask=mask))
+    masked = estimate_pair(points, sweep(points, ["post_block"]), 0, mask=mask)
     assert masked.effects["post_block"].sum(1) == pytest.approx(parts[:, 0])
 
 
@@ -177,7 +177,7 @@ def test_check_stops_between_passes(points_of: PointsOf) -> None:
         raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        estimate_pair(points, sweep(points, ["z"]), 0, EstimateOptions(check=stop))
+        estimate_pair(points, sweep(points, ["z"]), 0, check=stop)
 
 
 # --- Saturated attention
@@ -198,8 +198,11 @@ def test_last_layer_correction_is_exact_but_for_later_curvature(
     module.scaling = steep * 8
     try:
         stored = sweep(points, [hook], columns, layers=[last])
-        plain = estimate_pair(points, stored, 0).effects[hook][0]
-        found = estimate_pair(points, stored, 0, EstimateOptions(correct=True)).effects[hook][0]
+        pair = PairRuns(points, stored, 0)
+        run = pair.run()
+        slope = pair.slope(run.gradients(pair.value)[hook, last])
+        plain = pair.cells((hook, last), run, slope)
+        found = estimate_pair(points, stored, 0).effects[hook][0]
         cell = exact(points, stored, (hook, last))
         wanted = np.array([cell(column) for column in range(len(columns))])
     finally:
@@ -210,9 +213,7 @@ def test_last_layer_correction_is_exact_but_for_later_curvature(
 def test_small_patches_leave_no_doubt(points_of: PointsOf) -> None:
     points = points_of("gemma2")
     large, small = (
-        estimate_pair(
-            points, sweep(points, ["q"], alpha=alpha), 0, EstimateOptions(doubts=True)
-        ).doubts["q"]
+        estimate_pair(points, sweep(points, ["q"], alpha=alpha), 0, doubtful=True).doubts["q"]
         for alpha in (1.0, 1e-3)
     )
     assert large.max() > 1e-3
@@ -222,7 +223,7 @@ def test_small_patches_leave_no_doubt(points_of: PointsOf) -> None:
 def test_doubts_rank_cells_with_large_errors(points_of: PointsOf) -> None:
     points = points_of("llama")
     stored = sweep(points, ["pre_attn"])
-    found = estimate_pair(points, stored, 0, EstimateOptions(doubts=True))
+    found = estimate_pair(points, stored, 0, doubtful=True)
     errors = []
     doubts = []
     for layer in range(points.num_layers):

@@ -13,8 +13,9 @@ from midstream.schemas.requests.scalars import StoredScalar
 from midstream.workers.runner.readings.sae import NORMALISATIONS, Autoencoder
 from midstream_lab.gradients.attribution import estimate_pair
 from midstream_lab.gradients.captured import gradient_rows, scalar_of
-from midstream_lab.gradients.estimates import FeatureEffects, feature_effects
+from midstream_lab.gradients.estimates import feature_effects
 from midstream_lab.gradients.points import Points, SiteKey
+from midstream_lab.records.estimates import Estimate, StoredAttribution, Verify
 
 SITE: SiteKey = ("post_block", 1)
 FEATURES = 96
@@ -39,8 +40,23 @@ def autoencoder(width: int, name: str) -> Autoencoder:
     return Autoencoder(SaeForm(d_in=width, d_sae=FEATURES, **options), tensors)
 
 
-def effects(points: Points, sae: Autoencoder, top: int = FEATURES, **given: Any) -> FeatureEffects:
-    return feature_effects(points, sweep(points, ["post_block"], **given), 0, SITE, sae, top)
+def estimate(
+    points: Points, sae: Autoencoder, keep: int, draw: int = 0, seed: int = 0, **given: Any
+) -> Estimate:
+    named = StoredSae(name="s", digest="", path="", hook=SITE[0], layer=SITE[1], bytes=0)
+    verify = Verify(random=draw) if draw else None
+    how = StoredAttribution("attribution", 1, seed, keep, verify=verify, sae=named)
+    asked = sweep(points, ["post_block"], attribution=how, **given)
+    return feature_effects(points, asked, 0, sae)
+
+
+def effects(points: Points, sae: Autoencoder, **given: Any) -> np.ndarray:
+    """Of each column, all features and then the error: `[columns, features + 1]`."""
+    found = estimate(points, sae, len(BASE) * (FEATURES + 1), **given).features
+    result = np.full((len(BASE), FEATURES + 1), np.nan)
+    for each in found:
+        result[each.column, each.feature] = each.score
+    return result
 
 
 @pytest.mark.parametrize("form", ["standard", "jumprelu", "topk", "rescaled", "layer_norm"])
@@ -51,11 +67,10 @@ def test_features_and_error_sum_to_the_row(
     points = points_of("llama")
     found = effects(points, autoencoder(points.hidden_size, form), **given)
     whole = estimate_pair(points, sweep(points, ["post_block"], layers=[1], **given), 0)
-    total = found.effects.sum(1) + found.rest + found.error
-    assert total == pytest.approx(whole.effects["post_block"][0], abs=1e-6)
-    few = effects(points, autoencoder(points.hidden_size, form), top=3, **given)
-    assert few.effects.sum(1) + few.rest == pytest.approx(found.effects.sum(1) + found.rest)
-    assert (few.indices == found.indices[:, :3]).all()
+    assert found.sum(1) == pytest.approx(whole.effects["post_block"][0], abs=1e-6)
+    few = estimate(points, autoencoder(points.hidden_size, form), 3, **given).features
+    sizes = [abs(each.score) for each in few]
+    assert sizes == pytest.approx(np.sort(np.abs(found).ravel())[:-4:-1])
 
 
 def test_zeros_remove_features_and_error_but_not_biases(points_of: PointsOf) -> None:
@@ -65,7 +80,7 @@ def test_zeros_remove_features_and_error_but_not_biases(points_of: PointsOf) -> 
     run = points.run(points.batch([BASE]), [SITE], grad=True)
     slope = run.gradients(run.logits[0, -1, 100] - run.logits[0, -1, 200])[SITE][0]
     wanted = ((sae.decode(torch.zeros(1, FEATURES))[0] - run.rows(SITE)[0]) * slope).sum(1).numpy()
-    assert found.effects.sum(1) + found.error == pytest.approx(wanted, abs=1e-5)
+    assert found.sum(1) == pytest.approx(wanted, abs=1e-5)
 
 
 @pytest.mark.parametrize("form", sorted(sae_rows.FORMS))
@@ -95,7 +110,7 @@ def test_an_estimate_is_the_slope_of_the_exact_patch(points_of: PointsOf, form: 
     points = points_of("llama")
     alpha = 2e-3
     sae = autoencoder(points.hidden_size, form)
-    found = effects(points, sae, top=3, alpha=alpha)
+    found = effects(points, sae, alpha=alpha)
     rows, source = (
         points.run(points.batch([prompt]), [SITE]).rows(SITE)[0].float()
         for prompt in (BASE, SOURCE)
@@ -118,38 +133,30 @@ def test_an_estimate_is_the_slope_of_the_exact_patch(points_of: PointsOf, form: 
         return float(logits[100] - logits[200])
 
     for column in (3, 7):  # where the prompts differ
-        moves = {
-            feature: change[column, feature] * directions[feature]
-            for feature in found.indices[column].tolist()
-        }
+        strongest = np.argsort(-np.abs(found[column, :-1]))[:3].tolist()
+        moves = {feature: change[column, feature] * directions[feature] for feature in strongest}
         moves[-1] = source[column] - rows[column] - change[column] @ directions
-        estimates = [*found.effects[column].tolist(), found.error[column]]
-        for (feature, whole), effect in zip(moves.items(), estimates, strict=True):
+        for feature, whole in moves.items():
             exact = sae.exchanged(rows, parts, feature)[column]
             torch.testing.assert_close(exact, rows[column] + whole, atol=1e-5, rtol=1e-5)
             more, less = (metric(column, rows[column] + by * whole) for by in (alpha, -alpha))
+            effect = found[column, feature]
             assert (more - less) / 2 == pytest.approx(effect, rel=0.03, abs=1e-6)
 
 
 def test_random_features_are_drawn_from_all_that_differ(points_of: PointsOf) -> None:
     points = points_of("llama")
     sae = autoencoder(points.hidden_size, "jumprelu")
-    asked = sweep(points, ["post_block"])
     known = effects(points, sae)
-    of = {
-        (column, feature): effect
-        for column in range(len(BASE))
-        for feature, effect in zip(known.indices[column], known.effects[column], strict=True)
-    } | {(column, -1): error for column, error in enumerate(known.error)}
-    every = feature_effects(points, asked, 0, SITE, sae, 3, draw=10_000, seed=1).drawn
-    differ = {place for place, effect in of.items() if effect}
-    assert {(column, feature) for column, feature, _ in every} == differ
-    assert all(effect == pytest.approx(of[column, feature]) for column, feature, effect in every)
+    every = estimate(points, sae, 3, draw=10_000, seed=1).drawn
+    differ = {*map(tuple, np.argwhere(known).tolist())}
+    assert {(each.column, each.feature % (FEATURES + 1)) for each in every} == differ
+    assert all(each.score == pytest.approx(known[each.column, each.feature]) for each in every)
     few = [
-        feature_effects(points, asked, 0, SITE, sae, 3, draw=20, seed=seed).drawn
+        {(each.column, each.feature) for each in estimate(points, sae, 3, 20, seed).drawn}
         for seed in (1, 1, 2)
     ]
-    assert len(set(few[0])) == 20 < len(every)
+    assert len(few[0]) == 20 < len(every)
     assert few[0] == few[1] != few[2]
-    assert {*few[0]} < {*every}
-    assert {column for column, _, _ in few[0]} > {3, 7}, "not only the first columns"
+    assert few[0] < {(each.column, each.feature) for each in every}
+    assert {column for column, _ in few[0]} > {3, 7}, "not only the first columns"

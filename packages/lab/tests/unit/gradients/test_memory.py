@@ -35,8 +35,7 @@ for tokens, batch in ((256, 8), (2048, 1)):
     run = points.run(ids, sites, grad=True)
     run.gradients(run.logits.double().log_softmax(-1)[..., 3].sum())
     del run
-    memory = found.memory(tokens, batch, sites)
-    print(status("VmHWM") - before, memory.total - memory.parameters)
+    print(status("VmHWM") - before, found.memory(tokens, batch, sites).total)
 """
 
 

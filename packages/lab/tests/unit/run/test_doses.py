@@ -9,11 +9,12 @@ from refusal_kit import refuses
 from midstream.schemas.artifacts.probes import ProbeScore
 from midstream.schemas.base.edit_sizes import EditSizes
 from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.jobs import Job, Output, Prompted, Sampling, StoredPrompt, TokenLogprob
 from midstream.schemas.jobs.receipts import Receipt
 from midstream_lab.admit.doses import expanded
 from midstream_lab.records.doses import DoseEffect, DoseRequest, StoredDose
-from midstream_lab.results.dose_result import with_receipts
+from midstream_lab.results.dose_result import dose_result
 from midstream_lab.run.dose_measures import measure, repetition
 from midstream_lab.show.doses import drawn
 
@@ -75,7 +76,7 @@ def test_words_loss_and_repetition_of_each_cell_and_the_largest_safe_scales() ->
         [EditSizes(request=n, hook="post_block", layer=3, rows=4, median=0.1 * n, largest=0.2 * n)]
         for n in range(3)
     ]
-    found = with_receipts(result, [receipt(6 + n, sizes=sizes[n]) for n in range(3)])
+    found = dose_result(to_msgpack(result), [receipt(6 + n, sizes=sizes[n]) for n in range(3)])
     assert [(cell.median, cell.largest) for cell in found.cells[:2]] == [(0.0, 0.0), (0.1, 0.4)]
     # 2.0 is an island behind a cell that is not safe; −0.5 repeats itself
     assert [(cell.layer, cell.scale) for cell in found.safe] == [(3, 0.5)]
@@ -96,7 +97,7 @@ def test_a_cell_whose_text_a_policy_ended_is_not_safe(cut: int, safe: list[float
             output(logprobs=[-2.0]),
         )
     ]
-    result = with_receipts(measure(dose(DoseEffect(words=["a"])), outputs), [])
+    result = dose_result(to_msgpack(measure(dose(DoseEffect(words=["a"])), outputs)), [])
     cells = [result.unsteered, *result.cells]
     assert [cell.stopped for cell in cells] == [int(number == cut) for number in range(5)]
     assert [cell.safe for cell in cells] == [0 < cut != n for n in range(5)]
@@ -130,7 +131,7 @@ def test_a_probes_effect_is_the_mean_over_the_continued_prompts() -> None:
         receipt(2, scores=[score(99.0)]),  # the held-out text
         receipt(3, scores=[score(-1.0)]),
     ]
-    found = with_receipts(result, ticket)
+    found = dose_result(to_msgpack(result), ticket)
     assert found.unsteered.effect == 2.0
     assert found.cells[0].effect == -1.0
 

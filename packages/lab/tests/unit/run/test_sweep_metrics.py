@@ -18,7 +18,7 @@ from midstream_lab.results.sweep_metrics import (
     recovered,
     useless_baseline,
 )
-from midstream_lab.run.verdict import UnverifiedUnit, verdict
+from midstream_lab.run.verdict import graded, unverified
 
 PAIR = StoredPair(base=[1], source=[2], columns=[], answer=[10, 11], foil=[12])
 #: The prompt's next token: 10 or 12; behind 10: 11.
@@ -115,13 +115,15 @@ def test_a_baseline_is_useless_below_a_tenth_of_a_nat_or_ten_times_the_noise() -
 
 
 def test_a_unit_counts_when_all_ranks_confirm_it() -> None:
-    assert verdict(PAIR, nodes_of(PAIR), told(), 4, compared=False) == Grades(-1.5, -3.0)
+    assert unverified(told(), 4) == ""
+    reported = [graded(receipts) for receipts in told()]
+    assert grades(PAIR, nodes_of(PAIR), reported) == Grades(-1.5, -3.0)
 
 
 @pytest.mark.parametrize(
     ("receipts", "why"),
     [
-        (told(status="error", message="no such row"), r"rank 3 \(stage 1\): no such row"),
+        (told(status="error", message="no such row"), "rank 3 (stage 1): no such row"),
         (told(status="partial"), "no reason given"),
         *(
             (told(**changes), "stage 1 do not report the same")
@@ -134,5 +136,4 @@ def test_a_unit_counts_when_all_ranks_confirm_it() -> None:
 def test_a_unit_that_one_rank_does_not_confirm_has_no_value(
     receipts: list[list[Receipt]], why: str
 ) -> None:
-    with pytest.raises(UnverifiedUnit, match=why):
-        verdict(PAIR, nodes_of(PAIR), receipts, 4, compared=False)
+    assert why in unverified(receipts, 4)
