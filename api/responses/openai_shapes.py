@@ -28,7 +28,6 @@ from ...schemas.jobs.openai import (
     ChatLogprob,
     ChatLogprobs,
     ChatRequest,
-    ChatRole,
     Completion,
     CompletionChoice,
     CompletionChunk,
@@ -40,6 +39,7 @@ from ...schemas.jobs.openai import (
     TokenUsage,
 )
 from ...schemas.jobs.results import JobResult
+from ...schemas.prompts.chat import Role
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class WantedParts:
     prompt_alone: bool = False  # the text is the prompt alone
     token_ids: bool = False
     tokens_as_ids: bool = False  # log-probabilities name a token `token_id:N`, not by its text
-    role: ChatRole = "assistant"  # of a chat's message
+    role: Role = "assistant"  # of a chat's message
 
     @property
     def tokens(self) -> bool:
@@ -65,7 +65,7 @@ def wanted_of(body: CompletionRequest | ChatRequest) -> WantedParts:
     ids = bool(body.return_token_ids)
     n = body.n or 1
     if isinstance(body, ChatRequest):
-        role: ChatRole = "assistant" if body.add_generation_prompt else body.messages[-1].role
+        role: Role = "assistant" if body.add_generation_prompt else body.messages[-1].role
         return WantedParts(
             n,
             (body.top_logprobs or 0) if body.logprobs else None,

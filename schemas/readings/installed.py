@@ -69,16 +69,8 @@ class StoredReader(StoredReading, tag="reader", omit_defaults=True):
         return self.fixed_bytes + super().size(positions, sites)
 
 
-#: dtypes of arrays that installed readers return, as numpy names them, and bytes of an element.
+#: dtypes of arrays that installed readers return, as numpy names them.
 ArrayDType = Literal["float32", "float64", "int32", "int64", "uint8", "bool"]
-ARRAY_BYTES: dict[str, int] = {
-    "float32": 4,
-    "float64": 8,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "bool": 1,
-}
 
 
 class ReadArray(Record):
@@ -89,7 +81,7 @@ class ReadArray(Record):
     data: bytes
 
     def __post_init__(self) -> None:
-        if len(self.data) != math.prod(self.shape) * ARRAY_BYTES[self.dtype]:
+        if len(self.data) != math.prod(self.shape) * np.dtype(self.dtype).itemsize:
             raise ValueError(
                 f"data holds {len(self.data)} bytes, which is not {self.dtype} of shape "
                 f"{self.shape}"

@@ -24,9 +24,11 @@ from ..base.limits import (
     MAX_POSITIONS,
     MAX_TAG,
     Count,
+    Factor,
     Index,
     Name,
     Reference,
+    Share,
 )
 from ..base.records import Published, Record
 from ..base.tensors import NumbersOrTensor, pack_numbers
@@ -71,8 +73,6 @@ FileLayout = Literal["auto", "packed", "per_file", "segment"]
 #: Names of consumers of the rows: `filesystem`, `memory`, `logging`, and installed consumers.
 Consumers = Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)]
 DEFAULT_CONSUMERS = ("filesystem",)
-#: Value of an installed op's option.
-OpNumber = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 #: The consumer of rows that probes score; users cannot name it.
 PROBED = "probes"
 
@@ -141,7 +141,7 @@ class SteeringSpec(Record):
     module: Reference | None = None
     scale: float | None = None  # default: 1
     norm_match: Annotated[bool, msgspec.Meta(description=FIRST_TOKEN)] | None = None
-    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # default: 1
+    alpha: Share | None = None  # default: 1
     strength: float | None = None  # default: 1
     # limits of the component along v, in units of the stream; default: no limit
     low: float | None = None
@@ -156,9 +156,9 @@ class SteeringSpec(Record):
     # an installed op; valid with `layers`, `hook`, `positions`, `strength`, `options`, `vector`
     extension: Reference | None = None
     # options of the installed op
-    options: Annotated[dict[Name, OpNumber], msgspec.Meta(max_length=MAX_OPTIONS)] | None = None
+    options: Annotated[dict[Name, Factor], msgspec.Meta(max_length=MAX_OPTIONS)] | None = None
     # in units of the feature's activation; required with `sae` for `clamp` and `add`
-    value: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = None
+    value: Factor | None = None
     jacobian: Reference | None = None  # the name of a Jacobian lens with an output matrix
     token: NamedToken | None = None  # required with `jacobian`
     swap: NamedToken | None = None  # exchanged with `token`; without `op`
@@ -236,7 +236,7 @@ class PatchSpec(Record):
     positions: RequestedPositions
     source: PatchSource
     hook: HookName = "post_block"
-    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    alpha: Share = 1.0
     # at a hook with heads: write only these heads; not valid together with `mask`
     heads: HeadSelector | None = None
     # dimensions to write, in the syntax of layers: "0-63,100" or a list; null: all
