@@ -287,6 +287,8 @@ Owner = Literal["request", "operator"]
 WriterWork = Literal["writer", "placed", "reading"]
 
 
+#: What decides about the effect of an entry at its positions.
+_EFFECT = attrgetter("hook", "layers", "family", "tensors", "scale", "numbers", "limit")
 #: Read a field of many entries without a line of Python for each.
 HOOK, LAYERS, FAMILY_NAME = map(attrgetter, ("hook", "layers", "family"))
 TENSORS, LIMIT, _ENTRIES = map(attrgetter, ("tensors", "limit", "entries"))
@@ -311,6 +313,11 @@ class StoredSteering(CheckedSteering, kw_only=True):
     def num_vectors(self) -> int:
         """The number of entries of the ranks' pool for each site."""
         return FAMILY[self.family].entries(self.rank or 1)
+
+    def masked(self, mask: str) -> "StoredSteering":
+        """Return a replacement as one in the dimensions of the mask of this name alone."""
+        tensors = [*self.tensors, mask]
+        return msgspec.structs.replace(self, family="replace_masked", tensors=tensors)
 
 
 def occurrences(steering: Iterable[StoredSteering], prompt: Sequence[int]) -> dict[bytes, bytes]:
@@ -668,9 +675,7 @@ def steering_rows(steering: Iterable[StoredSteering]) -> list[SteeringRow]:
         if entry.family == "replace" and any(
             (entry.hook, layer, "replace_masked") in last_applied for layer in entry.layers
         ):
-            entry = msgspec.structs.replace(
-                entry, family="replace_masked", tensors=[*entry.tensors, ONES]
-            )
+            entry = entry.masked(ONES)
         positions = (BANK[entry.hook], *shared_by(entry))
         sites = [(entry.hook, layer, entry.family) for layer in entry.layers]
         before = (
@@ -692,10 +697,7 @@ def steering_rows(steering: Iterable[StoredSteering]) -> list[SteeringRow]:
         last_applied.update((site, max(number, last_applied.get(site, -1))) for site in sites)
     rows = []
     for group in groups:
-        content = [
-            (e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.limit, e.owner)
-            for e in group
-        ]
+        content = [(*_EFFECT(entry), entry.owner) for entry in group]
         rows.append(
             SteeringRow(key=content_key(content), positions=group[0].positions, entries=group)
         )
@@ -754,10 +756,7 @@ def steering_digest(steering: Sequence[StoredSteering]) -> str:
     if not steering:
         return ""
     gates: list[object] = [entry.gate for entry in steering]
-    content = [
-        (e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.limit, e.positions)
-        for e in steering
-    ]
+    content = [(*_EFFECT(entry), entry.positions) for entry in steering]
     triggers = [entry.trigger or None for entry in steering]
     conditions = [*([gates] if any(gates) else []), *([triggers] if any(triggers) else [])]
     return content_key([content, *conditions] if conditions else content)

@@ -17,11 +17,12 @@ from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_ENTRIES
 from ....schemas.base.tensors import from_numpy
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.prompts.selectors import SelectorError, as_ranges, resolve_hook, resolve_layers
+from ....schemas.prompts.selectors import as_ranges, resolve_hook, resolve_layers
 from ....schemas.readings.lens import NamedToken
 from ....schemas.requests.specs import SteeringSpec
 from ....storage.formats.lens_files import directions, folder_of, reading
 from ....storage.formats.tensor_files import TensorFile, TensorFileError
+from ..positions.captures import at_field
 from .interventions import check_together, check_without
 
 #: Op → its fields that are valid with `jacobian`, besides FIELDS; `swap` is the field of that name.
@@ -173,7 +174,7 @@ def _checked(spec: SteeringSpec, lens: JacobianLens, model: ModelInfo, at: str) 
         raise invalid(f"{at}.hook", f"{lens.name!r} maps {lens.hook}", allowed=lens.hook)
     if spec.layers is None:
         raise invalid(f"{at}.layers", "is required: the layers to edit")
-    with Translated(SelectorError, lambda error: invalid(f"{at}.layers", str(error))):
+    with at_field(f"{at}.layers"):
         every = spec.layers == "all"
         layers = lens.layers if every else resolve_layers(spec.layers, model.num_layers)
     if lacking := sorted({*layers} - {*lens.layers}):

@@ -10,12 +10,11 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from ....schemas.artifacts.jacobian_lenses import JacobianLens
 from ....schemas.artifacts.saes import Sae, SaeForm
-from ....schemas.base.dtypes import DTYPES, narrowed, widened
+from ....schemas.base.dtypes import narrowed, widened
 from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_FEATURES
 from ....schemas.base.tensors import Tensor, from_numpy
@@ -34,7 +33,7 @@ from ....storage.formats.sae_files import (
     tensors_of,
 )
 from ..positions.captures import Bounds, apply_rules, positions_of_each
-from .interventions import check_limit, check_together, check_without, keep
+from .interventions import check_limit, check_together, check_without, keep, limit_of
 
 #: Ops that are valid with `sae` → whether the op takes a value.
 OPS: dict[str, bool] = {"clamp": True, "ablate": False, "add": True}
@@ -215,9 +214,6 @@ def resolve_feature(
     """
     assert spec.sae is not None
     sae = named.saes[spec.sae]
-    filled = msgspec.structs.replace(
-        spec, positions="all" if spec.positions is None else spec.positions
-    )
     rows = named.rows[spec.sae, spec.feature or 0]
     rule = (
         rows.rule
@@ -227,12 +223,12 @@ def resolve_feature(
         else ThresholdFeature(np.zeros_like(rows.decoder), rows.decoder, 0.0, 0.0)
     )
     assert rule is not None, "checked"
-    made = apply_rules([("positions", positions_of_each)], filled, bounds, at)
+    made = apply_rules([("positions", positions_of_each)], spec, bounds, at)
     tensors = [*_parts(rule.encoder, bounds.model), from_numpy(rule.decoder)]
     entry = SteeringTemplate(
         layers=[sae.layer],
         hook=sae.hook,
-        positions=filled.positions or "all",
+        positions=spec.positions or "all",
         family="feature",
         tensors=[keep(tensor, blobs) for tensor in tensors],
         numbers=[
@@ -262,7 +258,7 @@ def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:
 
 def check_range(sae: Sae, model: ModelInfo, rows: Mapping[int, FeatureVectors]) -> None:
     """Raises a 400 for vectors beyond the range of the model's dtype."""
-    limit = DTYPES.get(model.dtype, DTYPES["float32"]).largest
+    limit = limit_of(model)
     for feature, value in rows.items():
         vectors: list[Any] = (
             [value.decoder]

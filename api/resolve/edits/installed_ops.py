@@ -5,7 +5,6 @@ that the sites on the ranks take.
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ....schemas.base.errors import invalid
@@ -123,10 +122,7 @@ def resolve_installed(
     Raises a 400 naming the field.
     """
     check_together(spec, at, "extension", FIELDS)
-    filled = msgspec.structs.replace(
-        spec, positions="all" if spec.positions is None else spec.positions
-    )
-    made = apply_rules(RULES, filled, bounds, at)
+    made = apply_rules(RULES, spec, bounds, at)
     vector = (
         from_numpy(np.zeros(bounds.model.hidden_size, dtype=np.float32))
         if spec.vector is None
@@ -135,7 +131,7 @@ def resolve_installed(
     entry = SteeringTemplate(
         layers=made["layers"],
         hook=made["hook"],
-        positions=filled.positions or "all",
+        positions=spec.positions or "all",
         family="installed",
         tensors=[keep(vector, blobs)],
         numbers=[made["strength"], *made["options"], float(made["extension"][0].code)],

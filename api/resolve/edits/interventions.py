@@ -16,6 +16,7 @@ from ....schemas.base.dtypes import DTYPES
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import to_msgpack
 from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import (
     STREAM_HOOKS,
     Hook,
@@ -45,7 +46,6 @@ def _filled_in(spec: SteeringSpec) -> SteeringSpec:
         spec,
         op=spec.op or "add",
         hook=spec.hook or "post_block",
-        positions="all" if spec.positions is None else spec.positions,
     )
 
 
@@ -150,21 +150,19 @@ def _data(family: Intervention, field: str, spec: SteeringSpec, bounds: Bounds) 
     if tensor is None:
         return
     values = to_numpy(tensor)
+    check_finite(values)
+    if field == "vector" and family.unit and not values.any():
+        raise ValueError(f"is all zeros: {family.flag or family.op} needs a direction")
+    if TENSORS[field].ranked and TENSORS[field].wide:
+        check_magnitude(_largest(tensor), bounds)
+
+
+def check_finite(values: np.ndarray) -> None:
+    """Raises ValueError for an element that is not finite."""
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         raise ValueError(
             f"element {bad[0]} is not finite (non-finite elements: {len(bad)} of {values.size})"
-        )
-    if field == "vector" and family.unit and not values.any():
-        raise ValueError(f"is all zeros: {family.flag or family.op} needs a direction")
-    if (
-        TENSORS[field].ranked
-        and TENSORS[field].wide
-        and (largest := _largest(tensor)) > limit_of(bounds)
-    ):
-        raise ValueError(
-            f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at "
-            f"most {limit_of(bounds):.3g}"
         )
 
 
@@ -174,20 +172,27 @@ def check_vector(spec: SteeringSpec, bounds: Bounds) -> None:
     """
     _shape(FAMILY["add"], "vector", spec, bounds)
     _data(FAMILY["add"], "vector", spec, bounds)
-    if spec.vector is not None and not (largest := _largest(spec.vector)) <= limit_of(bounds):
-        raise ValueError(
-            f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at "
-            f"most {limit_of(bounds):.3g}"
-        )
+    if spec.vector is not None:
+        check_magnitude(_largest(spec.vector), bounds)
 
 
 def _largest(tensor: Tensor) -> float:
     return float(np.max(np.abs(to_numpy(tensor)).astype(np.float64), initial=0.0))
 
 
-def limit_of(bounds: Bounds) -> float:
+def limit_of(model: ModelInfo) -> float:
     """Return the largest number of the model's dtype."""
-    return DTYPES.get(bounds.model.dtype, DTYPES["float32"]).largest
+    return DTYPES.get(model.dtype, DTYPES["float32"]).largest
+
+
+def check_magnitude(largest: float, bounds: Bounds, what: str = "") -> None:
+    """Raises ValueError for a number beyond the range of the model's dtype. `what`: has it."""
+    limit = limit_of(bounds.model)
+    if not largest <= limit:
+        raise ValueError(
+            f"{what}has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at "
+            f"most {limit:.3g}"
+        )
 
 
 # --- Numbers
@@ -200,12 +205,7 @@ def _number(family: Intervention, number: Number, spec: SteeringSpec, bounds: Bo
     if given is not None:
         check_limit(family, number, value)
     if number is family.scale and spec.vector is not None:
-        largest = _largest(spec.vector) * abs(value)
-        if not largest <= limit_of(bounds):
-            raise ValueError(
-                f"scale times vector has an element of magnitude {largest:.3g}: "
-                f"{bounds.model.dtype} allows at most {limit_of(bounds):.3g}"
-            )
+        check_magnitude(_largest(spec.vector) * abs(value), bounds, "scale times vector ")
     if family.limits is not None and number.name in family.limits:
         _check_range(number.name, value, spec, family.limits)
     return value
@@ -294,7 +294,8 @@ def resolve_entry(
     masks = []
     if heads and family.name == "replace":  # other families keep columns that are 0
         family = FAMILY["replace_masked"]
-        masks = [keep_mask(hook, heads, bounds, blobs)]
+        shape = bounds.model.inside[hook]
+        masks = [mask_tensor(dimensions(heads, shape), shape.size, blobs)]
     entry = SteeringTemplate(
         layers=made["layers"],
         hook=hook,
@@ -309,13 +310,12 @@ def resolve_entry(
     return entry, made["positions"]
 
 
-def keep_mask(hook: Hook, heads: Sequence[int], bounds: Bounds, blobs: dict[str, bytes]) -> str:
-    """Return the name of a mask, float32 `[row]`, 1 in the columns of `heads` and 0 elsewhere; add
-    the mask to `blobs`.
+def mask_tensor(dimensions: Sequence[int], size: int, blobs: dict[str, bytes]) -> str:
+    """Return the name of a mask, float32 `[size]`, 1 in `dimensions` and 0 elsewhere; add it to
+    `blobs`.
     """
-    shape = bounds.model.inside[hook]
-    values = np.zeros(shape.size, np.float32)
-    values[dimensions(heads, shape)] = 1
+    values = np.zeros(size, np.float32)
+    values[list(dimensions)] = 1
     return keep(from_numpy(values), blobs)
 
 
@@ -332,6 +332,7 @@ def reach_of(spec: SteeringSpec) -> float:
 
 
 def keep(tensor: Tensor, blobs: dict[str, bytes]) -> str:
+    """Return the tensor's name; add the tensor to `blobs`."""
     name = content_hash(tensor)
     if name not in blobs:
         blobs[name] = to_msgpack(tensor)

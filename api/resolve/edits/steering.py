@@ -43,17 +43,17 @@ from ....schemas.requests.specs import (
 )
 from ....schemas.requests.steering import Module, SteeringTemplate
 from ....schemas.settings.tuning import global_share
-from ..positions.captures import Bounds, PromptFacts, apply_rules, positions_of_each
+from ..positions.captures import Bounds, PromptFacts, apply_rules, at_field, positions_of_each
 from ..positions.gates import Gated, gated_entries
 from ..positions.windows import check_trigger
 from .features import NONE, NamedFeatures, plain_spec, resolve_feature
 from .installed_ops import check_not_installed, resolve_installed
 from .interventions import (
     check_limit,
+    check_magnitude,
     check_together,
     check_without,
     edited_layers,
-    limit_of,
     reach_of,
     resolve_entry,
 )
@@ -207,16 +207,10 @@ def _check_scale(
         lambda error: invalid(field, f"{scale:.3g} times {whose} {number.name}: {error}"),
     ):
         check_limit(family, number, value)
-    if family.scale is not None and not reach * abs(scale) <= limit_of(bounds):
-        largest = reach * abs(scale)
-        limit = limit_of(bounds)
-        raise invalid(
-            field,
-            (
-                f"{scale:.3g} times {whose} scaled vector has an element of magnitude "
-                f"{largest:.3g}: {bounds.model.dtype} allows at most {limit:.3g}"
-            ),
-        )
+    if family.scale is not None:
+        with at_field(field):
+            what = f"{scale:.3g} times {whose} scaled vector "
+            check_magnitude(reach * abs(scale), bounds, what)
 
 
 def _own_positions(
@@ -279,7 +273,9 @@ def resolve_edits(
         _check_each(per_prompt, "patch", bounds.model)
     for module in gated:
         if module.module is not None:
-            _extend(per_prompt, _applied(module, bounds, _state_of(module.module)))
+            # what a policy's action refers to: its module alone
+            state = ModelState({module.module.name: module.module})
+            _extend(per_prompt, _applied(module, bounds, state))
     return per_prompt, blobs
 
 
@@ -288,11 +284,6 @@ def _extend(
 ) -> None:
     for entries, added in zip(per_prompt, more, strict=False):
         entries += added
-
-
-def _state_of(module: Module) -> ModelState:
-    """Return what a policy's action refers to: its module alone."""
-    return ModelState({module.name: module})
 
 
 def _applied(gated: Gated, bounds: Bounds, model_state: ModelState) -> list[list[StoredSteering]]:

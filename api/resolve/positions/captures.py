@@ -122,6 +122,13 @@ def one_hook(name: Any, bounds: Bounds) -> Hook:
     return served_hook(name, bounds.model.hooks, bounds.model.absent)
 
 
+def at_field(at: str) -> Translated[ValueError]:
+    """Turn a ValueError into a 400 at the field `at`, or below it if a SelectorError says where."""
+    return Translated(
+        ValueError, lambda error: invalid(f"{at}{getattr(error, 'at', '')}", str(error))
+    )
+
+
 def apply_rules(
     rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]],
     spec: Positioned,

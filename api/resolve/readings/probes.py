@@ -31,7 +31,7 @@ from ....schemas.base.limits import (
 from ....schemas.base.records import now, to_msgpack
 from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
-from ....schemas.prompts.selectors import HOOKS, SelectorError, Span, resolve_layers
+from ....schemas.prompts.selectors import HOOKS, Span, resolve_layers
 from ....schemas.prompts.windows import When
 from ....schemas.requests.policies import (
     POLICIES,
@@ -46,11 +46,13 @@ from ....schemas.requests.policies import (
 from ....schemas.requests.specs import CaptureSpec, SteeringSpec
 from ....schemas.requests.steering import Module
 from ....schemas.settings.settings import Settings
+from ..edits.interventions import check_finite
 from ..edits.model_state import ModelState, unknown_module
 from ..edits.steering import check_policies
 from ..positions.captures import (
     Bounds,
     PromptFacts,
+    at_field,
     one_hook,
     resolve_captures,
     stored_captures,
@@ -88,7 +90,7 @@ def resolve_probe(
             f"has shape {list(bias.shape)}",
             allowed=f"[{number}], a number for each label, or null",
         )
-    with Translated(SelectorError, lambda error: invalid("hook", str(error))):
+    with at_field("hook"):
         hook = one_hook(probe_request.hook, Bounds(model, []))
     if hook not in HOOKS:
         raise invalid(
@@ -96,7 +98,7 @@ def resolve_probe(
             f"{hook} does not belong to the residual stream: its rows have another width",
             allowed=", ".join(name for name in model.hooks if name in HOOKS),
         )
-    with Translated(SelectorError, lambda error: invalid("layer", str(error))):
+    with at_field("layer"):
         (layer,) = resolve_layers(probe_request.layer, model.num_layers)
     labels, thresholds = _of_labels(probe_request, number)
     if (fault := decay_fault(probe_request.aggregation, probe_request.decay)) is not None:
@@ -134,12 +136,8 @@ def _numbers(field: str, tensor: Tensor) -> np.ndarray:
     """Float32. Raises a 400 for values that are not finite, also once they are float32."""
     with np.errstate(over="ignore"):
         values: np.ndarray = to_numpy(tensor).astype(np.float32)
-    bad = np.flatnonzero(~np.isfinite(values))
-    if len(bad):
-        raise invalid(
-            f"{field}.data",
-            (f"element {bad[0]} is not finite (non-finite elements: {len(bad)} of {values.size})"),
-        )
+    with at_field(f"{field}.data"):
+        check_finite(values)
     return values
 
 
