@@ -6,7 +6,7 @@ import msgspec
 
 from ..base.errors import invalid
 from ..base.limits import MAX_EVENTS, Url
-from ..base.records import Record
+from ..base.records import Record, fields_of
 from ..base.states import ENDS, CallbackEvent
 
 #: `normal` stands for the default of the kind of job: the OpenAI-style endpoints, where a client
@@ -43,8 +43,7 @@ class Callback(Record):
 
 def handling_of(body: Handling) -> Handling:
     """Return the handling fields of a body."""
-    fields = {name: getattr(body, name) for name in Handling.__struct_fields__}
-    return Handling(**fields | {"priority": body.priority or "normal"})
+    return Handling(**fields_of(body, Handling) | {"priority": body.priority or "normal"})
 
 
 def callback_of(handling: Handling) -> Callback | None:

@@ -108,6 +108,28 @@ class CaptureSpec(SitesSpec):
         """The registered artifacts that it names."""
         return [] if self.scalar is None else self.scalar.references
 
+    def stored(
+        self,
+        sites: dict[Hook, list[int]],
+        positions: PositionSelector,
+        *,
+        heads: Sequence[int] = (),
+        window: Span | None = None,
+    ) -> "StoredCapture":
+        """Return the capture for one prompt, at resolved sites and positions."""
+        return StoredCapture(
+            sites=sites,
+            positions=positions,
+            tag=self.tag,
+            every_n=self.every_n,
+            at=self.at,
+            dtype=self.dtype,
+            layout=self.layout,
+            consumers=self.consumers,
+            heads=[*heads],
+            window=window,
+        )
+
 
 FIRST_TOKEN = (
     "`scale` is relative to the norm of each row (default: false). The first token's norm may be a "

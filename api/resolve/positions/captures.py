@@ -151,7 +151,7 @@ def apply_rules(
 # --- Rules of capture
 
 
-def _sites(spec: SitesSpec, bounds: Bounds) -> dict[Hook, list[int]]:
+def sites_of(spec: SitesSpec, bounds: Bounds) -> dict[Hook, list[int]]:
     return resolve_sites(
         spec.wanted, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent
     )
@@ -168,7 +168,7 @@ def _all_layers(spec: SitesSpec, bounds: Bounds) -> None:
         resolve_layers(spec.layers, bounds.model.num_layers)
 
 
-def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
+def _consumers(spec: CaptureSpec, bounds: Bounds) -> None:
     present = bounds.model.consumers or list(DEFAULT_CONSUMERS)
     for index, name in enumerate(spec.consumers):
         if name not in present:
@@ -177,7 +177,6 @@ def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
             )
         if name in spec.consumers[:index]:
             raise SelectorError(f"{name!r} is listed twice", f"[{index}]")
-    return spec.consumers
 
 
 def _of(spec: CaptureSpec, bounds: Bounds) -> None:
@@ -217,18 +216,33 @@ def _run(spec: CaptureSpec, bounds: Bounds) -> None:
 SITE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
     ("hook", _one_hook),
     ("layers", _all_layers),
-    ("hooks", _sites),
+    ("hooks", sites_of),
 )
 
 CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
     *SITE_RULES,
-    ("heads", lambda spec, bounds: heads_of(spec.heads, list(_sites(spec, bounds)), bounds.model)),
+    (
+        "heads",
+        lambda spec, bounds: heads_of(spec.heads, [*sites_of(spec, bounds)], bounds.model),
+    ),
     ("positions", _positions),
     ("consumers", _consumers),
     ("run", _run),
     ("of", _of),
     ("scalar", _scalar),
 )
+
+
+def stored_captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
+    """Return one capture per prompt. Raises a 400 naming the field below `at`."""
+    made = apply_rules(CAPTURE_RULES, spec, bounds, at)
+    window = window_of(spec.positions)
+    tokens = sum(prompt.tokens + bounds.max_tokens for prompt in bounds.prompts)
+    check_window(window, bounds.probes, bounds.model, f"{at}.positions", tokens)
+    return [
+        spec.stored(made["hooks"], chosen, heads=made["heads"], window=window)
+        for chosen in made["positions"]
+    ]
 
 
 #: Returns one capture per prompt, of a spec in the model's bounds and its place in the request.
@@ -239,14 +253,14 @@ def resolve_captures(
     spec: CaptureSpec | None,
     bounds: Bounds,
     readings: Sequence[tuple[str, list[StoredCapture]]] = (),
-    stored: Stored | None = None,
+    stored: Stored = stored_captures,
     held: Sequence[tuple[str, StoredCapture]] = (),
 ) -> list[list[StoredCapture]]:
     """Return the captures of each prompt: the user's, those for readings, then global capture;
     empty if there are none.
 
-    `readings`: (field of the request, one capture per prompt). `stored` resolves `spec`, by default
-    `stored_captures`. `held`: what else of the request takes room in a step, of each prompt.
+    `readings`: (field of the request, one capture per prompt). `stored` resolves
+    `spec`. `held`: what else of the request takes room in a step, of each prompt.
 
     Raises a 400 naming the field of what the user requests; never because of global capture.
     """
@@ -258,7 +272,6 @@ def resolve_captures(
             "capture.tag",
             f"{spec.tag!r} is the tag of the operator's global capture: choose another",
         )
-    stored = stored or stored_captures
     request = [("capture", stored(spec, bounds, "capture"))] if spec is not None else []
     for field, captures in [*request, *readings]:
         for index, capture in enumerate(captures):
@@ -284,29 +297,6 @@ def split(captures: Sequence[StoredCapture], model: ModelInfo) -> list[StoredCap
     separately.
     """
     return [part for capture in captures for part in capture.split(model.inside)]
-
-
-def stored_captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
-    """Return one capture per prompt. Raises a 400 naming the field below `at`."""
-    made = apply_rules(CAPTURE_RULES, spec, bounds, at)
-    window = window_of(spec.positions)
-    tokens = sum(prompt.tokens + bounds.max_tokens for prompt in bounds.prompts)
-    check_window(window, bounds.probes, bounds.model, f"{at}.positions", tokens)
-    return [
-        StoredCapture(
-            sites=made["hooks"],
-            positions=chosen,
-            tag=spec.tag,
-            every_n=spec.every_n,
-            at=spec.at,
-            dtype=spec.dtype,
-            layout=spec.layout,
-            consumers=made["consumers"],
-            heads=made["heads"],
-            window=window,
-        )
-        for chosen in made["positions"]
-    ]
 
 
 def _add(

@@ -96,15 +96,11 @@ def widened(spec: SteeringSpec, heads: Sequence[int], model: ModelInfo) -> Steer
     """Return the entry with its tensors as `whole_tensor` makes them."""
     shape = model.inside[resolve_hook(spec.hook or "post_block")]
     wide = {
-        name: tensor
+        name: whole_tensor(tensor, heads, shape)
         for name in TENSORS
         if TENSORS[name].wide and (tensor := getattr(spec, name, None)) is not None
     }
-    return msgspec.structs.replace(
-        spec,
-        heads=None,
-        **{name: whole_tensor(tensor, heads, shape) for name, tensor in wide.items()},
-    )
+    return msgspec.structs.replace(spec, heads=None, **wide)
 
 
 def whole_tensor(tensor: Tensor, heads: Sequence[int], shape: RowShape) -> Tensor:
