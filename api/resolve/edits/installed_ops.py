@@ -9,7 +9,7 @@ import numpy as np
 
 from ....schemas.base.errors import invalid
 from ....schemas.base.tensors import from_numpy
-from ....schemas.extensions import Extension, OpTerms
+from ....schemas.extensions import Extension, OpTerms, checked_options
 from ....schemas.prompts.selectors import STREAM_HOOKS, Hook, SelectorError
 from ....schemas.requests.interventions import INSTALLED
 from ....schemas.requests.specs import SteeringSpec
@@ -37,21 +37,11 @@ def check_not_installed(spec: SteeringSpec, at: str) -> None:
 
 
 def _op(spec: SteeringSpec, bounds: Bounds) -> tuple[Extension, OpTerms]:
-    present = {
-        extension.name: (extension, extension.op)
-        for extension in bounds.model.extensions
-        if extension.kind == "op" and extension.op is not None
-    }
-    if spec.extension not in present:
-        valid = (
-            f"valid: {', '.join(sorted(present))}"
-            if present
-            else f"no ops are installed for {bounds.model.name} (setting extensions)"
-        )
-        raise ValueError(f"unknown op {spec.extension!r}; {valid}")
-    if refused := present[spec.extension][0].refused:
-        raise ValueError(f"op {spec.extension!r} is not served: {refused}")
-    return present[spec.extension]
+    extension = bounds.model.installed("op", spec.extension)
+    if extension.refused:
+        raise ValueError(f"op {spec.extension!r} is not served: {extension.refused}")
+    assert extension.op is not None, "as of every op"
+    return extension, extension.op
 
 
 def _hook(spec: SteeringSpec, bounds: Bounds) -> Hook:
@@ -84,22 +74,9 @@ def _options(spec: SteeringSpec, bounds: Bounds) -> list[float]:
     """Return the op's options in the op's order, padded with zeros to the most options that an op
     may have.
     """
-    _, terms = _op(spec, bounds)
-    given = spec.options or {}
-    for name, value in given.items():
-        if name not in terms.options:
-            raise SelectorError(
-                (
-                    f"unknown; valid options of {spec.extension}: "
-                    f"{', '.join(terms.options) or 'none'}"
-                ),
-                f".{name}",
-            )
-        try:
-            terms.options[name].checked(value)
-        except ValueError as error:
-            raise SelectorError(str(error), f".{name}") from error
-    values = [float(given.get(name, option.default)) for name, option in terms.options.items()]
+    extension, terms = _op(spec, bounds)
+    checked = checked_options(extension.name, terms.options, spec.options or {})
+    values = [float(value) for value in checked.values()]
     return [*values, *[0.0] * (len(INSTALLED.numbers) - 2 - len(values))]
 
 
