@@ -139,7 +139,7 @@ class AppContext:
         if names_something(parsed) and (known := await self.repeated(idempotency)) is not None:
             return known
         job_id = new_job_id()
-        named = await self.names.resolve(parsed, info, watching, caller, job_id)
+        named = await self.names.resolve(parsed, info, watching, caller)
         codec = await self.served.codec(info)
         call = request_context.CURRENT.get()
         admitting = admission.admit(parsed, info, codec, job_id, named, caller)

@@ -82,7 +82,6 @@ class Names:
         info: ModelInfo,
         watching: Sequence[str],
         caller: Caller,
-        job_id: str,
     ) -> Referents:
         """Return what the request names. `watching`: the policies of all traffic.
 
