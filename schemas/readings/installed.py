@@ -11,10 +11,10 @@ import numpy as np
 
 from ..artifacts.registered import NamedArtifact
 from ..base.limits import MAX_INT64, MAX_OPTION_TEXT, MAX_OPTIONS, MAX_READERS, Name
-from ..base.records import Record, Wire
+from ..base.records import Record, Wire, fields_of
 from ..prompts.selectors import RequestedPositions
 from ..prompts.sites import At, SitesSpec
-from .stored import ReadingKind, StoredReading, copied
+from .stored import ReadingKind, StoredReading
 
 #: Types of the options of installed readers.
 OptionValue = (
@@ -114,15 +114,11 @@ class ReaderPart(Wire, tag="reader"):
         """Return the stages' parts in the order of their layers; None while a part is missing."""
         if sum(len(layers) for part in parts for layers in part.sites.values()) < parts[0].of:
             return None
-        first = parts[0]
         ordered = sorted(parts, key=lambda part: min(layers[0] for layers in part.sites.values()))
         return ReaderReading(
-            **copied(first, "name", "package", "version", "digest", "options"),
             request=request,
-            parts=[
-                ReaderResult(**copied(part, "sites", "positions", "token_ids", "arrays"))
-                for part in ordered
-            ],
+            parts=[ReaderResult(**fields_of(part, ReaderResult)) for part in ordered],
+            **fields_of(parts[0], ReaderReading),
         )
 
 
