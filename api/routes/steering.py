@@ -210,24 +210,20 @@ async def get_dynamic(context: AppContext, caller: Caller, model: ModelFilter = 
 async def answers_of_ranks(
     context: AppContext, model: str | None, seconds: float
 ) -> tuple[dict[str, str], list[Account]]:
-    """Query the ranks with `ask_all` and `fresh`, once for all concurrent callers; each gets
-    answers to a question that is put after its call.
+    """Put a question to the live workers of each model, and return the questions by model and the
+    accounts of `fresh`: once for all concurrent callers, each of whom gets answers to a question
+    that is put after its call.
     """
 
     async def look() -> tuple[dict[str, str], list[Account]]:
-        asks = await ask_all(context, model)
+        models = {account.info.model for account in await context.steering.accounts(model)}
+        asks = {name: await context.steering.ask(name) for name in sorted(models)}
         return asks, await fresh(context, model, asks, seconds)
 
     answers: tuple[dict[str, str], list[Account]] = await context.looks.of_next(
         ("ranks", model, seconds), look
     )
     return answers
-
-
-async def ask_all(context: AppContext, model: str | None = None) -> dict[str, str]:
-    """Put a question to the live workers of each model; return the questions by model."""
-    models = {account.info.model for account in await context.steering.accounts(model)}
-    return {name: await context.steering.ask(name) for name in sorted(models)}
 
 
 async def fresh(
