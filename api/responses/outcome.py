@@ -73,7 +73,7 @@ def not_ready(view: JobView) -> MidstreamError:
 
 
 def failed(request: JsonRequest, problem: Problem, headers: dict[str, str]) -> Response[Any]:
-    """Return the response for a failed job.
+    """Return the response for a failed job, or for one that is accepted and cannot be waited for.
 
     A retry would run the job again, so a header stops OpenAI's clients from retrying.
     """
