@@ -36,7 +36,7 @@ from ..schemas.settings.settings import Settings, asks_for_keys
 from ..storage.store import open_store
 from .operations.disks import CaptureQuota, Disks
 from .operations.twin import Twin
-from .operations.waiting import Waiting, ended
+from .operations.waiting import Waiting, ended, left
 from .resolve.admission import admission
 from .resolve.admission.names import Names, names_something
 from .resolve.admission.served import Served
@@ -265,7 +265,7 @@ async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[
     changes before.
     """
     task = asyncio.ensure_future(work)
-    disconnected = asyncio.ensure_future(_disconnected(request))
+    disconnected = asyncio.ensure_future(left(request.receive))
     try:
         with context_of(request).key_watch.of(caller_of(request)) as held_key:
             ends: set[asyncio.Future[Any]] = {task, disconnected, *held_key.ends}
@@ -276,8 +276,3 @@ async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[
             raise ClientGone
     finally:
         await ended(task, disconnected)
-
-
-async def _disconnected(request: Request[Any, Any, Any]) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -24,7 +24,7 @@ from ..web import problems
 from ..web.middleware import REFUSED, RELEASED
 from ..web.pace import PACE
 from ..web.request_context import CURRENT, ApiCall, HandedOver
-from .waiting import ended
+from .waiting import ended, left
 
 #: What is added to the niceness of the twin: its calls wait for processors, not those of others.
 NICE = 10
@@ -232,7 +232,7 @@ class TwinAnswer(Response[bytes]):
         call = CURRENT.get()
         assert call is not None, "only calls of the application are handed over"
         answering = asyncio.ensure_future(self._twin.answer(scope, call, send))
-        leaving = asyncio.ensure_future(_left(receive))
+        leaving = asyncio.ensure_future(left(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
@@ -242,11 +242,6 @@ class TwinAnswer(Response[bytes]):
             await answer.to_asgi_response(app=None, request=self._request)(scope, receive, send)
         finally:
             await ended(answering, leaving)
-
-
-async def _left(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def hand_over(request: Request[Any, Any, Any], error: HandedOver) -> Response[bytes]:

@@ -74,7 +74,6 @@ class Waiting:
         until: Callable[[JobView], bool],
         seconds: float,
         *,
-        patient: bool = False,
         held_key: HeldKey = ALWAYS,
     ) -> JobView:
         """Wait like `outcome`, and return the job without its result.
@@ -86,7 +85,7 @@ class Waiting:
             return JobSnapshot(await self._ledger.view(job_id))
 
         return (
-            await self._look(job_id, view, until, seconds, patient=patient, held_key=held_key)
+            await self._look(job_id, view, until, seconds, patient=False, held_key=held_key)
         ).view
 
     async def _look(
@@ -150,6 +149,12 @@ class Waiting:
                 await asyncio.sleep(OUTAGE_PAUSE_S)
         finally:
             await ended(task)
+
+
+async def left(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Return when the client has closed the connection of a call."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def ended(*tasks: asyncio.Future[Any]) -> None:
