@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...schemas.jobs.jobs import (
@@ -200,14 +201,10 @@ def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
 
 def _completion_choice(output: Output, needed: WantedParts) -> CompletionChoice:
     part = whole_part(output)
-    choice = _completion_delta(output.index, part, needed)
-    return CompletionChoice(
-        index=output.index,
-        text=choice.text,
-        logprobs=choice.logprobs,
+    return msgspec.structs.replace(
+        _completion_delta(output.index, part, needed),
         finish_reason=output.finish_reason,
         stop_reason=_stop_reason(output),
-        token_ids=output.token_ids if needed.token_ids else UNSET,
         prompt_token_ids=part.prompt.token_ids if needed.token_ids and part.prompt else UNSET,
         prompt_logprobs=_prompt_logprobs(part.prompt),
     )

@@ -93,26 +93,14 @@ class Gate:
         """
         if not headers:
             if self.asks:
-                raise MidstreamError(
-                    "unauthorized",
-                    "no API key given",
-                    field="Authorization",
-                    allowed=KEY_FORM,
-                    hint=HOW,
-                )
+                raise _unauthorized("no API key given")
             return EVERYBODY
         key = await self._key(headers[0]) if len(headers) == 1 else None
         if key is not None:
             return Caller(key.tenant, key.id, frozenset(key.scopes))
         if self.asks:
             self.wrong.count(address)
-            raise MidstreamError(
-                "unauthorized",
-                "the API key is not valid",
-                field="Authorization",
-                allowed=KEY_FORM,
-                hint=HOW,
-            )
+            raise _unauthorized("the API key is not valid")
         return EVERYBODY
 
     async def _key(self, header: str) -> StoredKey | None:
@@ -159,6 +147,10 @@ class Gate:
         if len(self._known) > REMEMBERED:
             self._known.popitem(last=False)
         return key
+
+
+def _unauthorized(detail: str) -> MidstreamError:
+    return MidstreamError("unauthorized", detail, field="Authorization", allowed=KEY_FORM, hint=HOW)
 
 
 async def well_called(

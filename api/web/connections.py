@@ -126,9 +126,7 @@ class HttpConnection(HttpToolsProtocol):
             self._head += len(data)
         super().data_received(data)
         if self._head > HEAD_LIMIT and self._body < 0:
-            self._refuse(
-                "head_too_large", f"the request line and headers are longer than {HEAD_LIMIT} bytes"
-            )
+            self._refuse_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -141,9 +139,7 @@ class HttpConnection(HttpToolsProtocol):
             len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             > HEAD_LIMIT
         ):
-            self._refuse(
-                "head_too_large", f"the request line and headers are longer than {HEAD_LIMIT} bytes"
-            )
+            self._refuse_head()
             return
         self._common.waiting.pop(self, None)
         self._head = 0
@@ -212,6 +208,10 @@ class HttpConnection(HttpToolsProtocol):
         if self._unread is not None:
             self._unread.cancel()
             self._unread = None
+
+    def _refuse_head(self) -> None:
+        detail = f"the request line and headers are longer than {HEAD_LIMIT} bytes"
+        self._refuse("head_too_large", detail)
 
     def _refuse(self, kind: str, detail: str) -> None:
         """Answer with an error, unless an answer has begun, and close."""

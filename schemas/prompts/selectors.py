@@ -377,16 +377,14 @@ def _layer(layer: int, num_layers: int, thing: str) -> int:
     return layer % num_layers
 
 
-def served_hook(
-    name: HookName, hooks: Sequence[str] = HOOKS, absent: Mapping[str, str] | None = None
-) -> Hook:
+def served_hook(name: HookName, hooks: Sequence[str], absent: Mapping[str, str]) -> Hook:
     """Return the hook of this name. `hooks`, `absent`: see `resolve_sites`.
 
     Raises SelectorError for one that is not served.
     """
     hook = resolve_hook(name)
     if hook not in hooks:
-        why = (absent or {}).get(hook, NOT_SET if hook in INSIDE else "")
+        why = absent.get(hook, NOT_SET if hook in INSIDE else "")
         wrong = f"hook {name!r} is not served: {why};" if why else f"unknown hook {name!r}:"
         raise SelectorError(f"{wrong} the model has {', '.join(hooks)}")
     return hook
@@ -396,7 +394,7 @@ def resolve_sites(
     layer_selectors: Mapping[HookName, LayerSelector],
     num_layers: int,
     hooks: Sequence[str] = HOOKS,
-    absent: Mapping[str, str] | None = None,
+    absent: Mapping[str, str] = {},
 ) -> dict[Hook, list[int]]:
     """Return hook → ascending layers, with hooks in the order of the forward pass.
 

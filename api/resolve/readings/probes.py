@@ -382,11 +382,11 @@ def policies_of(
         policy = found.known(POLICIES, name, at)
         if (why := unfit(policy.current, model)) is not None:
             raise invalid(at, f"{name!r} {why}")
-        _apply(policy, at, scores_of(policy), result)
+        _apply(policy, at, result)
     of_all = {policy.name: policy for policy in all_fitting(watching, model)}
     for name, policy in of_all.items():
         if name not in named:
-            _apply(policy, "policies", scores_of(policy), result)
+            _apply(policy, "policies", result)
     # As if all acted, so that no change of the mode decides.
     alone = [found.known(POLICIES, name, "policies") for name in named if name not in of_all]
     check_policies(_modules_of(alone, "policies"), model, "policies")
@@ -415,8 +415,9 @@ def _tag_of(name: str) -> str:
     return f"policy_{name.replace('.', '-')}"[: MAX_TAG - 13] + f"-{digest}"
 
 
-def _apply(policy: Policy, at: str, scores: StoredProbe, result: Applied) -> None:
+def _apply(policy: Policy, at: str, result: Applied) -> None:
     """Add a policy, with what its actions need, to `result`."""
+    scores = scores_of(policy)
     result.probes.append(scores)
     result.hooks.update(hooks_of([policy], [scores]))
     gated, captures = _actions_of(policy.name, policy.current, at)
