@@ -65,7 +65,7 @@ class StreamedRequest:
                     view = await self._look(deadline, held_key)
             if is_over(view):
                 await self.context.waiting.patiently(self.context.ledger.written)
-            problem = failure_of(view) if is_over(view) else None
+            problem = failure_of(view)
             if problem is not None:
                 yield error_event(problem)
                 return

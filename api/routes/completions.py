@@ -140,7 +140,7 @@ async def _answer(
             view = outcome.view
             if not until(view):
                 return accepted(context, view, headers)
-            problem = failure_of(view) if is_over(view) else None
+            problem = failure_of(view)
             if problem is not None:
                 return failed(request, problem, headers)
             result = outcome.result or await result_of(context, job_id)

@@ -293,11 +293,8 @@ async def get_job(
 
     def news(view: JobView) -> bool:
         seen(caller, view)
-        return (
-            is_over(view)
-            if known is None
-            else is_over(view) or not matches(known, etag(view.version))
-        )
+        changed = known is not None and not matches(known, etag(view.version))
+        return is_over(view) or changed
 
     view = await unless_client_leaves(request, context.waiting.wait(job_id, news, wait or 0.0))
     if is_over(view):
