@@ -47,6 +47,21 @@ _LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 MAX_LAYER_SPAN = 10_000  # layers in one range; `layers` has at most `MAX_LAYER_TEXT / 4` ranges
 
 
+PromptParameter = Annotated[
+    int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")
+]
+LayersParameter = Annotated[
+    str | None,
+    QueryParameter(
+        max_length=MAX_LAYER_TEXT, description="For example `3`, `3,7` or `3-7`; default: all"
+    ),
+]
+TagParameter = Annotated[
+    str | None,
+    QueryParameter(max_length=MAX_TAG, description="Tag of the capture; default: the job's own"),
+]
+
+
 def _sees(caller: Caller, owner: str | None) -> bool:
     return owner is not None and caller.sees(owner)
 
@@ -281,27 +296,15 @@ async def get_safetensors(
     job_id: JobId,
     context: AppContext,
     caller: Caller,
-    prompt: Annotated[
-        int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")
-    ] = 0,
-    layers: Annotated[
-        str | None,
-        QueryParameter(
-            max_length=MAX_LAYER_TEXT, description="For example `3`, `3,7` or `3-7`; default: all"
-        ),
-    ] = None,
+    prompt: PromptParameter = 0,
+    layers: LayersParameter = None,
     hook: Annotated[
         str | None,
         QueryParameter(
             max_length=MAX_TAG, description="Only this hook point; default: all captured ones"
         ),
     ] = None,
-    tag: Annotated[
-        str | None,
-        QueryParameter(
-            max_length=MAX_TAG, description="Tag of the capture; default: the job's own"
-        ),
-    ] = None,
+    tag: TagParameter = None,
     known: Known = None,
 ) -> Response[Any]:
     _, results = await captured(context, caller, job_id)
