@@ -185,7 +185,7 @@ def check_lengths(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], model:
         return room
     if parsed.sampling.max_tokens > room:
         raise invalid(
-            parsed.max_tokens_at,
+            f"{parsed.sampling_at}max_tokens",
             (
                 f"{parsed.sampling.max_tokens} after a prompt of length {longest} exceeds the "
                 f"model's limit of {model.max_model_len}"
