@@ -17,6 +17,7 @@ from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, PositionWindow
 from ....schemas.requests.specs import SteeringSpec, StoredSteering
 from ....schemas.requests.steering import Module
+from ..prompts.request_parsing import ParsedRequest
 from .captures import Bounds
 
 
@@ -38,6 +39,12 @@ def gated_by(request: Sequence[str | ProbeUse]) -> list[Gated]:
         for index, use in enumerate(request)
         if isinstance(use, ProbeUse) and use.action == "steer" and use.module is not None
     ]
+
+
+def all_steering(parsed: ParsedRequest) -> dict[str, SteeringSpec]:
+    """Return field → spec of the request's steering and of the modules that its probes apply."""
+    own = {f"steering[{index}]": spec for index, spec in enumerate(parsed.steering)}
+    return own | {gated.at: gated.spec for gated in gated_by(parsed.probes)}
 
 
 def check_use(use: ProbeUse, probe: Probe, at: str, model: ModelInfo) -> None:
