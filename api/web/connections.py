@@ -15,9 +15,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError
 from ...schemas.base.records import to_json
-from ...schemas.base.version import __version__
 from ...schemas.settings.settings import Settings
 from .middleware import MONITORING
+from .problems import closing_headers
 
 #: Largest size in bytes of a request line with its headers.
 HEAD_LIMIT = 64 * 1024
@@ -233,14 +233,7 @@ class HttpConnection(HttpToolsProtocol):
 
 def _problem(kind: str, detail: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     body = to_json(MidstreamError(kind, detail).problem())
-    headers = [
-        (b"content-type", b"application/problem+json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"x-midstream-version", __version__.encode()),
-        (b"retry-after", b"1"),
-        (b"connection", b"close"),
-    ]
-    return STATUS_OF_KIND[kind], headers, body
+    return STATUS_OF_KIND[kind], closing_headers(body), body
 
 
 async def _full(scope: Any, receive: Any, send: Any) -> None:

@@ -21,7 +21,6 @@ from ...broker.telemetry.traces import TraceSpan
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
-from ...schemas.base.version import __version__
 from . import problems, request_context
 from .request_context import TRACED, ApiCall
 
@@ -186,16 +185,9 @@ async def _stopped(path: str, answer: Any) -> None:
     error = MidstreamError("unavailable", "the server is stopping")
     problem, more = problems.with_job(error.problem(path))
     body = problems.body_of(problem, path)
-    headers = {
-        **more,
-        "Content-Type": problems.MEDIA_TYPE,
-        "Content-Length": str(len(body)),
-        "Retry-After": "1",
-        "Connection": "close",
-        "x-midstream-version": __version__,
-    }
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await answer({"type": "http.response.start", "status": problem.status, "headers": raw})
+    own = [(name.lower().encode(), value.encode()) for name, value in more.items()]
+    headers = [*own, *problems.closing_headers(body)]
+    await answer({"type": "http.response.start", "status": problem.status, "headers": headers})
     await answer({"type": "http.response.body", "body": body})
 
 

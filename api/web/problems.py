@@ -23,6 +23,7 @@ from ...schemas.base.errors import (
 from ...schemas.base.json_bounds import TooManyValues
 from ...schemas.base.limits import MAX_DETAIL
 from ...schemas.base.records import to_json
+from ...schemas.base.version import __version__
 from ...schemas.jobs.openai import OpenAIError, OpenAIProblem
 from ...schemas.service.choices import refusal
 from ...storage.disk import disk_trouble
@@ -162,6 +163,17 @@ def body_of(problem: Problem, path: str, openai: bool = False) -> bytes:
             OpenAIProblem(**msgspec.structs.asdict(problem), error=openai_error(problem))
         )
     return to_json(problem)
+
+
+def closing_headers(body: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a problem in this body after which the connection is closed."""
+    return [
+        (b"content-type", MEDIA_TYPE.encode()),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-midstream-version", __version__.encode()),
+        (b"retry-after", b"1"),
+        (b"connection", b"close"),
+    ]
 
 
 def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
