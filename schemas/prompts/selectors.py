@@ -213,6 +213,11 @@ class PositionWindow(Record, omit_defaults=True):
     stop: int | None = None
     step: int = 1
 
+    def first_from(self, position: int) -> int:
+        """Return the first of its positions that is not before `position`."""
+        skipped = -(-max(position - self.start, 0) // self.step)
+        return self.start + skipped * self.step
+
 
 #: The resolved form, stored and sent to ranks: a name, ascending absolute positions, or a window.
 PositionSelector = PositionName | list[int] | PositionWindow
@@ -474,20 +479,19 @@ def resolve_positions(
     spans: set[Span] = set()  # in the text
     for index, item in enumerate(requested_positions):
         if isinstance(item, Span):
-            _check(item, images, f"[{index}]")
+            at = f"[{index}]"
+            _check(item, images, at)
             if item.image is not None:
-                positions.update(_of_images(item, images, f"[{index}].image"))
+                positions.update(_of_images(item, images, f"{at}.image"))
             elif item.is_range:
-                part = _inside(
-                    _window(item, prompt_tokens, f"[{index}]"), prompt_tokens, f"[{index}]"
-                )
+                part = _inside(_window(item, prompt_tokens, at), prompt_tokens, at)
                 if part.step == 1:
                     ranges.append(part)
                 else:
                     positions.update(part)
             elif item not in spans:
                 spans.add(item)
-                positions.update(_span(item, find, f"[{index}]"))
+                positions.update(_span(item, find, at))
             continue
         if not -prompt_tokens <= item < prompt_tokens:
             raise _outside(item, prompt_tokens, f"[{index}]")
@@ -648,10 +652,8 @@ def select(
     """Return the absolute positions in `[start, stop)` that a resolved selector has, ascending."""
     if isinstance(selector, PositionWindow):
         end = stop if selector.stop is None else min(stop, selector.stop)
-        if selector.step == 1:
-            return range(max(start, selector.start), end)
-        skipped = -(-max(start - selector.start, 0) // selector.step)  # steps before `start`
-        return list(range(selector.start + skipped * selector.step, end, selector.step))
+        chosen = range(selector.first_from(start), end, selector.step)
+        return chosen if selector.step == 1 else list(chosen)
     if selector == "all":
         return range(start, stop)
     if selector == "all_prompt":

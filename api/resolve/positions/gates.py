@@ -129,8 +129,7 @@ def gated_entries(
 def generated(positions: PositionSelector, prompt_tokens: int) -> PositionSelector | None:
     """Return the part of `positions` after the prompt; None if there is none, or for a list."""
     if isinstance(positions, PositionWindow):
-        skipped = -(-max(prompt_tokens - positions.start, 0) // positions.step)
-        start = positions.start + skipped * positions.step
+        start = positions.first_from(prompt_tokens)
         return (
             PositionWindow(start=start, stop=positions.stop, step=positions.step)
             if positions.stop is None or start < positions.stop
