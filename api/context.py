@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import anyio.to_thread
 import msgspec
-from litestar import Request
 
 from ..broker.ledger.jobs.inputs import LedgerInputs
 from ..broker.ledger.jobs.ledger import Ledger, new_job_id, reachable
@@ -48,7 +47,7 @@ from .web.auth import Gate, caller_of
 from .web.key_watch import KeyWatch
 from .web.open_calls import OpenCalls
 from .web.problems import ClientGone
-from .web.request_context import traceparent
+from .web.request_context import AnyRequest, traceparent
 
 log = logging.getLogger("midstream.api")
 
@@ -252,12 +251,12 @@ async def open_context(settings: Settings, twin: Twin | None = None) -> AsyncIte
         await ledger.close()
 
 
-def context_of(request: Request[Any, Any, Any]) -> AppContext:
+def context_of(request: AnyRequest) -> AppContext:
     context: AppContext = request.app.state.context
     return context
 
 
-async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
+async def unless_client_leaves(request: AnyRequest, work: Awaitable[T]) -> T:
     """Await `work`; raises ClientGone if the connection closes, `unauthorized` if the caller's key
     is revoked or expires.
 

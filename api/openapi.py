@@ -6,7 +6,7 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from litestar import Litestar, Request, Router
+from litestar import Litestar, Router
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Schema
@@ -21,6 +21,7 @@ from ..schemas.requests.artifact_kinds import ARTIFACTS
 from .routes.pages import HEADERS, Operations, Swagger
 from .web.auth import needs, scope_of
 from .web.problems import OPENAI_PATHS
+from .web.request_context import AnyRequest
 
 if TYPE_CHECKING:
     from litestar._openapi.schema_generation import SchemaCreator
@@ -217,7 +218,7 @@ class OpenAPIRender(JsonRenderPlugin):
         super().__init__(path="/openapi.json")
         self._records = records
 
-    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
+    def render(self, request: AnyRequest, openapi_schema: dict[str, Any]) -> bytes:
         return msgspec.json.encode(self._records.complete(openapi_schema, request.app))
 
 

@@ -16,14 +16,14 @@ from contextlib import suppress
 from typing import Any, NoReturn
 
 import httpcore2
-from litestar import Request, Response
+from litestar import Response
 
 from ...broker.processes.orphans import die_with_parent
 from ...schemas.base.errors import MidstreamError, Translated
 from ..web import problems
 from ..web.middleware import REFUSED, RELEASED
 from ..web.pace import PACE
-from ..web.request_context import CURRENT, ApiCall, HandedOver
+from ..web.request_context import CURRENT, AnyRequest, ApiCall, HandedOver
 from .waiting import ended, left
 
 #: What is added to the niceness of the twin: its calls wait for processors, not those of others.
@@ -220,7 +220,7 @@ def _be_the_twin(
 class TwinAnswer(Response[bytes]):
     """The twin's answer to the current call."""
 
-    def __init__(self, twin: Twin, request: Request[Any, Any, Any]) -> None:
+    def __init__(self, twin: Twin, request: AnyRequest) -> None:
         super().__init__(b"")
         self._twin = twin
         self._request = request
@@ -244,7 +244,7 @@ class TwinAnswer(Response[bytes]):
             await ended(answering, leaving)
 
 
-def hand_over(request: Request[Any, Any, Any], error: HandedOver) -> Response[bytes]:
+def hand_over(request: AnyRequest, error: HandedOver) -> Response[bytes]:
     return TwinAnswer(request.app.state.context.twin, request)
 
 

@@ -104,7 +104,7 @@ async def get_model(name: ModelName, context: AppContext) -> ModelCard:
 
 
 def _card(info: ModelInfo, workers: int) -> ModelCard:
-    left_out = {"certificate": None, "attention": [], "multiplied": []}
+    left_out: dict[str, Any] = {"certificate": None, "attention": [], "multiplied": []}
     return ModelCard(
         id=info.name,
         object="model",
