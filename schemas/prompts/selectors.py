@@ -137,6 +137,8 @@ LENS_NAMES: dict[Hook, str] = {hook: name for name, hook in ALIASES.items()}
 _FULL_NAME = re.compile(r"blocks\.(?P<layer>[0-9]{1,6})\.(?P<name>[a-z_.]+)")
 #: A hook point's name in requests.
 HookName = Hook | Alias
+#: Hook point → ascending layers.
+Sites = dict[Hook, list[int]]
 
 
 def resolve_hook(name: HookName) -> Hook:
@@ -400,7 +402,7 @@ def resolve_sites(
     num_layers: int,
     hooks: Sequence[str] = HOOKS,
     absent: Mapping[str, str] = {},
-) -> dict[Hook, list[int]]:
+) -> Sites:
     """Return hook → ascending layers, with hooks in the order of the forward pass.
 
     `hooks`: the served hooks. `absent`: hook that is not served → the reason.
@@ -408,7 +410,7 @@ def resolve_sites(
     Raises SelectorError, whose `at` is the hook as the user named it.
     """
     named: dict[Hook, HookName] = {}
-    sites: dict[Hook, list[int]] = {}
+    sites: Sites = {}
     for name, layers in layer_selectors.items():
         hook = resolve_hook(name)
         if hook in named:

@@ -44,6 +44,7 @@ from ..prompts.selectors import (
     PositionSelector,
     PositionWindow,
     RequestedPositions,
+    Sites,
     Span,
     end_position,
     lowest_position,
@@ -110,7 +111,7 @@ class CaptureSpec(SitesSpec):
 
     def stored(
         self,
-        sites: dict[Hook, list[int]],
+        sites: Sites,
         positions: PositionSelector,
         *,
         heads: Sequence[int] = (),
@@ -342,6 +343,10 @@ class StoredSteering(CheckedSteering, kw_only=True):
         return msgspec.structs.replace(self, family="replace_masked", tensors=tensors)
 
 
+#: The edits of each prompt.
+PromptEdits = list[list[StoredSteering]]
+
+
 def occurrences(steering: Iterable[StoredSteering], prompt: Sequence[int]) -> dict[bytes, bytes]:
     """Return `RankSpec.occurrences` for the tokens of a prompt."""
     triggers = {entry.condition[1]: entry.trigger for entry in steering if entry.trigger}
@@ -356,7 +361,7 @@ class StoredCapture(Record, omit_defaults=True):
     a reading (`reading`).
     """
 
-    sites: dict[Hook, list[int]]  # hook → ascending layers, at least one
+    sites: Sites  # hook → ascending layers, at least one
     positions: PositionSelector
     tag: str
     every_n: int = 1
@@ -368,7 +373,7 @@ class StoredCapture(Record, omit_defaults=True):
     # `readings.READER`
     reading: AnyStoredReading | None = None
     row: RowShape | None = None  # null: the model's hidden size
-    beside: dict[Hook, list[int]] = {}  # sites of the same `CaptureSpec` in other banks
+    beside: Sites = {}  # sites of the same `CaptureSpec` in other banks
     heads: list[int] = []  # stored heads, ascending; empty: whole rows
     # destination of its rows, packed by the package whose consumer is the only one in `consumers`
     place: bytes = b""

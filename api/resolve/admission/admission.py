@@ -42,7 +42,7 @@ from ....schemas.prompts.selectors import (
     SpanFinder,
 )
 from ....schemas.prompts.sites import asked_names
-from ....schemas.requests.specs import StoredCapture, StoredSteering, probe_captures
+from ....schemas.requests.specs import PromptEdits, StoredCapture, probe_captures
 from ...web.aside import call_aside
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
@@ -324,7 +324,7 @@ def with_tools(parsed: ParsedRequest, model: ModelInfo) -> ParsedRequest:
 
 # --- Captures and steering ------------------------------------------------------------------------
 
-Resolved = tuple[list[list[StoredCapture]], list[list[StoredSteering]], dict[str, bytes]]
+Resolved = tuple[list[list[StoredCapture]], PromptEdits, dict[str, bytes]]
 
 
 async def resolve(

@@ -17,7 +17,7 @@ from ....schemas.artifacts.saes import Sae, SaeForm
 from ....schemas.base.dtypes import narrowed, widened
 from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_FEATURES
-from ....schemas.base.tensors import Tensor, from_numpy
+from ....schemas.base.tensors import Blobs, Tensor, from_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.interventions import FAMILY, NORMS
 from ....schemas.requests.specs import SteeringSpec
@@ -32,7 +32,7 @@ from ....storage.formats.sae_files import (
     reading,
     tensors_of,
 )
-from ..positions.captures import Bounds, apply_rules, positions_of_each
+from ..positions.captures import Bounds, at_field, positions_of_each
 from .interventions import check_limit, check_together, check_without, keep, limit_of
 
 #: Ops that are valid with `sae` → whether the op takes a value.
@@ -207,7 +207,7 @@ def plain_spec(spec: SteeringSpec, named: NamedFeatures) -> SteeringSpec:
 
 
 def resolve_feature(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], named: NamedFeatures
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: Blobs, named: NamedFeatures
 ) -> tuple[SteeringTemplate, list[Any]]:
     """Return the entry for a spec whose edit depends on the row, and the positions in each prompt;
     add the entry's tensors to `blobs`. Raises a 400 naming the field.
@@ -223,7 +223,8 @@ def resolve_feature(
         else ThresholdFeature(np.zeros_like(rows.decoder), rows.decoder, 0.0, 0.0)
     )
     assert rule is not None, "checked"
-    made = apply_rules([("positions", positions_of_each)], spec, bounds, at)
+    with at_field(f"{at}.positions"):
+        positions = positions_of_each(spec, bounds)
     tensors = [*_parts(rule.encoder, bounds.model), from_numpy(rule.decoder)]
     entry = SteeringTemplate(
         layers=[sae.layer],
@@ -239,7 +240,7 @@ def resolve_feature(
             float(NORMS.index(sae.form.normalize_activations)),
         ],
     )
-    return entry, made["positions"]
+    return entry, positions
 
 
 def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:

@@ -2,19 +2,18 @@
 that the sites on the ranks take.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from ....schemas.base.errors import invalid
-from ....schemas.base.tensors import from_numpy
+from ....schemas.base.tensors import Blobs, from_numpy
 from ....schemas.extensions import Extension, OpTerms, checked_options
 from ....schemas.prompts.selectors import STREAM_HOOKS, Hook, SelectorError
 from ....schemas.requests.interventions import INSTALLED
 from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import SteeringTemplate
-from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
+from ..positions.captures import Bounds, Rules, apply_rules, one_hook, positions_of_each
 from .interventions import check_limit, check_together, check_vector, edited_layers, keep
 
 #: Fields that are valid together with `extension`.
@@ -80,7 +79,7 @@ def _options(spec: SteeringSpec, bounds: Bounds) -> list[float]:
     return [*values, *[0.0] * (len(INSTALLED.numbers) - 2 - len(values))]
 
 
-RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+RULES: Rules = (
     ("extension", _op),
     ("layers", edited_layers),
     ("hook", _hook),
@@ -92,7 +91,7 @@ RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 
 
 def resolve_installed(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: Blobs
 ) -> tuple[SteeringTemplate, list[Any]]:
     """Return the entry and its positions in each prompt; add its vector to `blobs`.
 

@@ -5,9 +5,9 @@ The tables of `schemas.requests.interventions` list what each op takes; each che
 row in `RULES`, as in `captures.py`. `steering.py` resolves all entries, including named modules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -15,7 +15,7 @@ import numpy as np
 from ....schemas.base.dtypes import DTYPES
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import to_msgpack
-from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from ....schemas.base.tensors import Blobs, Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import (
     STREAM_HOOKS,
@@ -36,7 +36,7 @@ from ....schemas.requests.interventions import (
 )
 from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import SteeringTemplate
-from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
+from ..positions.captures import Bounds, Rules, apply_rules, one_hook, positions_of_each
 from ..positions.heads import dimensions, of_spec, widened, within_one_rank
 
 
@@ -239,8 +239,6 @@ def check_limit(family: Intervention, number: Number, value: float) -> None:
 
 # --- All of them
 
-FieldRule = tuple[str, Callable[[SteeringSpec, Bounds], Any]]
-
 NUMBERS = tuple(dict.fromkeys(name for family in PLAIN for name in numbers_of(family)))
 GIVEN = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.tensors))
 OPTIONS = tuple(
@@ -249,13 +247,13 @@ OPTIONS = tuple(
 
 #: Rules that decide to which rows and heads the tensors belong; the other rules check the tensors
 #: after they are widened to these.
-PLACE_RULES: tuple[FieldRule, ...] = (
+PLACE_RULES: Rules = (
     ("hook", lambda spec, bounds: one_hook(spec.hook or "post_block", bounds)),
     ("heads", lambda spec, bounds: of_spec(spec, bounds.model)),
 )
 
 
-def _rules(family: Intervention) -> tuple[FieldRule, ...]:
+def _rules(family: Intervention) -> Rules:
     """Return the rules of a family's entries that follow `PLACE_RULES`."""
     taken = STEERING_FIELDS[family.op].tensors
     given = [field for field in GIVEN if field in taken]
@@ -276,7 +274,7 @@ RULES = {family.name: _rules(family) for family in PLAIN}
 
 
 def resolve_entry(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: Blobs
 ) -> tuple[SteeringTemplate, list[PositionSelector]]:
     """Return an entry other than a module, and its positions in each prompt; add its tensors to
     `blobs` by content hash.
@@ -310,7 +308,7 @@ def resolve_entry(
     return entry, made["positions"]
 
 
-def mask_tensor(dimensions: Sequence[int], size: int, blobs: dict[str, bytes]) -> str:
+def mask_tensor(dimensions: Sequence[int], size: int, blobs: Blobs) -> str:
     """Return the name of a mask, float32 `[size]`, 1 in `dimensions` and 0 elsewhere; add it to
     `blobs`.
     """
@@ -331,7 +329,7 @@ def reach_of(spec: SteeringSpec) -> float:
     return _largest(spec.vector) * abs(scale.default if spec.scale is None else spec.scale)
 
 
-def keep(tensor: Tensor, blobs: dict[str, bytes]) -> str:
+def keep(tensor: Tensor, blobs: Blobs) -> str:
     """Return the tensor's name; add the tensor to `blobs`."""
     name = content_hash(tensor)
     if name not in blobs:

@@ -7,10 +7,11 @@ source. Only this module reads names of runs and modules: the entries refer to c
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from ....schemas.base.errors import Translated, invalid, suggestion
 from ....schemas.base.limits import MAX_MASKS, MAX_PATCH_ROWS
+from ....schemas.base.tensors import Blobs
 from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.prompts.selectors import (
     Hook,
@@ -26,10 +27,11 @@ from ....schemas.prompts.selectors import (
 )
 from ....schemas.requests.interventions import FAMILIES, FAMILY
 from ....schemas.requests.source_runs import ZEROS, RunPrompt, RunRow, RunView, row_name, run_key
-from ....schemas.requests.specs import PatchSpec, SteeringSpec, StoredSteering
+from ....schemas.requests.specs import PatchSpec, PromptEdits, SteeringSpec, StoredSteering
 from ....schemas.requests.steering import Module
 from ..positions.captures import (
     Bounds,
+    Rules,
     apply_rules,
     at_field,
     of_prompt,
@@ -129,7 +131,7 @@ def _mask(spec: PatchSpec, bounds: Bounds) -> list[int] | None:
     return None if len(chosen) == size else chosen
 
 
-RULES: tuple[tuple[str, Callable[[PatchSpec, Bounds], Any]], ...] = (
+RULES: Rules = (
     ("hook", lambda spec, bounds: one_hook(spec.hook, bounds)),
     ("layers", lambda spec, bounds: resolve_layers(spec.layers, bounds.model.num_layers)),
     ("heads", _heads),
@@ -152,7 +154,7 @@ class ResolvedPatch:
         """Return the path of a field of the spec's source."""
         return f"{self.at}.source.{name}"
 
-    def everywhere(self, tensor: str, scale: float = 1.0) -> list[list[StoredSteering]]:
+    def everywhere(self, tensor: str, scale: float = 1.0) -> PromptEdits:
         """Return an entry per prompt that writes one vector at all sites and positions."""
         return [[self.entry(self.layers, chosen, tensor, scale)] for chosen in self.positions]
 
@@ -178,8 +180,8 @@ VECTOR_RULES = tuple(
 
 
 def _of_vector(
-    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
-) -> list[list[StoredSteering]]:
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: Blobs
+) -> PromptEdits:
     vector = patch.spec.source.vector
     assert vector is not None
     if patch.spec.heads is not None:
@@ -193,8 +195,8 @@ def _of_vector(
 
 
 def _of_module(
-    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
-) -> list[list[StoredSteering]]:
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: Blobs
+) -> PromptEdits:
     name = patch.spec.source.module
     at = patch.source("module")
     module = model_state.modules.get(name or "")
@@ -233,8 +235,8 @@ def _why_not_one_vector(module: Module) -> str:
 
 
 def _of_run(
-    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
-) -> list[list[StoredSteering]]:
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: Blobs
+) -> PromptEdits:
     """Return an entry for each source position and layer, per prompt."""
     run = _run(patch, bounds, model_state)
     prompt = _prompt(patch, run, bounds)
@@ -448,9 +450,7 @@ def _no_text(span: Span) -> list[int]:
 
 
 #: Kind of source → function that resolves it per prompt.
-SOURCES: dict[
-    str, Callable[[ResolvedPatch, Bounds, ModelState, dict[str, bytes]], list[list[StoredSteering]]]
-] = {
+SOURCES: dict[str, Callable[[ResolvedPatch, Bounds, ModelState, Blobs], PromptEdits]] = {
     "run": _of_run,
     "vector": _of_vector,
     "module": _of_module,
@@ -462,8 +462,8 @@ SOURCES: dict[
 
 
 def resolve_patches(
-    specs: Sequence[PatchSpec], bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
-) -> list[list[StoredSteering]]:
+    specs: Sequence[PatchSpec], bounds: Bounds, model_state: ModelState, blobs: Blobs
+) -> PromptEdits:
     """Return the entries of all patches, one list per prompt; empty without specs.
 
     Tensors that came with the specs are added to `blobs`, by content hash.
@@ -471,7 +471,7 @@ def resolve_patches(
     Raises a 400 naming the field.
     """
     runs_of(specs)
-    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
+    per_prompt: PromptEdits = [[] for _ in bounds.prompts] if specs else []
     total = 0
     masks = {""}
     for index, spec in enumerate(specs):

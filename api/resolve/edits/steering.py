@@ -4,9 +4,9 @@ Named modules are replaced by their entries here; later stages see no names. Pat
 precede steering.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from ....schemas.base.limits import (
     MAX_TRIGGERS,
 )
 from ....schemas.base.records import from_msgpack
-from ....schemas.base.tensors import Tensor
+from ....schemas.base.tensors import Blobs, Tensor
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import (
@@ -34,6 +34,7 @@ from ....schemas.prompts.selectors import (
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import (
     PatchSpec,
+    PromptEdits,
     SteeringRow,
     SteeringSpec,
     StoredSteering,
@@ -43,7 +44,14 @@ from ....schemas.requests.specs import (
 )
 from ....schemas.requests.steering import Module, SteeringTemplate
 from ....schemas.settings.tuning import global_share
-from ..positions.captures import Bounds, PromptFacts, apply_rules, at_field, positions_of_each
+from ..positions.captures import (
+    Bounds,
+    PromptFacts,
+    Rules,
+    apply_rules,
+    at_field,
+    positions_of_each,
+)
 from ..positions.gates import Gated, gated_entries
 from ..positions.windows import check_trigger
 from .features import NONE, NamedFeatures, plain_spec, resolve_feature
@@ -111,7 +119,7 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
 EntryT = TypeVar("EntryT", SteeringTemplate, StoredSteering)
 #: Fields that are valid together with `module`.
 BESIDE_MODULE = ("module", "layers", "positions", "scale")
-REFERENCE_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] = (
+REFERENCE_RULES: Rules = (
     ("layers", lambda spec, bounds: None if spec.layers is None else edited_layers(spec, bounds)),
     (
         "positions",
@@ -241,7 +249,7 @@ def resolve_edits(
     model_state: ModelState = NOTHING,
     gated: Sequence[Gated] = (),
     scales: Sequence[float] = (),
-) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
+) -> tuple[PromptEdits, Blobs]:
     """Return the edits per prompt (patches, then steering, then what probes apply: `gated`), and
     the tensors that came with them, by content hash.
 
@@ -249,8 +257,8 @@ def resolve_edits(
     dose; steering, but not what probes apply, must be valid at each of them. Raises a 400 naming
     the field.
     """
-    blobs: dict[str, bytes] = {}
-    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs or gated else []
+    blobs: Blobs = {}
+    per_prompt: PromptEdits = [[] for _ in bounds.prompts] if specs or gated else []
     own = [module for module in gated if module.module is None]
     for index, spec in enumerate(specs):
         placed = _placed(spec, bounds, f"steering[{index}]", model_state, blobs)
@@ -286,7 +294,7 @@ def _extend(
         entries += added
 
 
-def _applied(gated: Gated, bounds: Bounds, model_state: ModelState) -> list[list[StoredSteering]]:
+def _applied(gated: Gated, bounds: Bounds, model_state: ModelState) -> PromptEdits:
     """Return for each prompt the entries that a probe or a policy applies."""
     applied = [
         (entry.stored("all"), positions)
@@ -342,7 +350,7 @@ def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: M
 
 
 def _placed(
-    spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: dict[str, bytes]
+    spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: Blobs
 ) -> list[Placed]:
     plain = _unqualified(spec, at, bounds.model)
     placed = (
@@ -391,7 +399,7 @@ def check_limited(entries: Iterable[SteeringTemplate | StoredSteering], field: s
 
 
 def _entries_of(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: NamedFeatures
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: Blobs, features: NamedFeatures
 ) -> list[Placed]:
     """Return the entries of a spec other than a module, with their positions in each prompt."""
     if at in features.directions:
@@ -400,7 +408,7 @@ def _entries_of(
 
 
 def _entry_of(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: NamedFeatures
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: Blobs, features: NamedFeatures
 ) -> Placed:
     if spec.extension is not None:
         return resolve_installed(spec, bounds, at, blobs)
@@ -425,7 +433,7 @@ class SteeringContent:
 
     entries: list[SteeringTemplate]
     reach: list[float]  # of each entry, see `Module.reach`
-    blobs: dict[str, bytes]  # tensors that came with them, by content hash
+    blobs: Blobs  # tensors that came with them, by content hash
 
     @property
     def size(self) -> int:
@@ -442,7 +450,7 @@ def resolve_module(
     """Return the content of a named module, each entry with `limit` or its own, if that is
     stricter. Raises a 400 naming the field.
     """
-    blobs: dict[str, bytes] = {}
+    blobs: Blobs = {}
     entries = []
     reach = []
     for index, spec in enumerate(specs):
@@ -468,7 +476,7 @@ def resolve_global(
 ) -> SteeringContent:
     """Return the content of global steering. Raises a 400 naming the field."""
     check_number(specs, model_state)
-    blobs: dict[str, bytes] = {}
+    blobs: Blobs = {}
     bounds = Bounds(model, [])
     entries = []
     listed = 0

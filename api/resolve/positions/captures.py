@@ -21,6 +21,7 @@ from ....schemas.prompts.selectors import (
     PositionWindow,
     RequestedPositions,
     SelectorError,
+    Sites,
     SpanFinder,
     no_text,
     resolve_layers,
@@ -73,6 +74,10 @@ class Bounds:
     max_tokens: int = 1  # tokens generated, at most
     probes: Sequence[str] = ()  # the probes that score the request
     found: Lookup = NOTHING_FOUND  # the registered artifacts that the request names
+
+
+#: Fields of a spec, each with what checks it and returns its value.
+Rules = tuple[tuple[str, Callable[[Any, Bounds], Any]], ...]
 
 
 class Positioned(Protocol):
@@ -129,12 +134,7 @@ def at_field(at: str) -> Translated[ValueError]:
     )
 
 
-def apply_rules(
-    rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]],
-    spec: Positioned,
-    bounds: Bounds,
-    at: str,
-) -> dict[str, Any]:
+def apply_rules(rules: Rules, spec: Positioned, bounds: Bounds, at: str) -> dict[str, Any]:
     """Return by field what its rule returns.
 
     Raises a 400 naming the field of the first rule that fails.
@@ -151,7 +151,7 @@ def apply_rules(
 # --- Rules of capture
 
 
-def sites_of(spec: SitesSpec, bounds: Bounds) -> dict[Hook, list[int]]:
+def sites_of(spec: SitesSpec, bounds: Bounds) -> Sites:
     return resolve_sites(
         spec.wanted, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent
     )
@@ -213,13 +213,13 @@ def _run(spec: CaptureSpec, bounds: Bounds) -> None:
 
 
 #: Rules of sites; the value for `hooks` has the sites of both forms of the request.
-SITE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+SITE_RULES: Rules = (
     ("hook", _one_hook),
     ("layers", _all_layers),
     ("hooks", sites_of),
 )
 
-CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
+CAPTURE_RULES: Rules = (
     *SITE_RULES,
     (
         "heads",

@@ -15,7 +15,7 @@ from ....schemas.artifacts.probes import Probe, ProbeUse
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, PositionWindow
-from ....schemas.requests.specs import SteeringSpec, StoredSteering
+from ....schemas.requests.specs import PromptEdits, SteeringSpec, StoredSteering
 from ....schemas.requests.steering import Module
 from ..prompts.request_parsing import ParsedRequest
 from .captures import Bounds
@@ -92,12 +92,12 @@ def gated_entries(
     gated: Gated,
     entries: Sequence[tuple[StoredSteering, Sequence[PositionSelector]]],
     bounds: Bounds,
-) -> list[list[StoredSteering]]:
+) -> PromptEdits:
     """Return the module's gated entries for each prompt.
 
     `entries`: each with its positions in each prompt. Raises a 400 naming the module.
     """
-    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts]
+    per_prompt: PromptEdits = [[] for _ in bounds.prompts]
     for number, (entry, positions) in enumerate(entries):
         for index, (prompt, selector) in enumerate(zip(bounds.prompts, positions, strict=True)):
             result = generated(selector, prompt.tokens)

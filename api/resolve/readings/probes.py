@@ -29,7 +29,7 @@ from ....schemas.base.limits import (
     MAX_TAG,
 )
 from ....schemas.base.records import now, to_msgpack
-from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from ....schemas.base.tensors import Blobs, Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import HOOKS, Span, resolve_layers
 from ....schemas.prompts.windows import When
@@ -62,9 +62,7 @@ from ..prompts.callback_url import check_receiver
 from ..prompts.request_parsing import ParsedRequest
 
 
-def resolve_probe(
-    probe_request: ProbeRequest, name: str, model: ModelInfo
-) -> tuple[Probe, dict[str, bytes]]:
+def resolve_probe(probe_request: ProbeRequest, name: str, model: ModelInfo) -> tuple[Probe, Blobs]:
     """Return what should be registered, and its packed tensors by content hash.
 
     Raises a 400 naming the field and what is valid.

@@ -2,9 +2,6 @@
 what the model's ranks declare.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import msgspec
 
 from ....schemas.base.errors import invalid
@@ -12,10 +9,10 @@ from ....schemas.base.limits import MAX_READER_ARTIFACTS
 from ....schemas.base.records import to_msgpack
 from ....schemas.extensions import Extension, ReaderTerms, artifacts_named, checked_options
 from ....schemas.model.banks import RESIDUAL, banks_of
-from ....schemas.prompts.selectors import Hook, PositionSelector, SelectorError
+from ....schemas.prompts.selectors import PositionSelector, SelectorError, Sites
 from ....schemas.readings.installed import OptionValue, ReaderSpec, StoredReader
 from ....schemas.requests.artifact_kinds import ARTIFACTS
-from ..positions.captures import SITE_RULES, Bounds, apply_rules, positions_of_each, sites_of
+from ..positions.captures import SITE_RULES, Bounds, Rules, apply_rules, positions_of_each, sites_of
 
 
 def _name(spec: ReaderSpec, bounds: Bounds) -> tuple[Extension, ReaderTerms]:
@@ -34,7 +31,7 @@ def _options(spec: ReaderSpec, bounds: Bounds) -> dict[str, OptionValue]:
     return options
 
 
-def _whole_rows(spec: ReaderSpec, bounds: Bounds) -> dict[Hook, list[int]]:
+def _whole_rows(spec: ReaderSpec, bounds: Bounds) -> Sites:
     """A reader gets whole rows, and those of one reading have one width."""
     sites = sites_of(spec, bounds)
     banks = banks_of(sites)
@@ -53,7 +50,7 @@ def _whole_rows(spec: ReaderSpec, bounds: Bounds) -> dict[Hook, list[int]]:
     return sites
 
 
-RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+RULES: Rules = (
     ("name", _name),
     *SITE_RULES,
     ("hooks", _whole_rows),
@@ -64,7 +61,7 @@ RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 
 def resolve_reader(
     spec: ReaderSpec, bounds: Bounds, at: str
-) -> tuple[StoredReader, dict[Hook, list[int]], list[PositionSelector]]:
+) -> tuple[StoredReader, Sites, list[PositionSelector]]:
     """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
     made = apply_rules(RULES, spec, bounds, at)
     extension, terms = made["name"]
