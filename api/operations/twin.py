@@ -11,7 +11,7 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -21,7 +21,7 @@ from litestar import Response
 from ...broker.processes.orphans import die_with_parent
 from ...schemas.base.errors import MidstreamError, Translated
 from ..web import problems
-from ..web.middleware import REFUSED, RELEASED
+from ..web.middleware import REFUSED, RELEASED, RawHeaders
 from ..web.pace import PACE
 from ..web.request_context import CURRENT, AnyRequest, ApiCall, HandedOver
 from .waiting import ended, left
@@ -156,7 +156,7 @@ class Twin:
             self._url = f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def _sent(scope: Any, call: ApiCall) -> Iterable[tuple[bytes, bytes]]:
+def _sent(scope: Any, call: ApiCall) -> RawHeaders:
     """Return the headers of a call, with what this process found out about it."""
     yield from ((name, value) for name, value in scope["headers"] if name not in NOT_SENT)
     yield b"x-request-id", call.request_id.encode()

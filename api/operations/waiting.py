@@ -17,6 +17,8 @@ from ..web.key_watch import ALWAYS, HeldKey
 log = logging.getLogger("midstream.api")
 
 T = TypeVar("T")
+#: Whether a job is as the caller waits for it to be.
+Until = Callable[[JobView], bool]
 
 #: A held response outlives a Redis that restarts within this many seconds.
 OUTAGE_S = 20.0
@@ -53,7 +55,7 @@ class Waiting:
     async def outcome(
         self,
         job_id: str,
-        until: Callable[[JobView], bool],
+        until: Until,
         seconds: float,
         *,
         quiet: Collection[str] = (),
@@ -71,7 +73,7 @@ class Waiting:
     async def wait(
         self,
         job_id: str,
-        until: Callable[[JobView], bool],
+        until: Until,
         seconds: float,
         *,
         held_key: HeldKey = ALWAYS,
@@ -92,7 +94,7 @@ class Waiting:
         self,
         job_id: str,
         read: Callable[[str], Awaitable[JobSnapshot]],
-        until: Callable[[JobView], bool],
+        until: Until,
         seconds: float,
         *,
         patient: bool,

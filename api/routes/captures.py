@@ -28,7 +28,7 @@ from ...schemas.jobs.captures import (
     ManifestFile,
 )
 from ...schemas.jobs.jobs import CaptureResults, FileEntry
-from ...schemas.prompts.selectors import ALIASES, as_ranges
+from ...schemas.prompts.selectors import ALIASES, StoredSites, as_ranges
 from ...schemas.prompts.windows import joined
 from ...storage.store import Signing
 from ..context import AppContext
@@ -331,7 +331,7 @@ async def get_safetensors(
     return Stream(joined.chunks(), media_type=MEDIA_TYPE, headers=_attachment(name, joined.length))
 
 
-def _each(*sites: dict[str, list[int]]) -> set[tuple[str, int]]:
+def _each(*sites: StoredSites) -> set[tuple[str, int]]:
     """Return each hook and layer of these sites."""
     return {(hook, layer) for some in sites for hook, layers in some.items() for layer in layers}
 
@@ -392,9 +392,7 @@ def layers_of(text: str | None, present: list[int]) -> list[int]:
     return sorted(layers)
 
 
-def _chosen(
-    captured: dict[str, list[int]], layers: str | None, hook: str | None
-) -> dict[str, list[int]]:
+def _chosen(captured: StoredSites, layers: str | None, hook: str | None) -> StoredSites:
     """Return the requested captured sites. Raises a 400 naming `hook` or `layers`."""
     hooks = captured if hook is None else [hook_of(hook, captured)]
     present = sorted({layer for name in hooks for layer in captured[name]})

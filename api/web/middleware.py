@@ -26,6 +26,8 @@ from .request_context import TRACED, ApiCall
 
 log = logging.getLogger("midstream.api.access")
 
+RawHeaders = Iterable[tuple[bytes, bytes]]
+
 #: Headers in which a twin names the kind of a refusal, and says that a held response is released,
 #: to its process, which counts it.
 REFUSED = b"x-midstream-refused"
@@ -148,7 +150,7 @@ class App(Litestar):
                     )
 
 
-def _to_count(call: ApiCall) -> Iterable[tuple[bytes, bytes]]:
+def _to_count(call: ApiCall) -> RawHeaders:
     """Return a twin's headers with what its process counts of the call."""
     if call.refused:
         yield REFUSED, call.refused.encode()
@@ -165,9 +167,7 @@ def _count(call: ApiCall, scope: Any) -> None:
         metrics.RELEASE.labels(scope["path_template"]).observe(seconds)
 
 
-def _with_no_store(
-    headers: Iterable[tuple[bytes, bytes]], scope: Any
-) -> Iterable[tuple[bytes, bytes]]:
+def _with_no_store(headers: RawHeaders, scope: Any) -> RawHeaders:
     """Return an answer's headers, with `no-store` for the page's calls: browsers would otherwise
     write the data to disk.
     """

@@ -139,6 +139,8 @@ _FULL_NAME = re.compile(r"blocks\.(?P<layer>[0-9]{1,6})\.(?P<name>[a-z_.]+)")
 HookName = Hook | Alias
 #: Hook point → ascending layers.
 Sites = dict[Hook, list[int]]
+#: The same in receipts and files, which may be of another version.
+StoredSites = dict[str, list[int]]
 
 
 def resolve_hook(name: HookName) -> Hook:

@@ -12,7 +12,7 @@ import numpy as np
 from ..artifacts.registered import NamedArtifact
 from ..base.limits import MAX_INT64, MAX_OPTION_TEXT, MAX_OPTIONS, MAX_READERS, Name
 from ..base.records import Record, Wire, fields_of
-from ..prompts.selectors import RequestedPositions
+from ..prompts.selectors import RequestedPositions, StoredSites
 from ..prompts.sites import At, SitesSpec
 from .stored import ReadingKind, StoredReading
 
@@ -103,7 +103,7 @@ class ReaderPart(Wire, tag="reader"):
     version: str
     digest: str
     options: dict[str, OptionValue]
-    sites: dict[str, list[int]]  # hook → layers that the stage holds
+    sites: StoredSites  # hook → layers that the stage holds
     of: int  # sites of the whole reading, over all stages
     positions: list[int]  # absolute token positions
     token_ids: list[int]  # the token at each position
@@ -125,7 +125,7 @@ class ReaderPart(Wire, tag="reader"):
 class ReaderResult(Record):
     """Answer of a reader on the sites of one pipeline stage."""
 
-    sites: dict[str, list[int]]  # hook → layers
+    sites: StoredSites  # hook → layers
     positions: list[int]  # absolute token positions
     token_ids: list[int]  # the token at each position
     arrays: dict[str, ReadArray]

@@ -61,6 +61,9 @@ from ..positions.gates import Gated, check_use
 from ..prompts.callback_url import check_receiver
 from ..prompts.request_parsing import ParsedRequest
 
+#: Captures, each with its field of the request.
+NamedCaptures = list[tuple[str, CaptureSpec]]
+
 
 def resolve_probe(probe_request: ProbeRequest, name: str, model: ModelInfo) -> tuple[Probe, Blobs]:
     """Return what should be registered, and its packed tensors by content hash.
@@ -351,9 +354,9 @@ class Applied:
 
     probes: list[StoredProbe] = field(default_factory=list)
     gated: list[Gated] = field(default_factory=list)
-    captures: list[tuple[str, CaptureSpec]] = field(default_factory=list)  # field → capture
+    captures: NamedCaptures = field(default_factory=list)  # field → capture
     # captures of policies that do not act on this request, but may act on its like
-    idle: list[tuple[str, CaptureSpec]] = field(default_factory=list)
+    idle: NamedCaptures = field(default_factory=list)
     hooks: dict[str, Callback] = field(default_factory=dict)  # policy → its webhook
 
 
@@ -428,12 +431,12 @@ def _apply(policy: Policy, at: str, result: Applied) -> None:
 
 def _actions_of(
     policy: str, version: PolicyVersion, at: str = ""
-) -> tuple[list[Gated], list[tuple[str, CaptureSpec]]]:
+) -> tuple[list[Gated], NamedCaptures]:
     """Return the modules that a version applies, and its captures with their fields. `at`: field of
     a request; by default those of its registration.
     """
     gated = list[Gated]()
-    captures = list[tuple[str, CaptureSpec]]()
+    captures = NamedCaptures()
     modules = iter(version.modules)
     scores = POLICY + policy
     for number, action in enumerate(version.content.actions):
