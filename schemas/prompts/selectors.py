@@ -671,6 +671,15 @@ def select(
     return selector[bisect_left(selector, start) : bisect_left(selector, stop)]
 
 
+def ranges_of(text: str) -> list[range]:
+    """Invert `as_ranges`, with or without spaces. Raises ValueError for another text."""
+    result = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        result.append(range(int(first), int(last or first) + 1))
+    return result
+
+
 def as_ranges(numbers: Iterable[int], most: int | None = None) -> str:
     """Write `[0, 1, 2, 5]` as `0-2, 5`; ranges beyond `most` are only counted."""
     ranges: list[list[int]] = []

@@ -48,6 +48,7 @@ from ..prompts.selectors import (
     Span,
     end_position,
     lowest_position,
+    ranges_of,
     select,
 )
 from ..prompts.sites import At, SitesSpec
@@ -311,7 +312,8 @@ WriterWork = Literal["writer", "placed", "reading"]
 
 
 #: What decides about the effect of an entry at its positions.
-_EFFECT = attrgetter("hook", "layers", "family", "tensors", "scale", "numbers", "limit")
+_DECIDING = ("hook", "layers", "family", "tensors", "scale", "numbers", "limit")
+_EFFECT = attrgetter(*_DECIDING)
 #: Read a field of many entries without a line of Python for each.
 HOOK, LAYERS, FAMILY_NAME = map(attrgetter, ("hook", "layers", "family"))
 TENSORS, LIMIT, _ENTRIES = map(attrgetter, ("tensors", "limit", "entries"))
@@ -670,11 +672,7 @@ def dims_name(dims: str) -> str:
 
 def dims_named(name: str) -> list[range]:
     """Invert `dims_name`. Raises ValueError for an invalid name."""
-    result = []
-    for part in name.removeprefix(DIMS_PREFIX).split(","):
-        first, _, last = part.partition("-")
-        result.append(range(int(first), int(last or first) + 1))
-    return result
+    return ranges_of(name.removeprefix(DIMS_PREFIX))
 
 
 def steering_rows(steering: Iterable[StoredSteering]) -> list[SteeringRow]:
