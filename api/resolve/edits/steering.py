@@ -573,6 +573,10 @@ def _room(rows: Sequence[SteeringRow]) -> Room:
     return Room(len(rows), sum(row.num_vectors for row in rows))
 
 
+def _triggers(rows: Sequence[SteeringRow]) -> int:
+    return len({row.condition[1] for row in rows} - {b""})
+
+
 def room_of(model: ModelInfo) -> Room:
     """Return the room of a request, and of a module; 0: not reported."""
     return Room(model.steering_rows, model.steering_entries)
@@ -604,7 +608,7 @@ def check_policies(gated: Sequence[Gated], model: ModelInfo, field: str) -> None
     for what, requested, most in (
         ("rows of the steering table", needed.rows, MAX_STEERING_ROWS),
         ("vectors", needed.entries, MAX_POLICY_VECTORS),
-        ("triggers", len({row.condition[1] for row in rows} - {b""}), MAX_TRIGGERS),
+        ("triggers", _triggers(rows), MAX_TRIGGERS),
     ):
         check(what, requested, most)
 
@@ -643,7 +647,7 @@ def _check_room(
     rows = steering_rows(entries)
     needed = _room(rows)
     whom = f" {whom}" if whom else ""
-    if (triggers := len({row.condition[1] for row in rows} - {b""})) > MAX_TRIGGERS:
+    if (triggers := _triggers(rows)) > MAX_TRIGGERS:
         raise invalid(
             field, f"has {triggers} different triggers{whom}", allowed=f"at most {MAX_TRIGGERS}"
         )
