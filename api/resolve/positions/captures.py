@@ -152,6 +152,7 @@ def apply_rules(rules: Rules, spec: Positioned, bounds: Bounds, at: str) -> dict
 
 
 def sites_of(spec: SitesSpec, bounds: Bounds) -> Sites:
+    """Return the sites of either form of the request. Raises SelectorError."""
     return resolve_sites(
         spec.wanted, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent
     )
@@ -259,8 +260,8 @@ def resolve_captures(
     """Return the captures of each prompt: the user's, those for readings, then global capture;
     empty if there are none.
 
-    `readings`: (field of the request, one capture per prompt). `stored` resolves
-    `spec`. `held`: what else of the request takes room in a step, of each prompt.
+    `readings`: (field of the request, one capture per prompt). `stored` resolves `spec`. `held`:
+    what else of the request takes room in a step, of each prompt.
 
     Raises a 400 naming the field of what the user requests; never because of global capture.
     """
@@ -273,14 +274,15 @@ def resolve_captures(
             f"{spec.tag!r} is the tag of the operator's global capture: choose another",
         )
     request = [("capture", stored(spec, bounds, "capture"))] if spec is not None else []
-    for field, captures in [*request, *readings]:
+    asked = [*request, *readings]
+    for field, captures in asked:
         for index, capture in enumerate(captures):
             per_prompt[index].append(capture)
             _check_step(field, per_prompt[index], index, bounds)
     _check_memory(
         [
             ("capture.consumers" if field == "capture" else field, captures)
-            for field, captures in [*request, *readings]
+            for field, captures in asked
         ],
         bounds,
     )
