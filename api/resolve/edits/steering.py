@@ -352,23 +352,15 @@ def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: M
 def _placed(
     spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: Blobs
 ) -> list[Placed]:
-    plain = _unqualified(spec, at, bounds.model)
+    check_trigger(spec.trigger, at, bounds.model)
     placed = (
-        _entries_of(plain, bounds, at, blobs, model_state.features)
+        _entries_of(spec, bounds, at, blobs, model_state.features)
         if spec.module is None
-        else _placed_of_module(plain, bounds, at, model_state)
+        else _placed_of_module(spec, bounds, at, model_state)
     )
     for entry, _ in placed:
         model_state.check_seen(at, entry.hook, entry.layers)
     return [(_qualified(entry, spec, at), positions) for entry, positions in placed]
-
-
-def _unqualified(spec: SteeringSpec, at: str, model: ModelInfo) -> SteeringSpec:
-    """Return the spec without its limit and trigger. Raises a 400 for one that is not valid."""
-    check_trigger(spec.trigger, at, model)
-    if spec.limit is None and spec.trigger is None:
-        return spec
-    return msgspec.structs.replace(spec, limit=None, trigger=None)
 
 
 def _qualified(entry: SteeringTemplate, spec: SteeringSpec, at: str) -> SteeringTemplate:
@@ -378,24 +370,20 @@ def _qualified(entry: SteeringTemplate, spec: SteeringSpec, at: str) -> Steering
 
 
 def limited(entry: EntryT, limit: EditLimit | None, at: str) -> EntryT:
-    """Return the entry with the stricter of its own limit and `limit`, of the spec at `at`."""
+    """Return the entry with the stricter of its own limit and `limit`, of the spec at `at`.
+
+    Raises a 400 for an entry whose edits cannot be limited: at hooks inside attention and MLP, each
+    tensor-parallel rank holds a part of the rows.
+    """
     if limit is None:
         return entry
-    check_limited([entry], f"{at}.limit")
+    if BANK[entry.hook] != RESIDUAL:
+        raise invalid(
+            f"{at}.limit",
+            f"edits at {entry.hook} cannot be limited: ranks hold parts of its rows",
+            allowed=", ".join(hook for hook, bank in BANK.items() if bank == RESIDUAL),
+        )
     return msgspec.structs.replace(entry, limit=strictest(entry.limit, limit.stored))
-
-
-def check_limited(entries: Iterable[SteeringTemplate | StoredSteering], field: str) -> None:
-    """Raises a 400 naming `field` for an entry whose edits cannot be limited: at hooks inside
-    attention and MLP, each tensor-parallel rank holds a part of the rows.
-    """
-    for entry in entries:
-        if BANK[entry.hook] != RESIDUAL:
-            raise invalid(
-                field,
-                f"edits at {entry.hook} cannot be limited: ranks hold parts of its rows",
-                allowed=", ".join(hook for hook, bank in BANK.items() if bank == RESIDUAL),
-            )
 
 
 def _entries_of(
@@ -463,10 +451,10 @@ def resolve_module(
         if spec.positions == []:
             raise invalid(f"{at}.positions", NO_POSITION)
         check_not_installed(spec, at)
-        plain = _unqualified(spec, at, model)
-        found = _entries_of(plain, Bounds(model, []), at, blobs, features)
+        check_trigger(spec.trigger, at, model)
+        found = _entries_of(spec, Bounds(model, []), at, blobs, features)
         entries += [limited(_qualified(entry, spec, at), limit, at) for entry, _ in found]
-        reach += _reaches(plain, at, features)
+        reach += _reaches(spec, at, features)
     _check_room([_unresolved(entry) for entry in entries], room_of(model))
     return SteeringContent(entries, reach, blobs)
 
