@@ -15,7 +15,7 @@ import numpy as np
 from .artifacts.registered import NamedArtifact
 from .base.records import Published
 from .prompts.selectors import SelectorError
-from .readings.installed import ArrayDType, OptionValue, ReaderSpec
+from .readings.installed import ArrayDType, OptionValue, OptionValues, ReaderSpec
 from .requests.artifact_kinds import ARTIFACTS
 
 
@@ -86,7 +86,7 @@ class ReaderTerms(Published):
     options: dict[str, Option] = {}
     about: str = ""  # one line
 
-    def size(self, options: dict[str, OptionValue]) -> int:
+    def size(self, options: OptionValues) -> int:
         """Return the most bytes for each captured row."""
         return self.row_bytes + sum(per * int(options[name]) for name, per in self.grows.items())
 
@@ -121,7 +121,7 @@ class Extension(Published):
 
 def checked_options(
     name: str, declared: Mapping[str, Option], given: Mapping[str, OptionValue]
-) -> dict[str, OptionValue]:
+) -> OptionValues:
     """Return every option that the extension of this name has declared, in its type; one that is
     not given has its default. Raises SelectorError below the options.
     """

@@ -23,8 +23,8 @@ OptionValue = (
     | Annotated[float, msgspec.Meta(ge=-MAX_INT64, le=MAX_INT64)]
     | Annotated[str, msgspec.Meta(max_length=MAX_OPTION_TEXT)]
 )
-
-
+#: Option → its value.
+OptionValues = dict[str, OptionValue]
 ReaderOptions = Annotated[dict[Name, OptionValue], msgspec.Meta(max_length=MAX_OPTIONS)]
 
 
@@ -57,7 +57,7 @@ class StoredReader(StoredReading, tag="reader", omit_defaults=True):
     digest: str  # of its package's files, as the ranks reported it when the job was accepted
     row_bytes: int  # of the answer, for each captured row, at most
     fixed_bytes: int = 0
-    options: dict[str, OptionValue] = {}  # all that it declares
+    options: OptionValues = {}  # all that it declares
     # option → fields of the registered artifact that it names, as they were when the job was
     # accepted
     contents: dict[str, dict[str, Any]] = {}
@@ -102,7 +102,7 @@ class ReaderPart(Wire, tag="reader"):
     package: str
     version: str
     digest: str
-    options: dict[str, OptionValue]
+    options: OptionValues
     sites: StoredSites  # hook → layers that the stage holds
     of: int  # sites of the whole reading, over all stages
     positions: list[int]  # absolute token positions
@@ -142,7 +142,7 @@ class ReaderReading(Record):
     package: str
     version: str  # of the package
     digest: str  # SHA-256 of the package's files
-    options: dict[str, OptionValue]
+    options: OptionValues
     parts: list[ReaderResult]
 
 

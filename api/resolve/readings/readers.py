@@ -10,7 +10,7 @@ from ....schemas.base.records import to_msgpack
 from ....schemas.extensions import Extension, ReaderTerms, artifacts_named, checked_options
 from ....schemas.model.banks import RESIDUAL, banks_of
 from ....schemas.prompts.selectors import PositionSelector, SelectorError, Sites
-from ....schemas.readings.installed import OptionValue, ReaderSpec, StoredReader
+from ....schemas.readings.installed import OptionValues, ReaderSpec, StoredReader
 from ....schemas.requests.artifact_kinds import ARTIFACTS
 from ..positions.captures import SITE_RULES, Bounds, Rules, apply_rules, positions_of_each, sites_of
 
@@ -21,7 +21,7 @@ def _name(spec: ReaderSpec, bounds: Bounds) -> tuple[Extension, ReaderTerms]:
     return extension, extension.reader
 
 
-def _options(spec: ReaderSpec, bounds: Bounds) -> dict[str, OptionValue]:
+def _options(spec: ReaderSpec, bounds: Bounds) -> OptionValues:
     """Return every declared option; one that the request omits has its default."""
     _, terms = _name(spec, bounds)
     options = checked_options(spec.name, terms.options, spec.options)
