@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from litestar._openapi.schema_generation import SchemaCreator
 
 #: An object of the document, or the document.
-Part = dict[str, Any]
+DocumentPart = dict[str, Any]
 DESCRIPTION = (
     "Capture, steering and patching of activations on stock vLLM, as a job service. "
     "Errors are RFC 9457 problem details that name the field."
@@ -56,7 +56,7 @@ class RecordSchemas(OpenAPISchemaPlugin):
             field_definition, required=[], property_fields={}
         )
 
-    def complete(self, document: Part, app: Litestar) -> Part:
+    def complete(self, document: DocumentPart, app: Litestar) -> DocumentPart:
         """Return the document with the schema of every type, the scope of each operation, and links
         from its responses.
         """
@@ -165,7 +165,9 @@ def scopes_of(app: Litestar) -> dict[str, Scope | None]:
     }
 
 
-def _operation(path: str, operation: Part, ids: dict[str, str], scope: Scope | None) -> Part:
+def _operation(
+    path: str, operation: DocumentPart, ids: dict[str, str], scope: Scope | None
+) -> DocumentPart:
     """Return the operation with its scope, the errors of authorization, and links from its
     responses.
     """
@@ -198,7 +200,7 @@ def _with_openai_problems(node: Any) -> Any:
     return "#/components/schemas/OpenAIProblem" if node == "#/components/schemas/Problem" else node
 
 
-def _linked(response: Part, ids: dict[str, str]) -> Part:
+def _linked(response: DocumentPart, ids: dict[str, str]) -> DocumentPart:
     types = [
         media.get("schema", {}).get("$ref", "").rpartition("/")[2]
         for media in response.get("content", {}).values()
@@ -218,7 +220,7 @@ class OpenAPIRender(JsonRenderPlugin):
         super().__init__(path="/openapi.json")
         self._records = records
 
-    def render(self, request: AnyRequest, openapi_schema: Part) -> bytes:
+    def render(self, request: AnyRequest, openapi_schema: DocumentPart) -> bytes:
         return msgspec.json.encode(self._records.complete(openapi_schema, request.app))
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..base.errors import invalid
-from ..base.limits import MAX_EVENTS, Url
+from ..base.limits import MAX_EVENTS, UrlText
 from ..base.records import Record, fields_of
 from ..base.states import ENDS, CallbackEvent
 
@@ -24,7 +24,7 @@ class Handling(Record, kw_only=True):
     expires_in: Annotated[float, msgspec.Meta(gt=0, le=MAX_EXPIRES_S)] | None = None
     #: URL that receives signed webhooks (Standard Webhooks 1.0): http or https, and no private
     #: address unless the operator allows them.
-    callback_url: Url | None = None
+    callback_url: UrlText | None = None
     callback_events: (
         Annotated[list[CallbackEvent], msgspec.Meta(min_length=1, max_length=MAX_EVENTS)] | None
     ) = None  # null: all events of a job's end

@@ -37,7 +37,7 @@ class Tensor(Record):
 
 
 #: Content hash → packed tensor.
-Blobs = dict[str, bytes]
+PackedTensors = dict[str, bytes]
 
 if TYPE_CHECKING:
     NumbersOrTensor = Tensor

@@ -21,7 +21,7 @@ from ..base.limits import (
     Factor,
     Index,
     Reference,
-    Url,
+    UrlText,
 )
 from ..base.records import Record
 from ..prompts.selectors import HookName, LayerSelector
@@ -52,7 +52,7 @@ class CaptureWindow(Record, tag_field="action", tag="capture"):
 class Webhook(Record, tag_field="action", tag="webhook"):
     """The decision is sent to `url`."""
 
-    url: Url
+    url: UrlText
 
 
 #: What happens when a policy turns on. `flag` marks the result, and sends the webhook

@@ -17,7 +17,7 @@ from ....schemas.artifacts.saes import Sae, SaeForm
 from ....schemas.base.dtypes import narrowed, widened
 from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_FEATURES
-from ....schemas.base.tensors import Blobs, Tensor, from_numpy
+from ....schemas.base.tensors import PackedTensors, Tensor, from_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.interventions import FAMILY, NORMS
 from ....schemas.requests.specs import SteeringSpec
@@ -207,7 +207,7 @@ def plain_spec(spec: SteeringSpec, named: NamedFeatures) -> SteeringSpec:
 
 
 def resolve_feature(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: Blobs, named: NamedFeatures
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors, named: NamedFeatures
 ) -> tuple[SteeringTemplate, list[Any]]:
     """Return the entry for a spec whose edit depends on the row, and the positions in each prompt;
     add the entry's tensors to `blobs`. Raises a 400 naming the field.

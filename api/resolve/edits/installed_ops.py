@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ....schemas.base.errors import invalid
-from ....schemas.base.tensors import Blobs, from_numpy
+from ....schemas.base.tensors import PackedTensors, from_numpy
 from ....schemas.extensions import Extension, OpTerms, checked_options
 from ....schemas.prompts.selectors import STREAM_HOOKS, Hook, SelectorError
 from ....schemas.requests.interventions import INSTALLED
@@ -91,7 +91,7 @@ RULES: Rules = (
 
 
 def resolve_installed(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: Blobs
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors
 ) -> tuple[SteeringTemplate, list[Any]]:
     """Return the entry and its positions in each prompt; add its vector to `blobs`.
 

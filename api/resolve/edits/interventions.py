@@ -15,7 +15,7 @@ import numpy as np
 from ....schemas.base.dtypes import DTYPES
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import to_msgpack
-from ....schemas.base.tensors import Blobs, Tensor, content_hash, from_numpy, to_numpy
+from ....schemas.base.tensors import PackedTensors, Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import (
     STREAM_HOOKS,
@@ -274,7 +274,7 @@ RULES = {family.name: _rules(family) for family in PLAIN}
 
 
 def resolve_entry(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: Blobs
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors
 ) -> tuple[SteeringTemplate, list[PositionSelector]]:
     """Return an entry other than a module, and its positions in each prompt; add its tensors to
     `blobs` by content hash.
@@ -308,7 +308,7 @@ def resolve_entry(
     return entry, made["positions"]
 
 
-def mask_tensor(dimensions: Sequence[int], size: int, blobs: Blobs) -> str:
+def mask_tensor(dimensions: Sequence[int], size: int, blobs: PackedTensors) -> str:
     """Return the name of a mask, float32 `[size]`, 1 in `dimensions` and 0 elsewhere; add it to
     `blobs`.
     """
@@ -329,7 +329,7 @@ def reach_of(spec: SteeringSpec) -> float:
     return _largest(spec.vector) * abs(scale.default if spec.scale is None else spec.scale)
 
 
-def keep(tensor: Tensor, blobs: Blobs) -> str:
+def keep(tensor: Tensor, blobs: PackedTensors) -> str:
     """Return the tensor's name; add the tensor to `blobs`."""
     name = content_hash(tensor)
     if name not in blobs:

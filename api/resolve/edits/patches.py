@@ -11,7 +11,7 @@ from typing import cast
 
 from ....schemas.base.errors import Translated, invalid, suggestion
 from ....schemas.base.limits import MAX_MASKS, MAX_PATCH_ROWS
-from ....schemas.base.tensors import Blobs
+from ....schemas.base.tensors import PackedTensors
 from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.prompts.selectors import (
     Hook,
@@ -180,7 +180,7 @@ VECTOR_RULES = tuple(
 
 
 def _of_vector(
-    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: Blobs
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: PackedTensors
 ) -> PromptEdits:
     vector = patch.spec.source.vector
     assert vector is not None
@@ -195,7 +195,7 @@ def _of_vector(
 
 
 def _of_module(
-    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: Blobs
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: PackedTensors
 ) -> PromptEdits:
     name = patch.spec.source.module
     at = patch.source("module")
@@ -235,7 +235,7 @@ def _why_not_one_vector(module: Module) -> str:
 
 
 def _of_run(
-    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: Blobs
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: PackedTensors
 ) -> PromptEdits:
     """Return an entry for each source position and layer, per prompt."""
     run = _run(patch, bounds, model_state)
@@ -450,7 +450,7 @@ def _no_text(span: Span) -> list[int]:
 
 
 #: Kind of source → function that resolves it per prompt.
-SOURCES: dict[str, Callable[[ResolvedPatch, Bounds, ModelState, Blobs], PromptEdits]] = {
+SOURCES: dict[str, Callable[[ResolvedPatch, Bounds, ModelState, PackedTensors], PromptEdits]] = {
     "run": _of_run,
     "vector": _of_vector,
     "module": _of_module,
@@ -462,7 +462,7 @@ SOURCES: dict[str, Callable[[ResolvedPatch, Bounds, ModelState, Blobs], PromptEd
 
 
 def resolve_patches(
-    specs: Sequence[PatchSpec], bounds: Bounds, model_state: ModelState, blobs: Blobs
+    specs: Sequence[PatchSpec], bounds: Bounds, model_state: ModelState, blobs: PackedTensors
 ) -> PromptEdits:
     """Return the entries of all patches, one list per prompt; empty without specs.
 

@@ -21,7 +21,7 @@ from ....schemas.base.limits import (
     MAX_TRIGGERS,
 )
 from ....schemas.base.records import from_msgpack
-from ....schemas.base.tensors import Blobs, Tensor
+from ....schemas.base.tensors import PackedTensors, Tensor
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import (
@@ -249,7 +249,7 @@ def resolve_edits(
     model_state: ModelState = NOTHING,
     gated: Sequence[Gated] = (),
     scales: Sequence[float] = (),
-) -> tuple[PromptEdits, Blobs]:
+) -> tuple[PromptEdits, PackedTensors]:
     """Return the edits per prompt (patches, then steering, then what probes apply: `gated`), and
     the tensors that came with them, by content hash.
 
@@ -257,7 +257,7 @@ def resolve_edits(
     dose; steering, but not what probes apply, must be valid at each of them. Raises a 400 naming
     the field.
     """
-    blobs: Blobs = {}
+    blobs: PackedTensors = {}
     per_prompt: PromptEdits = [[] for _ in bounds.prompts] if specs or gated else []
     own = [module for module in gated if module.module is None]
     for index, spec in enumerate(specs):
@@ -350,7 +350,7 @@ def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: M
 
 
 def _placed(
-    spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: Blobs
+    spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: PackedTensors
 ) -> list[Placed]:
     check_trigger(spec.trigger, at, bounds.model)
     placed = (
@@ -387,7 +387,7 @@ def limited(entry: EntryT, limit: EditLimit | None, at: str) -> EntryT:
 
 
 def _entries_of(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: Blobs, features: NamedFeatures
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors, features: NamedFeatures
 ) -> list[Placed]:
     """Return the entries of a spec other than a module, with their positions in each prompt."""
     if at in features.directions:
@@ -396,7 +396,7 @@ def _entries_of(
 
 
 def _entry_of(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: Blobs, features: NamedFeatures
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors, features: NamedFeatures
 ) -> Placed:
     if spec.extension is not None:
         return resolve_installed(spec, bounds, at, blobs)
@@ -421,7 +421,7 @@ class SteeringContent:
 
     entries: list[SteeringTemplate]
     reach: list[float]  # of each entry, see `Module.reach`
-    blobs: Blobs  # tensors that came with them, by content hash
+    blobs: PackedTensors  # tensors that came with them, by content hash
 
     @property
     def size(self) -> int:
@@ -438,7 +438,7 @@ def resolve_module(
     """Return the content of a named module, each entry with `limit` or its own, if that is
     stricter. Raises a 400 naming the field.
     """
-    blobs: Blobs = {}
+    blobs: PackedTensors = {}
     entries = []
     reach = []
     for index, spec in enumerate(specs):
@@ -464,7 +464,7 @@ def resolve_global(
 ) -> SteeringContent:
     """Return the content of global steering. Raises a 400 naming the field."""
     check_number(specs, model_state)
-    blobs: Blobs = {}
+    blobs: PackedTensors = {}
     bounds = Bounds(model, [])
     entries = []
     listed = 0

@@ -29,7 +29,7 @@ from ....schemas.base.limits import (
     MAX_TAG,
 )
 from ....schemas.base.records import now, to_msgpack
-from ....schemas.base.tensors import Blobs, Tensor, content_hash, from_numpy, to_numpy
+from ....schemas.base.tensors import PackedTensors, Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import HOOKS, Span, resolve_layers
 from ....schemas.prompts.windows import When
@@ -65,7 +65,9 @@ from ..prompts.request_parsing import ParsedRequest
 NamedCaptures = list[tuple[str, CaptureSpec]]
 
 
-def resolve_probe(probe_request: ProbeRequest, name: str, model: ModelInfo) -> tuple[Probe, Blobs]:
+def resolve_probe(
+    probe_request: ProbeRequest, name: str, model: ModelInfo
+) -> tuple[Probe, PackedTensors]:
     """Return what should be registered, and its packed tensors by content hash.
 
     Raises a 400 naming the field and what is valid.
