@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import anyio.to_thread
 import msgspec
-from litestar import Request
 
 from ..broker.ledger.jobs.inputs import LedgerInputs
 from ..broker.ledger.jobs.ledger import Ledger, new_job_id, reachable
@@ -36,7 +35,7 @@ from ..schemas.settings.settings import Settings, asks_for_keys
 from ..storage.store import open_store
 from .operations.disks import CaptureQuota, Disks
 from .operations.twin import Twin
-from .operations.waiting import Waiting, ended
+from .operations.waiting import Waiting, ended, left
 from .resolve.admission import admission
 from .resolve.admission.names import Names, names_something
 from .resolve.admission.served import Served
@@ -48,7 +47,7 @@ from .web.auth import Gate, caller_of
 from .web.key_watch import KeyWatch
 from .web.open_calls import OpenCalls
 from .web.problems import ClientGone
-from .web.request_context import traceparent
+from .web.request_context import AnyRequest, traceparent
 
 log = logging.getLogger("midstream.api")
 
@@ -139,7 +138,7 @@ class AppContext:
         if names_something(parsed) and (known := await self.repeated(idempotency)) is not None:
             return known
         job_id = new_job_id()
-        named = await self.names.resolve(parsed, info, watching, caller, job_id)
+        named = await self.names.resolve(parsed, info, watching, caller)
         codec = await self.served.codec(info)
         call = request_context.CURRENT.get()
         admitting = admission.admit(parsed, info, codec, job_id, named, caller)
@@ -252,12 +251,12 @@ async def open_context(settings: Settings, twin: Twin | None = None) -> AsyncIte
         await ledger.close()
 
 
-def context_of(request: Request[Any, Any, Any]) -> AppContext:
+def context_of(request: AnyRequest) -> AppContext:
     context: AppContext = request.app.state.context
     return context
 
 
-async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[T]) -> T:
+async def unless_client_leaves(request: AnyRequest, work: Awaitable[T]) -> T:
     """Await `work`; raises ClientGone if the connection closes, `unauthorized` if the caller's key
     is revoked or expires.
 
@@ -265,7 +264,7 @@ async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[
     changes before.
     """
     task = asyncio.ensure_future(work)
-    disconnected = asyncio.ensure_future(_disconnected(request))
+    disconnected = asyncio.ensure_future(left(request.receive))
     try:
         with context_of(request).key_watch.of(caller_of(request)) as held_key:
             ends: set[asyncio.Future[Any]] = {task, disconnected, *held_key.ends}
@@ -276,8 +275,3 @@ async def unless_client_leaves(request: Request[Any, Any, Any], work: Awaitable[
             raise ClientGone
     finally:
         await ended(task, disconnected)
-
-
-async def _disconnected(request: Request[Any, Any, Any]) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

@@ -6,7 +6,7 @@ from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from litestar import Litestar, Request, Router
+from litestar import Litestar, Router
 from litestar.openapi.config import OpenAPIConfig
 from litestar.openapi.plugins import JsonRenderPlugin
 from litestar.openapi.spec import Schema
@@ -21,10 +21,13 @@ from ..schemas.requests.artifact_kinds import ARTIFACTS
 from .routes.pages import HEADERS, Operations, Swagger
 from .web.auth import needs, scope_of
 from .web.problems import OPENAI_PATHS
+from .web.request_context import AnyRequest
 
 if TYPE_CHECKING:
     from litestar._openapi.schema_generation import SchemaCreator
 
+#: An object of the document, or the document.
+DocumentPart = dict[str, Any]
 DESCRIPTION = (
     "Capture, steering and patching of activations on stock vLLM, as a job service. "
     "Errors are RFC 9457 problem details that name the field."
@@ -53,7 +56,7 @@ class RecordSchemas(OpenAPISchemaPlugin):
             field_definition, required=[], property_fields={}
         )
 
-    def complete(self, document: dict[str, Any], app: Litestar) -> dict[str, Any]:
+    def complete(self, document: DocumentPart, app: Litestar) -> DocumentPart:
         """Return the document with the schema of every type, the scope of each operation, and links
         from its responses.
         """
@@ -163,8 +166,8 @@ def scopes_of(app: Litestar) -> dict[str, Scope | None]:
 
 
 def _operation(
-    path: str, operation: dict[str, Any], ids: dict[str, str], scope: Scope | None
-) -> dict[str, Any]:
+    path: str, operation: DocumentPart, ids: dict[str, str], scope: Scope | None
+) -> DocumentPart:
     """Return the operation with its scope, the errors of authorization, and links from its
     responses.
     """
@@ -197,7 +200,7 @@ def _with_openai_problems(node: Any) -> Any:
     return "#/components/schemas/OpenAIProblem" if node == "#/components/schemas/Problem" else node
 
 
-def _linked(response: dict[str, Any], ids: dict[str, str]) -> dict[str, Any]:
+def _linked(response: DocumentPart, ids: dict[str, str]) -> DocumentPart:
     types = [
         media.get("schema", {}).get("$ref", "").rpartition("/")[2]
         for media in response.get("content", {}).values()
@@ -217,7 +220,7 @@ class OpenAPIRender(JsonRenderPlugin):
         super().__init__(path="/openapi.json")
         self._records = records
 
-    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
+    def render(self, request: AnyRequest, openapi_schema: DocumentPart) -> bytes:
         return msgspec.json.encode(self._records.complete(openapi_schema, request.app))
 
 

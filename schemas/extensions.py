@@ -6,7 +6,7 @@ data, so that the API can check requests without installing the package.
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,7 +14,8 @@ import numpy as np
 
 from .artifacts.registered import NamedArtifact
 from .base.records import Published
-from .readings.installed import ArrayDType, OptionValue, ReaderSpec
+from .prompts.selectors import SelectorError
+from .readings.installed import ArrayDType, OptionValue, OptionValues, ReaderSpec
 from .requests.artifact_kinds import ARTIFACTS
 
 
@@ -85,7 +86,7 @@ class ReaderTerms(Published):
     options: dict[str, Option] = {}
     about: str = ""  # one line
 
-    def size(self, options: dict[str, OptionValue]) -> int:
+    def size(self, options: OptionValues) -> int:
         """Return the most bytes for each captured row."""
         return self.row_bytes + sum(per * int(options[name]) for name, per in self.grows.items())
 
@@ -116,6 +117,26 @@ class Extension(Published):
     code: int = 0  # of an op: its number in steering entries, derived from name and digest
     refused: str = ""  # why requests cannot use it with this model
     checked: list[str] = []  # properties that held at startup, tested with random rows
+
+
+def checked_options(
+    name: str, declared: Mapping[str, Option], given: Mapping[str, OptionValue]
+) -> OptionValues:
+    """Return every option that the extension of this name has declared, in its type; one that is
+    not given has its default. Raises SelectorError below the options.
+    """
+    for option, value in given.items():
+        if option not in declared:
+            valid = ", ".join(declared) or "none"
+            raise SelectorError(f"unknown; valid options of {name}: {valid}", f".{option}")
+        try:
+            declared[option].checked(value)
+        except ValueError as error:
+            raise SelectorError(str(error), f".{option}") from error
+    return {
+        option: terms.checked(given.get(option, terms.default))
+        for option, terms in declared.items()
+    }
 
 
 def artifacts_named(

@@ -11,20 +11,20 @@ import os
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import httpcore2
-from litestar import Request, Response
+from litestar import Response
 
 from ...broker.processes.orphans import die_with_parent
 from ...schemas.base.errors import MidstreamError, Translated
 from ..web import problems
-from ..web.middleware import REFUSED, RELEASED
+from ..web.middleware import REFUSED, RELEASED, RawHeaders
 from ..web.pace import PACE
-from ..web.request_context import CURRENT, ApiCall, HandedOver
-from .waiting import ended
+from ..web.request_context import CURRENT, AnyRequest, ApiCall, HandedOver
+from .waiting import ended, left
 
 #: What is added to the niceness of the twin: its calls wait for processors, not those of others.
 NICE = 10
@@ -156,7 +156,7 @@ class Twin:
             self._url = f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def _sent(scope: Any, call: ApiCall) -> Iterable[tuple[bytes, bytes]]:
+def _sent(scope: Any, call: ApiCall) -> RawHeaders:
     """Return the headers of a call, with what this process found out about it."""
     yield from ((name, value) for name, value in scope["headers"] if name not in NOT_SENT)
     yield b"x-request-id", call.request_id.encode()
@@ -220,7 +220,7 @@ def _be_the_twin(
 class TwinAnswer(Response[bytes]):
     """The twin's answer to the current call."""
 
-    def __init__(self, twin: Twin, request: Request[Any, Any, Any]) -> None:
+    def __init__(self, twin: Twin, request: AnyRequest) -> None:
         super().__init__(b"")
         self._twin = twin
         self._request = request
@@ -232,7 +232,7 @@ class TwinAnswer(Response[bytes]):
         call = CURRENT.get()
         assert call is not None, "only calls of the application are handed over"
         answering = asyncio.ensure_future(self._twin.answer(scope, call, send))
-        leaving = asyncio.ensure_future(_left(receive))
+        leaving = asyncio.ensure_future(left(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if answering.done():
@@ -244,12 +244,7 @@ class TwinAnswer(Response[bytes]):
             await ended(answering, leaving)
 
 
-async def _left(receive: Any) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def hand_over(request: Request[Any, Any, Any], error: HandedOver) -> Response[bytes]:
+def hand_over(request: AnyRequest, error: HandedOver) -> Response[bytes]:
     return TwinAnswer(request.app.state.context.twin, request)
 
 

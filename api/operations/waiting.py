@@ -17,6 +17,8 @@ from ..web.key_watch import ALWAYS, HeldKey
 log = logging.getLogger("midstream.api")
 
 T = TypeVar("T")
+#: Whether a job is as the caller waits for it to be.
+Until = Callable[[JobView], bool]
 
 #: A held response outlives a Redis that restarts within this many seconds.
 OUTAGE_S = 20.0
@@ -53,7 +55,7 @@ class Waiting:
     async def outcome(
         self,
         job_id: str,
-        until: Callable[[JobView], bool],
+        until: Until,
         seconds: float,
         *,
         quiet: Collection[str] = (),
@@ -71,10 +73,9 @@ class Waiting:
     async def wait(
         self,
         job_id: str,
-        until: Callable[[JobView], bool],
+        until: Until,
         seconds: float,
         *,
-        patient: bool = False,
         held_key: HeldKey = ALWAYS,
     ) -> JobView:
         """Wait like `outcome`, and return the job without its result.
@@ -86,14 +87,14 @@ class Waiting:
             return JobSnapshot(await self._ledger.view(job_id))
 
         return (
-            await self._look(job_id, view, until, seconds, patient=patient, held_key=held_key)
+            await self._look(job_id, view, until, seconds, patient=False, held_key=held_key)
         ).view
 
     async def _look(
         self,
         job_id: str,
         read: Callable[[str], Awaitable[JobSnapshot]],
-        until: Callable[[JobView], bool],
+        until: Until,
         seconds: float,
         *,
         patient: bool,
@@ -150,6 +151,12 @@ class Waiting:
                 await asyncio.sleep(OUTAGE_PAUSE_S)
         finally:
             await ended(task)
+
+
+async def left(receive: Callable[[], Awaitable[Any]]) -> None:
+    """Return when the client has closed the connection of a call."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def ended(*tasks: asyncio.Future[Any]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from msgspec import UNSET, UnsetType
 
 from ...schemas.jobs.jobs import (
@@ -28,7 +29,6 @@ from ...schemas.jobs.openai import (
     ChatLogprob,
     ChatLogprobs,
     ChatRequest,
-    ChatRole,
     Completion,
     CompletionChoice,
     CompletionChunk,
@@ -40,6 +40,7 @@ from ...schemas.jobs.openai import (
     TokenUsage,
 )
 from ...schemas.jobs.results import JobResult
+from ...schemas.prompts.chat import Role
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class WantedParts:
     prompt_alone: bool = False  # the text is the prompt alone
     token_ids: bool = False
     tokens_as_ids: bool = False  # log-probabilities name a token `token_id:N`, not by its text
-    role: ChatRole = "assistant"  # of a chat's message
+    role: Role = "assistant"  # of a chat's message
 
     @property
     def tokens(self) -> bool:
@@ -65,7 +66,7 @@ def wanted_of(body: CompletionRequest | ChatRequest) -> WantedParts:
     ids = bool(body.return_token_ids)
     n = body.n or 1
     if isinstance(body, ChatRequest):
-        role: ChatRole = "assistant" if body.add_generation_prompt else body.messages[-1].role
+        role: Role = "assistant" if body.add_generation_prompt else body.messages[-1].role
         return WantedParts(
             n,
             (body.top_logprobs or 0) if body.logprobs else None,
@@ -200,14 +201,10 @@ def _in_order(token: TokenLogprob) -> list[TokenLogprob]:
 
 def _completion_choice(output: Output, needed: WantedParts) -> CompletionChoice:
     part = whole_part(output)
-    choice = _completion_delta(output.index, part, needed)
-    return CompletionChoice(
-        index=output.index,
-        text=choice.text,
-        logprobs=choice.logprobs,
+    return msgspec.structs.replace(
+        _completion_delta(output.index, part, needed),
         finish_reason=output.finish_reason,
         stop_reason=_stop_reason(output),
-        token_ids=output.token_ids if needed.token_ids else UNSET,
         prompt_token_ids=part.prompt.token_ids if needed.token_ids and part.prompt else UNSET,
         prompt_logprobs=_prompt_logprobs(part.prompt),
     )

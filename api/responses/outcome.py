@@ -49,9 +49,9 @@ def matches(header: str | None, tag: str) -> bool:
 
 
 def failure_of(view: JobView) -> Problem | None:
-    """Return the problem of an ended job without a result; None if it succeeded."""
+    """Return the problem of an ended job without a result; None for another job."""
     instance = f"/v1/jobs/{view.id}"
-    if view.state is State.SUCCEEDED:
+    if view.state is State.SUCCEEDED or not is_over(view):
         return None
     if view.state is State.EXPIRED:
         return MidstreamError("gone", "the result was deleted after its retention time").problem(
@@ -73,7 +73,7 @@ def not_ready(view: JobView) -> MidstreamError:
 
 
 def failed(request: JsonRequest, problem: Problem, headers: dict[str, str]) -> Response[Any]:
-    """Return the response for a failed job.
+    """Return the response for a failed job, or for one that is accepted and cannot be waited for.
 
     A retry would run the job again, so a header stops OpenAI's clients from retrying.
     """

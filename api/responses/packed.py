@@ -16,6 +16,7 @@ from ...broker.artifacts.headers import BlobPlace, explained, header_of, must_be
 from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.records import by_key
 from ...schemas.jobs.captures import Manifest
+from ...schemas.prompts.selectors import StoredSites
 from ...storage.formats.capture_blobs import DamagedBlob, Header, TensorPlace, encode_header
 from ...storage.store import ArtifactStore, Handle
 
@@ -122,7 +123,7 @@ def blocks(
         yield np.concatenate(read, axis=1)
 
 
-def join(blobs: Sequence[OpenBlob], sites: dict[str, list[int]]) -> JoinedFile:
+def join(blobs: Sequence[OpenBlob], sites: StoredSites) -> JoinedFile:
     """Join the tensors of `sites`, `positions` and `token_ids` from one request's blobs, with a
     manifest of exactly these.
 

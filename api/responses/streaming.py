@@ -65,7 +65,7 @@ class StreamedRequest:
                     view = await self._look(deadline, held_key)
             if is_over(view):
                 await self.context.waiting.patiently(self.context.ledger.written)
-            problem = failure_of(view) if is_over(view) else None
+            problem = failure_of(view)
             if problem is not None:
                 yield error_event(problem)
                 return
@@ -89,7 +89,7 @@ class StreamedRequest:
                 elif event.event == "token":
                     chunks += self._chunks(event)
                 elif event.event == "output":
-                    finished.add(_number(event, "index"))
+                    finished.add(_index_of(event))
             yield b"".join(chunks) if chunks else events.PING
             if len(finished) == self.choices:
                 return
@@ -103,7 +103,7 @@ class StreamedRequest:
             sent.restart()
 
     def _chunks(self, event: Event) -> list[bytes]:
-        index = _number(event, "index")
+        index = _index_of(event)
         return self._chunks_of(index, self._of(index).unsent(event, self.wanted))
 
     def _chunks_of(self, index: int, part: ChoicePart) -> list[bytes]:
@@ -197,6 +197,6 @@ def error_event(problem: Problem) -> bytes:
     )
 
 
-def _number(event: Event, name: str) -> int:
-    value = event.data.get(name)
+def _index_of(event: Event) -> int:
+    value = event.data.get("index")
     return value if isinstance(value, int) else 0

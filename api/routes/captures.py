@@ -17,15 +17,18 @@ from ...broker.ledger.jobs.ledger import not_found
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError, invalid, suggestion
 from ...schemas.base.limits import MAX_COUNT, MAX_LAYER_TEXT, MAX_NAME, MAX_TAG
+from ...schemas.base.records import fields_of
 from ...schemas.jobs.captures import (
     SEGMENT_SUFFIX,
+    CaptureBlob,
     CaptureManifest,
     CapturePage,
+    CaptureState,
     Manifest,
     ManifestFile,
 )
 from ...schemas.jobs.jobs import CaptureResults, FileEntry
-from ...schemas.prompts.selectors import ALIASES, as_ranges
+from ...schemas.prompts.selectors import ALIASES, StoredSites, as_ranges
 from ...schemas.prompts.windows import joined
 from ...storage.store import Signing
 from ..context import AppContext
@@ -42,6 +45,21 @@ CAPTURE_ERRORS = {**ERRORS, 409: PROBLEM, 410: PROBLEM}
 #: What `?layers=` takes: `3`, `3,7`, `3-7`, and lists of these.
 _LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
 MAX_LAYER_SPAN = 10_000  # layers in one range; `layers` has at most `MAX_LAYER_TEXT / 4` ranges
+
+
+PromptParameter = Annotated[
+    int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")
+]
+LayersParameter = Annotated[
+    str | None,
+    QueryParameter(
+        max_length=MAX_LAYER_TEXT, description="For example `3`, `3,7` or `3-7`; default: all"
+    ),
+]
+TagParameter = Annotated[
+    str | None,
+    QueryParameter(max_length=MAX_TAG, description="Tag of the capture; default: the job's own"),
+]
 
 
 def _sees(caller: Caller, owner: str | None) -> bool:
@@ -122,24 +140,12 @@ def _described(
             name=_name(entry),
             url=context.url(f"captures/{job_id}/files/{_name(entry)}"),
             link=_link(context, entry),
-            path=entry.path,
-            offset=entry.offset,
-            request=entry.request,
-            rank=entry.rank,
-            pp=entry.pp,
-            bytes=entry.bytes,
-            crc32=entry.crc32,
-            rows=entry.rows,
-            sites=entry.sites,
             at=header.manifest.at,
             dtype=header.manifest.dtype,
-            layout=entry.layout,
             positions=header.manifest.positions,
             token_ids=header.manifest.token_ids,
-            reused=entry.reused,
-            dropped=entry.dropped,
             images=header.manifest.images,
-            non_finite=entry.non_finite,
+            **fields_of(entry, CaptureBlob),
         )
         for entry, header in zip(entries, headers, strict=True)
     ]
@@ -201,17 +207,11 @@ async def get_manifest(job_id: JobId, context: AppContext, caller: Caller) -> Ca
     _, results = await captured(context, caller, job_id)
     files, caveats, first = await reading(context, job_id, results.files, _described)
     return CaptureManifest(
-        job=job_id,
-        status=results.status,
-        root=context.store.uri,
-        bytes=results.bytes,
-        rows=results.rows,
         files=files,
-        detail=results.detail,
         caveats=caveats,
         lora=first.lora if first else None,
         identity=first.identity if first else "",
-        hook_names=results.hook_names,
+        **fields_of(results, CaptureState) | {"root": context.store.uri},
     )
 
 
@@ -296,27 +296,15 @@ async def get_safetensors(
     job_id: JobId,
     context: AppContext,
     caller: Caller,
-    prompt: Annotated[
-        int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")
-    ] = 0,
-    layers: Annotated[
-        str | None,
-        QueryParameter(
-            max_length=MAX_LAYER_TEXT, description="For example `3`, `3,7` or `3-7`; default: all"
-        ),
-    ] = None,
+    prompt: PromptParameter = 0,
+    layers: LayersParameter = None,
     hook: Annotated[
         str | None,
         QueryParameter(
             max_length=MAX_TAG, description="Only this hook point; default: all captured ones"
         ),
     ] = None,
-    tag: Annotated[
-        str | None,
-        QueryParameter(
-            max_length=MAX_TAG, description="Tag of the capture; default: the job's own"
-        ),
-    ] = None,
+    tag: TagParameter = None,
     known: Known = None,
 ) -> Response[Any]:
     _, results = await captured(context, caller, job_id)
@@ -335,16 +323,17 @@ async def get_safetensors(
     sites = _chosen(blobs[0].header.manifest.all_sites, layers, hook)
     if len(entries) == 1 and sites == entries[0].sites:
         return _known(entries[0], known) or _whole(entries[0], blobs[0])
-    held = {
-        (name, layer) for entry in entries for name, some in entry.sites.items() for layer in some
-    }
-    if results.status == "pending" and not held >= {
-        (name, layer) for name, some in sites.items() for layer in some
-    }:
+    held = _each(*(entry.sites for entry in entries))
+    if results.status == "pending" and not held >= _each(sites):
         raise pending
     joined = packed.join(blobs, sites)
     name = f"{job_id}.{chosen_tag}.p{prompt:04d}.safetensors"
     return Stream(joined.chunks(), media_type=MEDIA_TYPE, headers=_attachment(name, joined.length))
+
+
+def _each(*sites: StoredSites) -> set[tuple[str, int]]:
+    """Return each hook and layer of these sites."""
+    return {(hook, layer) for some in sites for hook, layers in some.items() for layer in layers}
 
 
 def entries_of(
@@ -403,9 +392,7 @@ def layers_of(text: str | None, present: list[int]) -> list[int]:
     return sorted(layers)
 
 
-def _chosen(
-    captured: dict[str, list[int]], layers: str | None, hook: str | None
-) -> dict[str, list[int]]:
+def _chosen(captured: StoredSites, layers: str | None, hook: str | None) -> StoredSites:
     """Return the requested captured sites. Raises a 400 naming `hook` or `layers`."""
     hooks = captured if hook is None else [hook_of(hook, captured)]
     present = sorted({layer for name in hooks for layer in captured[name]})

@@ -39,7 +39,6 @@ from ..responses.outcome import (
     result_of,
 )
 from ..responses.streaming import StreamedRequest
-from ..web import problems
 from ..web.auth import needs
 from ..web.body import JsonRequest
 from ..web.middleware import released
@@ -141,7 +140,7 @@ async def _answer(
             view = outcome.view
             if not until(view):
                 return accepted(context, view, headers)
-            problem = failure_of(view) if is_over(view) else None
+            problem = failure_of(view)
             if problem is not None:
                 return failed(request, problem, headers)
             result = outcome.result or await result_of(context, job_id)
@@ -149,11 +148,7 @@ async def _answer(
                 break  # else its worker died meanwhile, and its outputs were dropped
         more = openai_shapes.extras(result, with_extras(view), is_over(view), read, parsed.policies)
     except MidstreamError as error:  # the job is accepted nevertheless: return its address
-        return problems.answer(
-            request,
-            error.problem(instance=context.job_url(job_id)),
-            {**headers, "x-should-retry": "false"},
-        )
+        return failed(request, error.problem(instance=context.job_url(job_id)), headers)
     released(outcome)
     return Response(
         openai_shapes.whole(shape, result, created, needed, more), status_code=200, headers=headers

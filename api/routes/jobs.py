@@ -38,6 +38,7 @@ from ..responses.outcome import (
     LIVE,
     accepted,
     etag,
+    failed,
     finished,
     is_over,
     matches,
@@ -213,11 +214,8 @@ class Submission(NamedTuple):
             released(outcome)
             return await finished(request, context, outcome, headers)
         except MidstreamError as error:  # the job is accepted nevertheless: return its address
-            return problems.answer(
-                request,
-                error.problem(instance=context.job_url(job_id)),
-                {"Location": context.job_url(job_id), "x-should-retry": "false"},
-            )
+            url = context.job_url(job_id)
+            return failed(request, error.problem(instance=url), {"Location": url})
 
 
 def submission_of(
@@ -295,11 +293,8 @@ async def get_job(
 
     def news(view: JobView) -> bool:
         seen(caller, view)
-        return (
-            is_over(view)
-            if known is None
-            else is_over(view) or not matches(known, etag(view.version))
-        )
+        changed = known is not None and not matches(known, etag(view.version))
+        return is_over(view) or changed
 
     view = await unless_client_leaves(request, context.waiting.wait(job_id, news, wait or 0.0))
     if is_over(view):

@@ -15,7 +15,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, NamedTuple
 
-from litestar import MediaType, Request, Response, get
+from litestar import MediaType, Response, get
 from litestar.openapi.plugins import OpenAPIRenderPlugin
 from litestar.params import PathParameter
 from litestar.response import Redirect
@@ -26,6 +26,7 @@ from ...schemas.base.version import __version__
 from ...schemas.settings.settings import Settings
 from ..web.auth import needs
 from ..web.body import JsonRequest
+from ..web.request_context import AnyRequest
 
 #: Scripts, styles and calls of the pages go to this API alone. Swagger UI writes `style` attributes
 #: and draws icons from `data:` URLs.
@@ -96,7 +97,7 @@ class Operations(OpenAPIRenderPlugin):
     def __init__(self) -> None:
         super().__init__(path="/", media_type=MediaType.HTML)
 
-    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
+    def render(self, request: AnyRequest, openapi_schema: dict[str, Any]) -> bytes:
         rows = [
             f"<tr><td><b>{method.upper()}</b></td><td><code>{html.escape(path)}</code></td>"
             f"<td>{html.escape(operation.get('summary') or '')}<br>"
@@ -121,7 +122,7 @@ class Swagger(OpenAPIRenderPlugin):
     def __init__(self) -> None:
         super().__init__(path="/swagger", media_type=MediaType.HTML)
 
-    def render(self, request: Request[Any, Any, Any], openapi_schema: dict[str, Any]) -> bytes:
+    def render(self, request: AnyRequest, openapi_schema: dict[str, Any]) -> bytes:
         scripts = ("swagger-ui-bundle.js", "swagger-start.js")
         return page(
             f"Midstream {__version__}", '<div id="swagger"></div>', scripts, style="swagger-ui.css"

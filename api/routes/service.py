@@ -26,8 +26,9 @@ from ...broker.telemetry.scraped_metrics import (
 )
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import MAX_NAME
+from ...schemas.base.records import fields_of
 from ...schemas.base.version import __version__
-from ...schemas.jobs.models import ModelInfo, WorkerInfo
+from ...schemas.jobs.models import ModelFacts, ModelInfo, WorkerInfo
 from ...schemas.jobs.openai import ModelCard, ModelList
 from ...schemas.service.compatibility import judged, misfit_of
 from ...schemas.service.health import Health, Readiness
@@ -103,31 +104,14 @@ async def get_model(name: ModelName, context: AppContext) -> ModelCard:
 
 
 def _card(info: ModelInfo, workers: int) -> ModelCard:
+    left_out: dict[str, Any] = {"certificate": None, "attention": [], "multiplied": []}
     return ModelCard(
         id=info.name,
         object="model",
         created=0,
         owned_by="midstream",
-        architecture=info.architecture,
-        num_layers=info.num_layers,
-        hidden_size=info.hidden_size,
-        vocab_size=info.vocab_size,
-        max_model_len=info.max_model_len,
-        dtype=info.dtype,
-        dtype_reason=info.dtype_reason,
-        hooks=info.hooks,
         workers=workers,
-        consumers=info.consumers,
-        memory_limit_kib=info.memory_limit_kib,
-        global_captures=info.global_captures,
-        caveats=info.caveats,
-        quantization=info.quantization,
-        identity=info.identity,
-        lora=info.lora,
-        readings=info.readings,
-        absent=info.absent,
-        inside=info.inside,
-        extensions=info.extensions,
+        **fields_of(info, ModelFacts) | left_out,
     )
 
 

@@ -43,6 +43,8 @@ from .jobs import ERRORS, PROBLEM, ModelFilter
 ANSWER_S = 2.0
 LOOK_S = 0.02
 CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
+#: The questions by model, and the accounts of the workers that were asked.
+Answers = tuple[dict[str, str], list[Account]]
 #: Makes an artifact of the one that has its name; content hash → packed tensor.
 Made = tuple[Callable[[Any], Any], Mapping[str, bytes]]
 
@@ -207,27 +209,19 @@ async def get_dynamic(context: AppContext, caller: Caller, model: ModelFilter = 
     return Dynamic(workers=reports, determinism=agreed)
 
 
-async def answers_of_ranks(
-    context: AppContext, model: str | None, seconds: float
-) -> tuple[dict[str, str], list[Account]]:
-    """Query the ranks with `ask_all` and `fresh`, once for all concurrent callers; each gets
-    answers to a question that is put after its call.
+async def answers_of_ranks(context: AppContext, model: str | None, seconds: float) -> Answers:
+    """Put a question to the live workers of each model, and return the questions by model and the
+    accounts of `fresh`: once for all concurrent callers, each of whom gets answers to a question
+    that is put after its call.
     """
 
-    async def look() -> tuple[dict[str, str], list[Account]]:
-        asks = await ask_all(context, model)
+    async def look() -> Answers:
+        models = {account.info.model for account in await context.steering.accounts(model)}
+        asks = {name: await context.steering.ask(name) for name in sorted(models)}
         return asks, await fresh(context, model, asks, seconds)
 
-    answers: tuple[dict[str, str], list[Account]] = await context.looks.of_next(
-        ("ranks", model, seconds), look
-    )
+    answers: Answers = await context.looks.of_next(("ranks", model, seconds), look)
     return answers
-
-
-async def ask_all(context: AppContext, model: str | None = None) -> dict[str, str]:
-    """Put a question to the live workers of each model; return the questions by model."""
-    models = {account.info.model for account in await context.steering.accounts(model)}
-    return {name: await context.steering.ask(name) for name in sorted(models)}
 
 
 async def fresh(

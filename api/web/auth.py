@@ -28,6 +28,8 @@ from ...schemas.settings.settings import Settings, asks_for_keys
 from .middleware import MONITORING
 from .wrong_keys import WrongKeys
 
+Connection = ASGIConnection[Any, Any, Any, Any]
+
 #: Seconds for which a process caches a key: after that, a revoked key is rejected everywhere.
 KNOWN_S = 3.0
 #: Key ids that a process caches, including unknown ones; the least recently used are dropped.
@@ -93,26 +95,14 @@ class Gate:
         """
         if not headers:
             if self.asks:
-                raise MidstreamError(
-                    "unauthorized",
-                    "no API key given",
-                    field="Authorization",
-                    allowed=KEY_FORM,
-                    hint=HOW,
-                )
+                raise _unauthorized("no API key given")
             return EVERYBODY
         key = await self._key(headers[0]) if len(headers) == 1 else None
         if key is not None:
             return Caller(key.tenant, key.id, frozenset(key.scopes))
         if self.asks:
             self.wrong.count(address)
-            raise MidstreamError(
-                "unauthorized",
-                "the API key is not valid",
-                field="Authorization",
-                allowed=KEY_FORM,
-                hint=HOW,
-            )
+            raise _unauthorized("the API key is not valid")
         return EVERYBODY
 
     async def _key(self, header: str) -> StoredKey | None:
@@ -161,9 +151,11 @@ class Gate:
         return key
 
 
-async def well_called(
-    connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
-) -> None:
+def _unauthorized(detail: str) -> MidstreamError:
+    return MidstreamError("unauthorized", detail, field="Authorization", allowed=KEY_FORM, hint=HOW)
+
+
+async def well_called(connection: Connection, handler: BaseRouteHandler) -> None:
     """Check `Host` and `Origin`, before `authorize`. Raises `misdirected`, `cross_site`."""
     hosts: Hosts = connection.app.state.context.hosts
     headers = connection.headers
@@ -174,9 +166,7 @@ async def well_called(
     )
 
 
-async def known_query(
-    connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
-) -> None:
+async def known_query(connection: Connection, handler: BaseRouteHandler) -> None:
     """Check the names of the query's parameters. Raises a 400 that names the nearest valid one.
 
     Those of monitoring are ignored: load balancers and scrapers add their own; so are those of a
@@ -204,9 +194,7 @@ async def known_query(
             )
 
 
-async def authorize(
-    connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler
-) -> None:
+async def authorize(connection: Connection, handler: BaseRouteHandler) -> None:
     """Check the caller's scope, on all routes.
 
     Raises `unauthorized`, `forbidden`, and what `OpenCalls.enter` raises.
@@ -233,7 +221,7 @@ async def authorize(
         )
 
 
-async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
+async def _caller(connection: Connection) -> Caller:
     gate: Gate = connection.app.state.context.gate
     headers = connection.headers.getall("authorization", [])
     if not headers and COOKIE in connection.cookies:
@@ -247,12 +235,12 @@ async def _caller(connection: ASGIConnection[Any, Any, Any, Any]) -> Caller:
     return await gate.caller(headers, address_of(connection))
 
 
-def address_of(connection: ASGIConnection[Any, Any, Any, Any]) -> str:
+def address_of(connection: Connection) -> str:
     """Return the caller's address, as a trusted proxy reports it; empty for a Unix socket."""
     return connection.client.host if connection.client else ""
 
 
-async def visit_of(connection: ASGIConnection[Any, Any, Any, Any]) -> SessionVisit | None:
+async def visit_of(connection: Connection) -> SessionVisit | None:
     """Return the visit of the call's cookie, if any.
 
     Raises `cross_site` for a call that this API's page did not send.
@@ -280,7 +268,7 @@ async def visit_of(connection: ASGIConnection[Any, Any, Any, Any]) -> SessionVis
     return visit
 
 
-def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False) -> bool:
+def own_page(connection: Connection, safe: bool = False) -> bool:
     """Return whether the browser reports that a page of this API sent the call; a `safe` call
     passes unless it reports another page.
 
@@ -300,13 +288,13 @@ def own_page(connection: ASGIConnection[Any, Any, Any, Any], safe: bool = False)
     } - {""}
 
 
-def caller_of(request: ASGIConnection[Any, Any, Any, Any]) -> Caller:
+def caller_of(request: Connection) -> Caller:
     """Return the caller that `authorize` has identified."""
     caller: Caller = request.scope["auth"]
     return caller
 
 
-async def may_observe(request: ASGIConnection[Any, Any, Any, Any]) -> bool:
+async def may_observe(request: Connection) -> bool:
     """Return whether the caller of an unauthenticated route has scope `observe`."""
     try:
         return (await _caller(request)).may("observe")

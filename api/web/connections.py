@@ -15,9 +15,9 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ...schemas.base.errors import STATUS_OF_KIND, MidstreamError
 from ...schemas.base.records import to_json
-from ...schemas.base.version import __version__
 from ...schemas.settings.settings import Settings
 from .middleware import MONITORING
+from .problems import closing_headers
 
 #: Largest size in bytes of a request line with its headers.
 HEAD_LIMIT = 64 * 1024
@@ -126,9 +126,7 @@ class HttpConnection(HttpToolsProtocol):
             self._head += len(data)
         super().data_received(data)
         if self._head > HEAD_LIMIT and self._body < 0:
-            self._refuse(
-                "head_too_large", f"the request line and headers are longer than {HEAD_LIMIT} bytes"
-            )
+            self._refuse_head()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -141,9 +139,7 @@ class HttpConnection(HttpToolsProtocol):
             len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
             > HEAD_LIMIT
         ):
-            self._refuse(
-                "head_too_large", f"the request line and headers are longer than {HEAD_LIMIT} bytes"
-            )
+            self._refuse_head()
             return
         self._common.waiting.pop(self, None)
         self._head = 0
@@ -213,6 +209,10 @@ class HttpConnection(HttpToolsProtocol):
             self._unread.cancel()
             self._unread = None
 
+    def _refuse_head(self) -> None:
+        detail = f"the request line and headers are longer than {HEAD_LIMIT} bytes"
+        self._refuse("head_too_large", detail)
+
     def _refuse(self, kind: str, detail: str) -> None:
         """Answer with an error, unless an answer has begun, and close."""
         self._refused = True
@@ -233,14 +233,7 @@ class HttpConnection(HttpToolsProtocol):
 
 def _problem(kind: str, detail: str) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
     body = to_json(MidstreamError(kind, detail).problem())
-    headers = [
-        (b"content-type", b"application/problem+json"),
-        (b"content-length", str(len(body)).encode()),
-        (b"x-midstream-version", __version__.encode()),
-        (b"retry-after", b"1"),
-        (b"connection", b"close"),
-    ]
-    return STATUS_OF_KIND[kind], headers, body
+    return STATUS_OF_KIND[kind], closing_headers(body), body
 
 
 async def _full(scope: Any, receive: Any, send: Any) -> None:

@@ -21,11 +21,12 @@ from ...broker.telemetry.traces import TraceSpan
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.records import now
-from ...schemas.base.version import __version__
 from . import problems, request_context
 from .request_context import TRACED, ApiCall
 
 log = logging.getLogger("midstream.api.access")
+
+RawHeaders = Iterable[tuple[bytes, bytes]]
 
 #: Headers in which a twin names the kind of a refusal, and says that a held response is released,
 #: to its process, which counts it.
@@ -149,7 +150,7 @@ class App(Litestar):
                     )
 
 
-def _to_count(call: ApiCall) -> Iterable[tuple[bytes, bytes]]:
+def _to_count(call: ApiCall) -> RawHeaders:
     """Return a twin's headers with what its process counts of the call."""
     if call.refused:
         yield REFUSED, call.refused.encode()
@@ -166,9 +167,7 @@ def _count(call: ApiCall, scope: Any) -> None:
         metrics.RELEASE.labels(scope["path_template"]).observe(seconds)
 
 
-def _with_no_store(
-    headers: Iterable[tuple[bytes, bytes]], scope: Any
-) -> Iterable[tuple[bytes, bytes]]:
+def _with_no_store(headers: RawHeaders, scope: Any) -> RawHeaders:
     """Return an answer's headers, with `no-store` for the page's calls: browsers would otherwise
     write the data to disk.
     """
@@ -186,16 +185,9 @@ async def _stopped(path: str, answer: Any) -> None:
     error = MidstreamError("unavailable", "the server is stopping")
     problem, more = problems.with_job(error.problem(path))
     body = problems.body_of(problem, path)
-    headers = {
-        **more,
-        "Content-Type": problems.MEDIA_TYPE,
-        "Content-Length": str(len(body)),
-        "Retry-After": "1",
-        "Connection": "close",
-        "x-midstream-version": __version__,
-    }
-    raw = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
-    await answer({"type": "http.response.start", "status": problem.status, "headers": raw})
+    own = [(name.lower().encode(), value.encode()) for name, value in more.items()]
+    headers = [*own, *problems.closing_headers(body)]
+    await answer({"type": "http.response.start", "status": problem.status, "headers": headers})
     await answer({"type": "http.response.body", "body": body})
 
 

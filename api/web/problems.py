@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 import msgspec
-from litestar import Request, Response
+from litestar import Response
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
 
@@ -23,10 +23,11 @@ from ...schemas.base.errors import (
 from ...schemas.base.json_bounds import TooManyValues
 from ...schemas.base.limits import MAX_DETAIL
 from ...schemas.base.records import to_json
+from ...schemas.base.version import __version__
 from ...schemas.jobs.openai import OpenAIError, OpenAIProblem
 from ...schemas.service.choices import refusal
 from ...storage.disk import disk_trouble
-from .request_context import CURRENT
+from .request_context import CURRENT, AnyRequest
 
 log = logging.getLogger("midstream.api")
 
@@ -131,7 +132,7 @@ def openai_error(problem: Problem) -> OpenAIError:
 
 
 def answer(
-    request: Request[Any, Any, Any],
+    request: AnyRequest,
     problem: Problem,
     headers: dict[str, str] | None = None,
     openai: bool = False,
@@ -164,6 +165,17 @@ def body_of(problem: Problem, path: str, openai: bool = False) -> bytes:
     return to_json(problem)
 
 
+def closing_headers(body: bytes) -> list[tuple[bytes, bytes]]:
+    """Return the headers of a problem in this body after which the connection is closed."""
+    return [
+        (b"content-type", MEDIA_TYPE.encode()),
+        (b"content-length", str(len(body)).encode()),
+        (b"x-midstream-version", __version__.encode()),
+        (b"retry-after", b"1"),
+        (b"connection", b"close"),
+    ]
+
+
 def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
     """Add the job that the call has begun, if any, to `unavailable`, so that it can be looked
     up.
@@ -185,7 +197,7 @@ def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
     }
 
 
-def on_midstream_error(request: Request[Any, Any, Any], error: MidstreamError) -> Response[bytes]:
+def on_midstream_error(request: AnyRequest, error: MidstreamError) -> Response[bytes]:
     headers = (
         {}
         if error.retry_after is None
@@ -198,7 +210,7 @@ def on_midstream_error(request: Request[Any, Any, Any], error: MidstreamError) -
     return answer(request, problem, headers)
 
 
-def on_http_error(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+def on_http_error(request: AnyRequest, error: HTTPException) -> Response[bytes]:
     """Answer Litestar's own errors: no such route, wrong method, parameters that do not convert."""
     if error.status_code >= HTTP_500_INTERNAL_SERVER_ERROR:
         return on_any_error(request, error)
@@ -254,7 +266,7 @@ def nearest(path: str, served: Iterable[str]) -> str:
     return suggestion(path, near) or "the paths are listed at /schema"
 
 
-def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> MidstreamError:
+def _parameter(request: AnyRequest, error: ValidationException) -> MidstreamError:
     """Describe the first parameter that did not convert; a missing body counts as one."""
     first = error.extra[0] if isinstance(error.extra, list) and error.extra else {}
     name = first.get("key", "")
@@ -276,11 +288,11 @@ def _parameter(request: Request[Any, Any, Any], error: ValidationException) -> M
     return refusal(msgspec.ValidationError(message), kind, public or name)
 
 
-def on_client_gone(request: Request[Any, Any, Any], error: ClientGone) -> Response[bytes]:
+def on_client_gone(request: AnyRequest, error: ClientGone) -> Response[bytes]:
     return Response(b"", status_code=CLIENT_GONE, media_type=MEDIA_TYPE)
 
 
-def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+def on_any_error(request: AnyRequest, error: Exception) -> Response[bytes]:
     """Log an internal error with its traceback under a number; answer with only the number."""
     number = secrets.token_hex(4)
     log.error("failure %s at %s %s", number, request.method, request.url.path, exc_info=error)
@@ -290,7 +302,7 @@ def on_any_error(request: Request[Any, Any, Any], error: Exception) -> Response[
     return answer(request, problem.problem(instance=request.url.path))
 
 
-def on_os_error(request: Request[Any, Any, Any], error: OSError) -> Response[bytes]:
+def on_os_error(request: AnyRequest, error: OSError) -> Response[bytes]:
     """Answer 503 for a full or read-only disk, which is temporary: the client may retry."""
     if trouble := disk_trouble(error):
         return on_midstream_error(

@@ -6,9 +6,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
+from litestar import Request
+
 from ...broker.telemetry.traces import TraceSpan
 from ...schemas.base.records import from_json, to_json
 from ...schemas.jobs.job_requests import MAX_KEPT_BODY
+
+AnyRequest = Request[Any, Any, Any]
 
 #: Methods that change something and are always traced. Other calls are traced only if their caller
 #: traces them.

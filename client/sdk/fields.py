@@ -13,7 +13,7 @@ import numpy as np
 
 from ...schemas.access.handling import Priority
 from ...schemas.artifacts.conditions import Aggregation
-from ...schemas.artifacts.probes import HeldOut, ProbeSide, ProbeUse
+from ...schemas.artifacts.probes import HeldOut, ProbeUse
 from ...schemas.base.states import CallbackEvent
 from ...schemas.jobs.jobs import Sampling, StructuredRequest
 from ...schemas.jobs.openai import ResponseFormat, StreamOptions
@@ -200,7 +200,7 @@ class ProbeFields(TypedDict, total=False):
     bias: Array | None
     layer: int
     hook: HookInput | None
-    at: ProbeSide | None
+    at: At | None
     labels: Sequence[str] | None
     thresholds: float | Sequence[float | None] | None
     aggregation: Aggregation | None

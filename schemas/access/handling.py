@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..base.errors import invalid
-from ..base.limits import MAX_EVENTS, MAX_URL
-from ..base.records import Record
+from ..base.limits import MAX_EVENTS, UrlText
+from ..base.records import Record, fields_of
 from ..base.states import ENDS, CallbackEvent
 
 #: `normal` stands for the default of the kind of job: the OpenAI-style endpoints, where a client
@@ -24,7 +24,7 @@ class Handling(Record, kw_only=True):
     expires_in: Annotated[float, msgspec.Meta(gt=0, le=MAX_EXPIRES_S)] | None = None
     #: URL that receives signed webhooks (Standard Webhooks 1.0): http or https, and no private
     #: address unless the operator allows them.
-    callback_url: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_URL)] | None = None
+    callback_url: UrlText | None = None
     callback_events: (
         Annotated[list[CallbackEvent], msgspec.Meta(min_length=1, max_length=MAX_EVENTS)] | None
     ) = None  # null: all events of a job's end
@@ -43,8 +43,7 @@ class Callback(Record):
 
 def handling_of(body: Handling) -> Handling:
     """Return the handling fields of a body."""
-    fields = {name: getattr(body, name) for name in Handling.__struct_fields__}
-    return Handling(**fields | {"priority": body.priority or "normal"})
+    return Handling(**fields_of(body, Handling) | {"priority": body.priority or "normal"})
 
 
 def callback_of(handling: Handling) -> Callback | None:

@@ -1,12 +1,12 @@
 """API keys and their scopes, callers, tenants and limits."""
 
 from collections.abc import Iterable
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import msgspec
 
 from ..base.edit_sizes import EditLimit
-from ..base.limits import MAX_INT64, MAX_PATH, MAX_SCOPES, MAX_SOURCES, MAX_TAG
+from ..base.limits import MAX_INT64, MAX_SCOPES, MAX_SOURCES, MAX_TAG, FolderPath
 from ..base.records import Record
 from .handling import Priority
 
@@ -15,7 +15,7 @@ from .handling import Priority
 #: register adapters. `observe`: read service-wide status, metrics and workers. `admin`: everything,
 #: for every tenant, and manage keys.
 Scope = Literal["submit", "read", "steer-global", "observe", "admin"]
-SCOPES: tuple[Scope, ...] = ("submit", "read", "steer-global", "observe", "admin")
+SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 #: Owner of everything if authentication is off.
 DEFAULT_TENANT = "default"
@@ -34,10 +34,7 @@ KEY_PREFIX = "ms_"
 MAX_KEY_EXPIRES_S = 100 * 365 * 24 * 3600
 
 NaturalInt64 = Annotated[int, msgspec.Meta(ge=0, le=MAX_INT64)]
-Sources = Annotated[
-    list[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]],
-    msgspec.Meta(max_length=MAX_SOURCES),
-]
+Sources = Annotated[list[FolderPath], msgspec.Meta(max_length=MAX_SOURCES)]
 
 
 class Limits(Record, omit_defaults=True):

@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 
 #: `shadow`: decisions are recorded, and nothing else happens. `active`: the actions are taken.
 Mode = Literal["shadow", "active"]
+ProbeLabel = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
 #: In the range of float32, like the scores.
 Threshold = Annotated[float, msgspec.Meta(ge=-3e38, le=3e38)]
 #: `StoredProbe.name` of a policy's scores: this, then the policy's name.
@@ -62,7 +63,7 @@ class Condition(Record):
     at_least: Threshold
     release_below: Threshold | None = None  # null: `at_least`
     # of the probe; null: its only label
-    label: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)] | None = None
+    label: ProbeLabel | None = None
     aggregation: Aggregation = "last"
     window: Annotated[int, msgspec.Meta(ge=1, le=MAX_POLICY_WINDOW)] | None = None
     decay: Decay | None = None

@@ -2,11 +2,9 @@
 by the layer's output, and how it was fitted.
 """
 
-from typing import Annotated, Literal
+from typing import Literal
 
-import msgspec
-
-from ..base.limits import MAX_COUNT, MAX_TUNED, Count, Index
+from ..base.limits import MAX_TUNED, Count, Index
 from ..base.records import Record
 from ..prompts.selectors import LayerSelector
 from .registered import ArtifactKind, FolderRequest
@@ -27,7 +25,7 @@ class JacobianFit(Record):
 
     layers: LayerSelector = "all"  # all: those below the last
     # output dimensions that each prompt is differentiated by, in turns; null: all, which is exact
-    rank: Annotated[int, msgspec.Meta(ge=1, le=MAX_COUNT)] | None = None
+    rank: Count | None = None
     seed: Index = 0  # of the dimensions' order, and of the held-out vectors
     skip_first: Index = SKIP_FIRST
     max_tokens: Count = MAX_TOKENS  # later tokens of a prompt are left out

@@ -12,29 +12,24 @@ from typing import Annotated, Literal
 import msgspec
 
 from ..base.limits import (
-    MAX_LABEL,
-    MAX_LAYER,
     MAX_PROBE_BINS,
     MAX_PROBE_LABELS,
     MAX_PROBES,
     MAX_REQUEST_PROBES,
+    Factor,
     Reference,
+    Share,
 )
 from ..base.records import Plotted, Record, Wire
 from ..base.tensors import NumbersOrTensor, pack_numbers
-from ..prompts.selectors import Hook, HookName
-from .conditions import Aggregation, Decay, Decision, StoredPolicy, Threshold
+from ..prompts.selectors import Hook, HookName, LayerNumber
+from ..prompts.sites import At
+from .conditions import Aggregation, Decay, Decision, ProbeLabel, StoredPolicy, Threshold
 from .registered import ArtifactKind, Registered, Registration
 
 #: What happens when the aggregate of a label reaches its threshold. `steer`: a module edits the
 #: generated tokens for as long as the aggregate is at or above it.
 ProbeAction = Literal["none", "flag", "stop", "steer"]
-ProbeLabel = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LABEL)]
-#: Before or after the interventions of the same site.
-ProbeSide = Literal["before", "after"]
-
-
-Proportion = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Counts = Annotated[
     list[Annotated[int, msgspec.Meta(ge=0, le=1 << 53)]],
     msgspec.Meta(min_length=1, max_length=MAX_PROBE_BINS),
@@ -44,9 +39,9 @@ Counts = Annotated[
 class Roc(Record):
     """A ROC curve: at each threshold, the shares of negative and positive rows at or above it."""
 
-    fpr: Annotated[list[Proportion], msgspec.Meta(min_length=2, max_length=MAX_PROBE_BINS)]
-    tpr: Annotated[list[Proportion], msgspec.Meta(min_length=2, max_length=MAX_PROBE_BINS)]
-    auc: Proportion  # of all scores
+    fpr: Annotated[list[Share], msgspec.Meta(min_length=2, max_length=MAX_PROBE_BINS)]
+    tpr: Annotated[list[Share], msgspec.Meta(min_length=2, max_length=MAX_PROBE_BINS)]
+    auc: Share  # of all scores
 
     def __post_init__(self) -> None:
         if len(self.fpr) != len(self.tpr):
@@ -86,10 +81,10 @@ class ProbeRequest(Registration, kw_only=True):
     """
 
     weight: NumbersOrTensor
-    layer: Annotated[int, msgspec.Meta(ge=-MAX_LAYER, le=MAX_LAYER)]  # negative: from the end
+    layer: LayerNumber  # negative: from the end
     bias: NumbersOrTensor | None = None
     hook: HookName = "post_block"
-    at: ProbeSide = "before"
+    at: At = "before"
     # null: `0`, `1`, …
     labels: Annotated[list[ProbeLabel], msgspec.Meta(max_length=MAX_PROBE_LABELS)] | None = None
     #: A single number applies to every label.
@@ -115,7 +110,7 @@ class ProbeContent(Record):
     tensors: list[str]  # content hashes: weight `[k, hidden_size]` and bias `[k]`, float32
     labels: list[str]
     thresholds: list[float | None]
-    at: ProbeSide = "before"
+    at: At = "before"
     aggregation: Aggregation = "last"
     decay: float = 0.0
 
@@ -181,7 +176,7 @@ class ProbeUse(Record):
     # a named steering module; required for `steer`, and valid only for it
     module: Reference | None = None
     # scale of the module's whole effect; null: 1
-    scale: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = None
+    scale: Factor | None = None
 
     def __post_init__(self) -> None:
         if self.scale is not None and not math.isfinite(self.scale):

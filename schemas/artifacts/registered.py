@@ -10,7 +10,7 @@ from typing import Annotated, Any, Generic, Self, TypeVar
 import msgspec
 
 from ..access.keys import Caller, Scope, scoped
-from ..base.limits import MAX_DESCRIPTION, MAX_PATH, Name
+from ..base.limits import MAX_DESCRIPTION, FolderPath, Name
 from ..base.records import Record, now
 from ..packages import part
 
@@ -33,7 +33,7 @@ class FolderRequest(Registration, kw_only=True):
     """Fields of every registration of a folder on the server. A kind adds its own as `kw_only`."""
 
     # the folder's path, relative to the setting of its kind
-    path: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+    path: FolderPath
 
     def registered(self, record: type[T], name: str, model: str, **own: Any) -> T:
         return super().registered(record, name, model, path=self.path, **own)

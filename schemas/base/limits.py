@@ -257,6 +257,11 @@ Reference = Annotated[str, msgspec.Meta(max_length=MAX_MODULE_NAME)]
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
 TokenIds = Annotated[list[Index], msgspec.Meta(max_length=MAX_PROMPT_TOKENS)]
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL)]
+UrlText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_URL)]
+FolderPath = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_PATH)]
+Share = Annotated[float, msgspec.Meta(ge=0, le=1)]
+#: A factor of an edit, or a number in units of a feature's activation.
+Factor = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 Metadata = Annotated[
     dict[
         Annotated[str, msgspec.Meta(max_length=MAX_METADATA_KEY)],

@@ -36,6 +36,9 @@ class Tensor(Record):
         return f"Tensor({self.dtype}, {self.shape})"
 
 
+#: Content hash → packed tensor.
+PackedTensors = dict[str, bytes]
+
 if TYPE_CHECKING:
     NumbersOrTensor = Tensor
 else:

@@ -13,7 +13,7 @@ from ..model.attention import AttentionKind
 from ..model.banks import RowShape
 from ..model.routing import RoutingKind
 from ..prompts.images import ImageSpan
-from ..prompts.selectors import Hook, HookName
+from ..prompts.selectors import Hook, HookName, StoredSites
 from ..requests.specs import CaptureStatus
 
 #: `format` of the manifest in a blob's safetensors metadata.
@@ -72,8 +72,8 @@ class Manifest(msgspec.Struct):
     rank: int
     pp: int  # pipeline stage that wrote it
     stages: int  # number of pipeline stages: the capture consists of the parts of all
-    sites: dict[str, list[int]]  # hook → layers in this blob
-    stage_sites: dict[str, list[int]]  # hook → layers of this stage, over all its blobs
+    sites: StoredSites  # hook → layers in this blob
+    stage_sites: StoredSites  # hook → layers of this stage, over all its blobs
     at: str  # before | after the site's interventions
     dtype: str
     hidden_size: int
@@ -84,7 +84,7 @@ class Manifest(msgspec.Struct):
     dropped: list[int] = []
     tag: str = ""
     # hook → layers over all stages: a capture is complete when its blobs hold all of these
-    all_sites: dict[str, list[int]] = {}
+    all_sites: StoredSites = {}
     requests: int = 0  # how many of the job's prompts have a capture under this tag; 0: unknown
     num_layers: int = 0  # of the whole model, for negative layers; 0: written by an older version
     # ways in which rows of this model, as it was served, may differ from transformers'
@@ -129,7 +129,7 @@ class CaptureBlob(Record, kw_only=True):
     rank: int
     pp: int
     rows: int
-    sites: dict[str, list[int]]  # hook → layers
+    sites: StoredSites  # hook → layers
     layout: str = "packed"
     # rows served from the store of earlier rows (a prefix cache hit skipped their computation)
     reused: int = 0

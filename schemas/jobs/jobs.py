@@ -31,6 +31,7 @@ from ..base.limits import (
     Metadata,
     Name,
     PathName,
+    Share,
     Text,
     TokenIds,
 )
@@ -60,7 +61,13 @@ Prompt = Text | TokenIds
 Seed = Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]  # torch takes 64 bits
 StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)]
 StopTexts = Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)]
+RegexText = Annotated[str, msgspec.Meta(max_length=MAX_REGEX)]
 SchemaText = Annotated[str, msgspec.Meta(max_length=MAX_SCHEMA)]
+#: How many alternatives come with the log-probability of a token.
+Top = Annotated[int, msgspec.Meta(ge=0, le=20)]
+TopP = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
+RepetitionPenalty = Annotated[float, msgspec.Meta(gt=0, le=100)]
 #: How many tokens may be sampled; 0 and vLLM's -1: all.
 TopK = Annotated[int, msgspec.Meta(ge=-1, le=MAX_COUNT)]
 StopTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_STOP_TOKENS)]
@@ -77,10 +84,10 @@ class StructuredRequest(Record, omit_defaults=True):
 
     json: SchemaText | dict[str, Any] | None = None  # a JSON schema, as text or as an object
     json_object: Literal[True] | None = None
-    regex: Annotated[str, msgspec.Meta(max_length=MAX_REGEX)] | None = None
+    regex: RegexText | None = None
     choice: (
         Annotated[
-            list[Annotated[str, msgspec.Meta(max_length=MAX_REGEX)]],
+            list[RegexText],
             msgspec.Meta(min_length=1, max_length=MAX_FORMAT_CHOICES),
         ]
         | None
@@ -89,7 +96,7 @@ class StructuredRequest(Record, omit_defaults=True):
     structural_tag: SchemaText | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
-    whitespace_pattern: Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)] | None = None
+    whitespace_pattern: StopText | None = None
 
 
 class Sampling(Record, omit_defaults=True):  # older workers can read it if new fields are unset
@@ -97,20 +104,20 @@ class Sampling(Record, omit_defaults=True):  # older workers can read it if new 
 
     max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    top_p: TopP = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: all
     seed: int | None = None
     stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
-    logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the generated tokens
-    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None  # of the prompt's
+    logprobs: Top | None = None  # of the generated tokens
+    prompt_logprobs: Top | None = None  # of the prompt's
     min_tokens: int = 0  # before any stop
     # share of the most likely token's probability
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
-    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
-    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] = 0.0
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] = 1.0
+    min_p: Share = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
     logit_bias: dict[int, float] | None = None  # token id → added to its logit, -100 to 100
     allowed_token_ids: list[int] | None = None  # no others are sampled
     bad_words: list[str] = []  # are not generated

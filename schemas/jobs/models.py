@@ -4,6 +4,7 @@ import hashlib
 
 from ..artifacts.loras import LoraSupport
 from ..base.records import Published, Record, to_msgpack
+from ..extensions import Extension
 from ..model.attention import AttentionKind
 from ..model.banks import RowShape
 from ..requests.specs import CaptureSpec
@@ -77,6 +78,18 @@ class ModelInfo(ModelFacts, kw_only=True):
     def row_size(self, hook: str) -> int:
         """Return the number of elements of a row at `hook`."""
         return self.inside[hook].size if hook in self.inside else self.hidden_size
+
+    def installed(self, kind: str, name: str | None) -> Extension:
+        """Return the extension of a kind and a name. Raises ValueError with the valid names."""
+        present = {each.name: each for each in self.extensions if each.kind == kind}
+        if name is None or name not in present:
+            valid = (
+                f"valid: {', '.join(sorted(present))}"
+                if present
+                else f"no {kind}s are installed for {self.name} (setting extensions)"
+            )
+            raise ValueError(f"unknown {kind} {name!r}; {valid}")
+        return present[name]
 
     def step_holds(self, rows: int) -> bool:
         """Return whether one engine step may capture that many rows, assuming that the pipeline

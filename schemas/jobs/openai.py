@@ -21,10 +21,11 @@ from ..base.limits import (
     Index,
     Label,
     Metadata,
+    Share,
     Text,
 )
 from ..base.records import Record
-from ..prompts.chat import Conversation, NamedTool, ToolCall, ToolList
+from ..prompts.chat import Conversation, NamedTool, Role, ToolCall, ToolList
 from ..readings.readings import ReadingResults
 from .jobs import (
     AllowedTokens,
@@ -33,13 +34,17 @@ from .jobs import (
     Determinism,
     LogitBias,
     ModelRequest,
+    Penalty,
     Prompt,
+    RepetitionPenalty,
     Seed,
     StopText,
     StopTexts,
     StopTokens,
     StructuredRequest,
+    Top,
     TopK,
+    TopP,
 )
 from .models import GradientInfo, ModelFacts
 
@@ -109,8 +114,6 @@ class JsonSchemaFormat(Record, tag_field="type", tag="json_schema"):
 
 
 ResponseFormat = TextFormat | JsonObjectFormat | JsonSchemaFormat
-#: How many alternatives come with the log-probability of a token.
-Top = Annotated[int, msgspec.Meta(ge=0, le=20)]
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -127,7 +130,7 @@ class OpenAIRequest(ModelRequest, kw_only=True):
     """
 
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = 1.0
+    top_p: TopP | None = 1.0
     seed: Seed | None = None
     stop: StopText | StopTexts | None = None
     stream: bool | None = False
@@ -146,10 +149,10 @@ class OpenAIRequest(ModelRequest, kw_only=True):
 
     # As stock vLLM's server takes them
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_CHOICES)] | None = 1  # choices per prompt
-    presence_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = 0.0
-    frequency_penalty: Annotated[float, msgspec.Meta(ge=-2, le=2)] | None = 0.0
-    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=100)] | None = 1.0
-    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = 0.0
+    presence_penalty: Penalty | None = 0.0
+    frequency_penalty: Penalty | None = 0.0
+    repetition_penalty: RepetitionPenalty | None = 1.0
+    min_p: Share | None = 0.0
     min_tokens: Index = 0
     logit_bias: LogitBias | None = None
     allowed_token_ids: AllowedTokens | None = None
@@ -316,11 +319,8 @@ class ChatLogprobs(Record):
     refusal: None = None
 
 
-ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
-
-
 class AnswerMessage(Record):
-    role: ChatRole
+    role: Role
     content: str | None
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
@@ -354,7 +354,7 @@ class CallPart(Record):
 
 
 class Delta(Record):
-    role: ChatRole | UnsetType = UNSET
+    role: Role | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[CallPart] | UnsetType = UNSET
 

@@ -5,6 +5,7 @@ import msgspec
 from ..artifacts.probes import ProbeScore
 from ..base.edit_sizes import EditSizes
 from ..base.records import Wire
+from ..prompts.selectors import StoredSites
 
 #: Version of the frames between ranks and relay: `[PROTOCOL, kind, epoch, seq u64be, payload]`.
 PROTOCOL = 1
@@ -34,7 +35,7 @@ class CapturedFile(Wire):
     # layers of `post_block`, in receipts of the first version, which had no `sites`
     layers: list[int] = []
     positions: int = 0  # number of token positions
-    sites: dict[str, list[int]] = {}  # hook → ascending layers
+    sites: StoredSites = {}  # hook → ascending layers
     offset: int = 0
     layout: str = "packed"
     tag: str = ""

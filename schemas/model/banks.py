@@ -12,7 +12,7 @@ sites share a table and a file, and only the ranks know the loaded model.
 from collections.abc import Mapping
 
 from ..base.records import Record
-from ..prompts.selectors import FORWARD, HOOKS, INSIDE, Hook
+from ..prompts.selectors import FORWARD, HOOKS, INSIDE, Hook, Sites
 from ..settings.settings import SettingsError
 
 RESIDUAL = "residual"
@@ -57,7 +57,7 @@ def row_widths(
     }
 
 
-def banks_of(sites: Mapping[Hook, list[int]]) -> dict[str, dict[Hook, list[int]]]:
+def banks_of(sites: Mapping[Hook, list[int]]) -> dict[str, Sites]:
     """Return bank → its part of `sites`, in the order of `BANKS`."""
     parts = {
         bank: {hook: sites[hook] for hook in FORWARD if hook in hooks and hook in sites}

@@ -137,6 +137,10 @@ LENS_NAMES: dict[Hook, str] = {hook: name for name, hook in ALIASES.items()}
 _FULL_NAME = re.compile(r"blocks\.(?P<layer>[0-9]{1,6})\.(?P<name>[a-z_.]+)")
 #: A hook point's name in requests.
 HookName = Hook | Alias
+#: Hook point → ascending layers.
+Sites = dict[Hook, list[int]]
+#: The same in receipts and files, which may be of another version.
+StoredSites = dict[str, list[int]]
 
 
 def resolve_hook(name: HookName) -> Hook:
@@ -212,6 +216,11 @@ class PositionWindow(Record, omit_defaults=True):
     start: int
     stop: int | None = None
     step: int = 1
+
+    def first_from(self, position: int) -> int:
+        """Return the first of its positions that is not before `position`."""
+        skipped = -(-max(position - self.start, 0) // self.step)
+        return self.start + skipped * self.step
 
 
 #: The resolved form, stored and sent to ranks: a name, ascending absolute positions, or a window.
@@ -377,16 +386,14 @@ def _layer(layer: int, num_layers: int, thing: str) -> int:
     return layer % num_layers
 
 
-def served_hook(
-    name: HookName, hooks: Sequence[str] = HOOKS, absent: Mapping[str, str] | None = None
-) -> Hook:
+def served_hook(name: HookName, hooks: Sequence[str], absent: Mapping[str, str]) -> Hook:
     """Return the hook of this name. `hooks`, `absent`: see `resolve_sites`.
 
     Raises SelectorError for one that is not served.
     """
     hook = resolve_hook(name)
     if hook not in hooks:
-        why = (absent or {}).get(hook, NOT_SET if hook in INSIDE else "")
+        why = absent.get(hook, NOT_SET if hook in INSIDE else "")
         wrong = f"hook {name!r} is not served: {why};" if why else f"unknown hook {name!r}:"
         raise SelectorError(f"{wrong} the model has {', '.join(hooks)}")
     return hook
@@ -396,8 +403,8 @@ def resolve_sites(
     layer_selectors: Mapping[HookName, LayerSelector],
     num_layers: int,
     hooks: Sequence[str] = HOOKS,
-    absent: Mapping[str, str] | None = None,
-) -> dict[Hook, list[int]]:
+    absent: Mapping[str, str] = {},
+) -> Sites:
     """Return hook → ascending layers, with hooks in the order of the forward pass.
 
     `hooks`: the served hooks. `absent`: hook that is not served → the reason.
@@ -405,7 +412,7 @@ def resolve_sites(
     Raises SelectorError, whose `at` is the hook as the user named it.
     """
     named: dict[Hook, HookName] = {}
-    sites: dict[Hook, list[int]] = {}
+    sites: Sites = {}
     for name, layers in layer_selectors.items():
         hook = resolve_hook(name)
         if hook in named:
@@ -476,20 +483,19 @@ def resolve_positions(
     spans: set[Span] = set()  # in the text
     for index, item in enumerate(requested_positions):
         if isinstance(item, Span):
-            _check(item, images, f"[{index}]")
+            at = f"[{index}]"
+            _check(item, images, at)
             if item.image is not None:
-                positions.update(_of_images(item, images, f"[{index}].image"))
+                positions.update(_of_images(item, images, f"{at}.image"))
             elif item.is_range:
-                part = _inside(
-                    _window(item, prompt_tokens, f"[{index}]"), prompt_tokens, f"[{index}]"
-                )
+                part = _inside(_window(item, prompt_tokens, at), prompt_tokens, at)
                 if part.step == 1:
                     ranges.append(part)
                 else:
                     positions.update(part)
             elif item not in spans:
                 spans.add(item)
-                positions.update(_span(item, find, f"[{index}]"))
+                positions.update(_span(item, find, at))
             continue
         if not -prompt_tokens <= item < prompt_tokens:
             raise _outside(item, prompt_tokens, f"[{index}]")
@@ -650,10 +656,8 @@ def select(
     """Return the absolute positions in `[start, stop)` that a resolved selector has, ascending."""
     if isinstance(selector, PositionWindow):
         end = stop if selector.stop is None else min(stop, selector.stop)
-        if selector.step == 1:
-            return range(max(start, selector.start), end)
-        skipped = -(-max(start - selector.start, 0) // selector.step)  # steps before `start`
-        return list(range(selector.start + skipped * selector.step, end, selector.step))
+        chosen = range(selector.first_from(start), end, selector.step)
+        return chosen if selector.step == 1 else list(chosen)
     if selector == "all":
         return range(start, stop)
     if selector == "all_prompt":
@@ -665,6 +669,15 @@ def select(
             range(prompt_tokens - 1, prompt_tokens) if start < prompt_tokens <= stop else range(0)
         )
     return selector[bisect_left(selector, start) : bisect_left(selector, stop)]
+
+
+def ranges_of(text: str) -> list[range]:
+    """Invert `as_ranges`, with or without spaces. Raises ValueError for another text."""
+    result = []
+    for part in text.split(","):
+        first, _, last = part.strip().partition("-")
+        result.append(range(int(first), int(last or first) + 1))
+    return result
 
 
 def as_ranges(numbers: Iterable[int], most: int | None = None) -> str:

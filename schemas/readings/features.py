@@ -11,10 +11,10 @@ import numpy as np
 from ..artifacts.registered import NamedArtifact
 from ..artifacts.saes import SAES, StoredSae
 from ..base.limits import MAX_FEATURE_SPECS, MAX_FEATURE_TOP, Reference
-from ..base.records import Record, Wire
+from ..base.records import Record, Wire, fields_of
 from ..prompts.selectors import Hook, RequestedPositions
 from ..prompts.sites import At
-from .stored import ReadingKind, StoredReading, copied
+from .stored import ReadingKind, StoredReading
 
 
 class FeatureSpec(Record):
@@ -78,14 +78,13 @@ class FeaturesPart(Wire, tag="features"):
         )
         activations = np.frombuffer(part.activations, "<f4").reshape(indices.shape)
         rows = [(own >= 0, own, values) for own, values in zip(indices, activations, strict=True)]
-        return FeaturesReading(
-            **copied(part, "sae", "digest", "hook", "layer", "positions", "token_ids"),
-            request=request,
-            features=[own[present].tolist() for present, own, _ in rows],
-            activations=[values[present].tolist() for present, _, values in rows],
-            active=np.frombuffer(part.active, "<i4").tolist(),
-            errors=np.frombuffer(part.errors, "<f4").tolist(),
-        )
+        arrays = {
+            "features": [own[present].tolist() for present, own, _ in rows],
+            "activations": [values[present].tolist() for present, _, values in rows],
+            "active": np.frombuffer(part.active, "<i4").tolist(),
+            "errors": np.frombuffer(part.errors, "<f4").tolist(),
+        }
+        return FeaturesReading(request=request, **fields_of(part, FeaturesReading) | arrays)
 
 
 class FeaturesReading(Record):

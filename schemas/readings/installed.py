@@ -11,10 +11,10 @@ import numpy as np
 
 from ..artifacts.registered import NamedArtifact
 from ..base.limits import MAX_INT64, MAX_OPTION_TEXT, MAX_OPTIONS, MAX_READERS, Name
-from ..base.records import Record, Wire
-from ..prompts.selectors import RequestedPositions
+from ..base.records import Record, Wire, fields_of
+from ..prompts.selectors import RequestedPositions, StoredSites
 from ..prompts.sites import At, SitesSpec
-from .stored import ReadingKind, StoredReading, copied
+from .stored import ReadingKind, StoredReading
 
 #: Types of the options of installed readers.
 OptionValue = (
@@ -23,8 +23,8 @@ OptionValue = (
     | Annotated[float, msgspec.Meta(ge=-MAX_INT64, le=MAX_INT64)]
     | Annotated[str, msgspec.Meta(max_length=MAX_OPTION_TEXT)]
 )
-
-
+#: Option → its value.
+OptionValues = dict[str, OptionValue]
 ReaderOptions = Annotated[dict[Name, OptionValue], msgspec.Meta(max_length=MAX_OPTIONS)]
 
 
@@ -57,7 +57,7 @@ class StoredReader(StoredReading, tag="reader", omit_defaults=True):
     digest: str  # of its package's files, as the ranks reported it when the job was accepted
     row_bytes: int  # of the answer, for each captured row, at most
     fixed_bytes: int = 0
-    options: dict[str, OptionValue] = {}  # all that it declares
+    options: OptionValues = {}  # all that it declares
     # option → fields of the registered artifact that it names, as they were when the job was
     # accepted
     contents: dict[str, dict[str, Any]] = {}
@@ -69,16 +69,8 @@ class StoredReader(StoredReading, tag="reader", omit_defaults=True):
         return self.fixed_bytes + super().size(positions, sites)
 
 
-#: dtypes of arrays that installed readers return, as numpy names them, and bytes of an element.
+#: dtypes of arrays that installed readers return, as numpy names them.
 ArrayDType = Literal["float32", "float64", "int32", "int64", "uint8", "bool"]
-ARRAY_BYTES: dict[str, int] = {
-    "float32": 4,
-    "float64": 8,
-    "int32": 4,
-    "int64": 8,
-    "uint8": 1,
-    "bool": 1,
-}
 
 
 class ReadArray(Record):
@@ -89,7 +81,7 @@ class ReadArray(Record):
     data: bytes
 
     def __post_init__(self) -> None:
-        if len(self.data) != math.prod(self.shape) * ARRAY_BYTES[self.dtype]:
+        if len(self.data) != math.prod(self.shape) * np.dtype(self.dtype).itemsize:
             raise ValueError(
                 f"data holds {len(self.data)} bytes, which is not {self.dtype} of shape "
                 f"{self.shape}"
@@ -110,8 +102,8 @@ class ReaderPart(Wire, tag="reader"):
     package: str
     version: str
     digest: str
-    options: dict[str, OptionValue]
-    sites: dict[str, list[int]]  # hook → layers that the stage holds
+    options: OptionValues
+    sites: StoredSites  # hook → layers that the stage holds
     of: int  # sites of the whole reading, over all stages
     positions: list[int]  # absolute token positions
     token_ids: list[int]  # the token at each position
@@ -122,22 +114,18 @@ class ReaderPart(Wire, tag="reader"):
         """Return the stages' parts in the order of their layers; None while a part is missing."""
         if sum(len(layers) for part in parts for layers in part.sites.values()) < parts[0].of:
             return None
-        first = parts[0]
         ordered = sorted(parts, key=lambda part: min(layers[0] for layers in part.sites.values()))
         return ReaderReading(
-            **copied(first, "name", "package", "version", "digest", "options"),
             request=request,
-            parts=[
-                ReaderResult(**copied(part, "sites", "positions", "token_ids", "arrays"))
-                for part in ordered
-            ],
+            parts=[ReaderResult(**fields_of(part, ReaderResult)) for part in ordered],
+            **fields_of(parts[0], ReaderReading),
         )
 
 
 class ReaderResult(Record):
     """Answer of a reader on the sites of one pipeline stage."""
 
-    sites: dict[str, list[int]]  # hook → layers
+    sites: StoredSites  # hook → layers
     positions: list[int]  # absolute token positions
     token_ids: list[int]  # the token at each position
     arrays: dict[str, ReadArray]
@@ -154,7 +142,7 @@ class ReaderReading(Record):
     package: str
     version: str  # of the package
     digest: str  # SHA-256 of the package's files
-    options: dict[str, OptionValue]
+    options: OptionValues
     parts: list[ReaderResult]
 
 

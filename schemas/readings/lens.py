@@ -10,10 +10,10 @@ from ..artifacts.jacobian_lenses import JACOBIAN_LENSES
 from ..artifacts.registered import NamedArtifact, references
 from ..artifacts.tuned_lenses import TUNED_LENSES, StoredTuned
 from ..base.limits import MAX_LENS_TOKEN, MAX_LENS_TOKENS, MAX_LENS_TOP, Index, Reference
-from ..base.records import Record, Wire
+from ..base.records import Record, Wire, fields_of
 from ..prompts.selectors import Hook, HookName, LayerSelector, RequestedPositions
 from ..prompts.sites import At
-from .stored import ReadingKind, StoredReading, copied
+from .stored import ReadingKind, StoredReading
 
 #: A token by its id, or a text that is one token.
 NamedToken = Index | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LENS_TOKEN)]
@@ -96,18 +96,17 @@ class LensPart(Wire, tag="lens"):
         total = np.logaddexp.reduce(
             [_array(part.total, "<f4", shape).astype(np.float64) for part in parts]
         )
-        ids = np.concatenate([_array(part.top, "<i4", (*shape, -1)) for part in parts], axis=-1)
+        tops = [_array(part.top, "<i4", (*shape, -1)) for part in parts]
+        ids = np.concatenate(tops, axis=-1)
         logits = np.concatenate(
             [_array(part.logits, "<f4", (*shape, -1)) for part in parts], axis=-1
         )
-        most = max((len(part.top) for part in parts), default=0) // (
-            4 * max(1, shape[0] * shape[1])
-        )
+        most = max(top.shape[-1] for top in tops)
         order = np.argsort(-logits, axis=-1, kind="stable")[..., :most]
         named = (*shape, len(first.named))
         own = _array(first.named_logits, "<f4", named)
         return LensReading(
-            **copied(first, "hook", "layers", "positions", "token_ids"),
+            **fields_of(first, LensReading),
             request=request,
             top_tokens=np.take_along_axis(ids, order, axis=-1).tolist(),
             top_logprobs=(np.take_along_axis(logits, order, axis=-1) - total[..., None])

@@ -53,8 +53,3 @@ class ReadingKind:
     @property
     def name(self) -> str:
         return str(self.stored.__struct_config__.tag)
-
-
-def copied(part: Any, *names: str) -> dict[str, Any]:
-    """Return the fields that a reading copies from its part."""
-    return {name: getattr(part, name) for name in names}

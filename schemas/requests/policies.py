@@ -18,9 +18,10 @@ from ..base.limits import (
     MAX_POLICIES,
     MAX_POLICY_ACTIONS,
     MAX_REQUEST_POLICIES,
-    MAX_URL,
+    Factor,
     Index,
     Reference,
+    UrlText,
 )
 from ..base.records import Record
 from ..prompts.selectors import HookName, LayerSelector
@@ -35,7 +36,7 @@ class Steer(Record, tag_field="action", tag="steer"):
 
     module: Reference
     # null: 1; where the module is `HIDDEN`, as `limit` then: not shown
-    scale: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = 1.0
+    scale: Factor | None = 1.0
     limit: EditLimit | None = None  # of the relative size of its edits, beside the module's own
 
 
@@ -51,7 +52,7 @@ class CaptureWindow(Record, tag_field="action", tag="capture"):
 class Webhook(Record, tag_field="action", tag="webhook"):
     """The decision is sent to `url`."""
 
-    url: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_URL)]
+    url: UrlText
 
 
 #: What happens when a policy turns on. `flag` marks the result, and sends the webhook

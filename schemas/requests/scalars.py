@@ -7,12 +7,11 @@ import msgspec
 from ..artifacts.probes import PROBES, StoredProbe
 from ..artifacts.registered import NamedArtifact, references
 from ..artifacts.saes import SAES, StoredSae
-from ..base.limits import MAX_LENS_TOKEN, MAX_PROBE_LABELS, Index, Reference
+from ..base.limits import MAX_PROBE_LABELS, Index, Reference
 from ..base.records import Record
 from ..prompts.selectors import RequestedPositions
+from ..readings.lens import NamedToken
 
-#: A token: its id, or a text that is one token.
-ScalarToken = Index | Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_LENS_TOKEN)]
 ScalarKind = Literal["logit", "loss", "probe", "feature"]
 
 
@@ -27,8 +26,8 @@ class ScalarSpec(Record):
     """
 
     kind: ScalarKind
-    token: ScalarToken | None = None
-    foil: ScalarToken | None = None
+    token: NamedToken | None = None
+    foil: NamedToken | None = None
     positions: RequestedPositions | None = None
     probe: Reference | None = None
     # the place of a label of the probe; null: the first

@@ -2,6 +2,7 @@
 names of these rows.
 """
 
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import msgspec
@@ -9,7 +10,7 @@ import msgspec
 from ..artifacts.loras import LoraUse
 from ..base.errors import Translated
 from ..base.records import Record
-from ..prompts.selectors import Hook, KeyedByHook, as_ranges
+from ..prompts.selectors import Hook, KeyedByHook, Sites, as_ranges, ranges_of
 from .specs import Tag
 
 RunState = Literal["pending", "ready", "failed", "deleted"]
@@ -36,7 +37,7 @@ class RunPrompt(KeyedByHook, Record):
 
     request: int  # index of the prompt in the run's job
     tokens: int  # of the prompt
-    sites: dict[Hook, list[int]]  # hook → ascending layers
+    sites: Sites  # hook → ascending layers
     positions: list[int]  # absolute, ascending
     token_ids: list[int]  # the token at each position
     dtype: str
@@ -75,7 +76,7 @@ class RunFiles(Record):
     """The files of one prompt of a run. A rank reads the blobs that contain its own sites."""
 
     key: str  # `run_key`
-    sites: dict[Hook, list[int]]
+    sites: Sites
     positions: list[int]
     hidden_size: int  # 0: the run has no rows of the residual stream
     bytes: int  # of all rows, over all ranks
@@ -134,10 +135,8 @@ def parse_row(name: str) -> RunRow:
         _, key, hook, layer, where = name.split(":")
         if not where.startswith("mean"):
             return RunRow(key, msgspec.convert(hook, Hook), int(layer), int(where))
-        positions: list[int] = []
-        for part in filter(None, where.removeprefix("mean").replace(" ", "").split(",")):
-            first, _, last = part.partition("-")
-            positions += range(int(first), int(last or first) + 1)
+        over = where.removeprefix("mean").strip()
+        positions = chain.from_iterable(ranges_of(over) if over else [])
         return RunRow(key, msgspec.convert(hook, Hook), int(layer), None, tuple(positions))
 
 

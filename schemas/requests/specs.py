@@ -24,9 +24,11 @@ from ..base.limits import (
     MAX_POSITIONS,
     MAX_TAG,
     Count,
+    Factor,
     Index,
     Name,
     Reference,
+    Share,
 )
 from ..base.records import Published, Record
 from ..base.tensors import NumbersOrTensor, pack_numbers
@@ -42,9 +44,11 @@ from ..prompts.selectors import (
     PositionSelector,
     PositionWindow,
     RequestedPositions,
+    Sites,
     Span,
     end_position,
     lowest_position,
+    ranges_of,
     select,
 )
 from ..prompts.sites import At, SitesSpec
@@ -71,8 +75,6 @@ FileLayout = Literal["auto", "packed", "per_file", "segment"]
 #: Names of consumers of the rows: `filesystem`, `memory`, `logging`, and installed consumers.
 Consumers = Annotated[list[Name], msgspec.Meta(min_length=1, max_length=MAX_CONSUMERS)]
 DEFAULT_CONSUMERS = ("filesystem",)
-#: Value of an installed op's option.
-OpNumber = Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)]
 #: The consumer of rows that probes score; users cannot name it.
 PROBED = "probes"
 
@@ -108,6 +110,28 @@ class CaptureSpec(SitesSpec):
         """The registered artifacts that it names."""
         return [] if self.scalar is None else self.scalar.references
 
+    def stored(
+        self,
+        sites: Sites,
+        positions: PositionSelector,
+        *,
+        heads: Sequence[int] = (),
+        window: Span | None = None,
+    ) -> "StoredCapture":
+        """Return the capture for one prompt, at resolved sites and positions."""
+        return StoredCapture(
+            sites=sites,
+            positions=positions,
+            tag=self.tag,
+            every_n=self.every_n,
+            at=self.at,
+            dtype=self.dtype,
+            layout=self.layout,
+            consumers=self.consumers,
+            heads=[*heads],
+            window=window,
+        )
+
 
 FIRST_TOKEN = (
     "`scale` is relative to the norm of each row (default: false). The first token's norm may be a "
@@ -141,7 +165,7 @@ class SteeringSpec(Record):
     module: Reference | None = None
     scale: float | None = None  # default: 1
     norm_match: Annotated[bool, msgspec.Meta(description=FIRST_TOKEN)] | None = None
-    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None  # default: 1
+    alpha: Share | None = None  # default: 1
     strength: float | None = None  # default: 1
     # limits of the component along v, in units of the stream; default: no limit
     low: float | None = None
@@ -156,9 +180,9 @@ class SteeringSpec(Record):
     # an installed op; valid with `layers`, `hook`, `positions`, `strength`, `options`, `vector`
     extension: Reference | None = None
     # options of the installed op
-    options: Annotated[dict[Name, OpNumber], msgspec.Meta(max_length=MAX_OPTIONS)] | None = None
+    options: Annotated[dict[Name, Factor], msgspec.Meta(max_length=MAX_OPTIONS)] | None = None
     # in units of the feature's activation; required with `sae` for `clamp` and `add`
-    value: Annotated[float, msgspec.Meta(ge=-1e6, le=1e6)] | None = None
+    value: Factor | None = None
     jacobian: Reference | None = None  # the name of a Jacobian lens with an output matrix
     token: NamedToken | None = None  # required with `jacobian`
     swap: NamedToken | None = None  # exchanged with `token`; without `op`
@@ -236,7 +260,7 @@ class PatchSpec(Record):
     positions: RequestedPositions
     source: PatchSource
     hook: HookName = "post_block"
-    alpha: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0
+    alpha: Share = 1.0
     # at a hook with heads: write only these heads; not valid together with `mask`
     heads: HeadSelector | None = None
     # dimensions to write, in the syntax of layers: "0-63,100" or a list; null: all
@@ -287,6 +311,9 @@ Owner = Literal["request", "operator"]
 WriterWork = Literal["writer", "placed", "reading"]
 
 
+#: What decides about the effect of an entry at its positions.
+_DECIDING = ("hook", "layers", "family", "tensors", "scale", "numbers", "limit")
+_EFFECT = attrgetter(*_DECIDING)
 #: Read a field of many entries without a line of Python for each.
 HOOK, LAYERS, FAMILY_NAME = map(attrgetter, ("hook", "layers", "family"))
 TENSORS, LIMIT, _ENTRIES = map(attrgetter, ("tensors", "limit", "entries"))
@@ -312,6 +339,15 @@ class StoredSteering(CheckedSteering, kw_only=True):
         """The number of entries of the ranks' pool for each site."""
         return FAMILY[self.family].entries(self.rank or 1)
 
+    def masked(self, mask: str) -> "StoredSteering":
+        """Return a replacement as one in the dimensions of the mask of this name alone."""
+        tensors = [*self.tensors, mask]
+        return msgspec.structs.replace(self, family="replace_masked", tensors=tensors)
+
+
+#: The edits of each prompt.
+PromptEdits = list[list[StoredSteering]]
+
 
 def occurrences(steering: Iterable[StoredSteering], prompt: Sequence[int]) -> dict[bytes, bytes]:
     """Return `RankSpec.occurrences` for the tokens of a prompt."""
@@ -327,7 +363,7 @@ class StoredCapture(Record, omit_defaults=True):
     a reading (`reading`).
     """
 
-    sites: dict[Hook, list[int]]  # hook → ascending layers, at least one
+    sites: Sites  # hook → ascending layers, at least one
     positions: PositionSelector
     tag: str
     every_n: int = 1
@@ -339,7 +375,7 @@ class StoredCapture(Record, omit_defaults=True):
     # `readings.READER`
     reading: AnyStoredReading | None = None
     row: RowShape | None = None  # null: the model's hidden size
-    beside: dict[Hook, list[int]] = {}  # sites of the same `CaptureSpec` in other banks
+    beside: Sites = {}  # sites of the same `CaptureSpec` in other banks
     heads: list[int] = []  # stored heads, ascending; empty: whole rows
     # destination of its rows, packed by the package whose consumer is the only one in `consumers`
     place: bytes = b""
@@ -636,11 +672,7 @@ def dims_name(dims: str) -> str:
 
 def dims_named(name: str) -> list[range]:
     """Invert `dims_name`. Raises ValueError for an invalid name."""
-    result = []
-    for part in name.removeprefix(DIMS_PREFIX).split(","):
-        first, _, last = part.partition("-")
-        result.append(range(int(first), int(last or first) + 1))
-    return result
+    return ranges_of(name.removeprefix(DIMS_PREFIX))
 
 
 def steering_rows(steering: Iterable[StoredSteering]) -> list[SteeringRow]:
@@ -668,9 +700,7 @@ def steering_rows(steering: Iterable[StoredSteering]) -> list[SteeringRow]:
         if entry.family == "replace" and any(
             (entry.hook, layer, "replace_masked") in last_applied for layer in entry.layers
         ):
-            entry = msgspec.structs.replace(
-                entry, family="replace_masked", tensors=[*entry.tensors, ONES]
-            )
+            entry = entry.masked(ONES)
         positions = (BANK[entry.hook], *shared_by(entry))
         sites = [(entry.hook, layer, entry.family) for layer in entry.layers]
         before = (
@@ -692,10 +722,7 @@ def steering_rows(steering: Iterable[StoredSteering]) -> list[SteeringRow]:
         last_applied.update((site, max(number, last_applied.get(site, -1))) for site in sites)
     rows = []
     for group in groups:
-        content = [
-            (e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.limit, e.owner)
-            for e in group
-        ]
+        content = [(*_EFFECT(entry), entry.owner) for entry in group]
         rows.append(
             SteeringRow(key=content_key(content), positions=group[0].positions, entries=group)
         )
@@ -754,10 +781,7 @@ def steering_digest(steering: Sequence[StoredSteering]) -> str:
     if not steering:
         return ""
     gates: list[object] = [entry.gate for entry in steering]
-    content = [
-        (e.hook, e.layers, e.family, e.tensors, e.scale, e.numbers, e.limit, e.positions)
-        for e in steering
-    ]
+    content = [(*_EFFECT(entry), entry.positions) for entry in steering]
     triggers = [entry.trigger or None for entry in steering]
     conditions = [*([gates] if any(gates) else []), *([triggers] if any(triggers) else [])]
     return content_key([content, *conditions] if conditions else content)

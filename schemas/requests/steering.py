@@ -14,7 +14,7 @@ from ..access.keys import Caller, shown
 from ..artifacts.registered import ArtifactKind, Registered, Registration
 from ..base.edit_sizes import EditLimit, limit_of
 from ..base.limits import MAX_ENTRIES, Name
-from ..base.records import Published, Record
+from ..base.records import Published, Record, fields_of
 from ..base.store_calls import StoreCalls
 from ..prompts.selectors import (
     PositionSelector,
@@ -47,19 +47,8 @@ class SteeringTemplate(CheckedSteering, kw_only=True):
 
     def stored(self, positions: PositionSelector, owner: Owner = "request") -> StoredSteering:
         """Return the entry for one prompt, at the resolved `positions`."""
-        return StoredSteering(
-            layers=self.layers,
-            hook=self.hook,
-            positions=positions,
-            family=self.family,
-            tensors=self.tensors,
-            scale=self.scale,
-            numbers=self.numbers,
-            rank=self.rank,
-            limit=self.limit,
-            trigger=self.trigger,
-            owner=owner,
-        )
+        own = msgspec.structs.asdict(self)
+        return StoredSteering(**own | {"positions": positions, "owner": owner})
 
 
 def content_digest(entries: list[SteeringTemplate]) -> str:
@@ -67,6 +56,11 @@ def content_digest(entries: list[SteeringTemplate]) -> str:
     for no entries.
     """
     return content_key(entries) if entries else ""
+
+
+def tensors_of(entries: Sequence[SteeringTemplate]) -> list[str]:
+    """Return the unique content hashes of the entries' tensors."""
+    return list(dict.fromkeys(name for entry in entries for name in entry.tensors))
 
 
 #: Metadata key of a module's file: the model that it belongs to.
@@ -151,13 +145,11 @@ class Module(ModuleFacts, kw_only=True):
     @property
     def tensors(self) -> list[str]:
         """The unique content hashes of its tensors."""
-        return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
+        return tensors_of(self.entries)
 
     def shown_to(self, caller: Caller) -> ModuleView:
-        shared = {name: getattr(self, name) for name in ModuleFacts.__struct_fields__}
-        name = shown(self.name)
-        entries = views_of(self.entries)
-        return ModuleView(**(shared | {"name": name, "entries": entries}))
+        own = {"name": shown(self.name), "entries": views_of(self.entries)}
+        return ModuleView(**fields_of(self, ModuleFacts) | own)
 
 
 MODULES = ArtifactKind(
@@ -211,7 +203,7 @@ class GlobalSteering(Record):
     @property
     def tensors(self) -> list[str]:
         """The unique content hashes of its tensors."""
-        return list(dict.fromkeys(name for entry in self.entries for name in entry.tensors))
+        return tensors_of(self.entries)
 
     def at(self, prompt_tokens: int) -> list[StoredSteering]:
         """Return the entries for a prompt of this length, without entries that have no position in

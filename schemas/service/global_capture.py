@@ -91,18 +91,9 @@ def captures_of(
             if positions == []:
                 stored_captures.append(None)
                 continue
-            capture = StoredCapture(
-                sites=sites,
-                positions=resolve_positions(positions, tokens),
-                tag=spec.tag,
-                every_n=spec.every_n,
-                at=spec.at,
-                dtype=spec.dtype,
-                layout=spec.layout,
-                consumers=spec.consumers,
-                window=cast(Span, spec.positions) if ends else None,
-            )
-            stored_captures.append(capture)
+            window = cast(Span, spec.positions) if ends else None
+            chosen = resolve_positions(positions, tokens)
+            stored_captures.append(spec.stored(sites, chosen, window=window))
     return stored_captures
 
 

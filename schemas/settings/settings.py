@@ -19,6 +19,8 @@ from .secret_files import is_burnt, is_exposed
 from .tuning import Natural, Positive, PositiveInt, Tuning
 from .vllm_options import VllmOptions
 
+#: Name of a setting → its value, or its type.
+ByName = dict[str, Any]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 #: Folders of `artifacts_dir`.
 ArtifactFolder = Literal["loras", "lenses", "saes"]
@@ -435,7 +437,7 @@ def load_settings(
     Raises SettingsError naming the setting and its source.
     """
     known = known_settings()
-    fields: dict[str, Any] = {field: {} for field in (*TABLES.values(), "engine_options")}
+    fields: ByName = {field: {} for field in (*TABLES.values(), "engine_options")}
     for name, value in chosen(environ, given, **overrides).items():
         table, dot, entry = name.partition(".")
         place = fields[TABLES[table] if name in known else "engine_options"] if dot else fields
@@ -450,14 +452,14 @@ def load_settings(
 
 def chosen(
     environ: dict[str, str] | None = None, given: Mapping[str, str] | None = None, **overrides: Any
-) -> dict[str, Any]:
+) -> ByName:
     """Return the settings that a source names, also with the default as the value; all others are
     left at their defaults. Those of a table are named `table.name`, as are vLLM's other options.
     Arguments and errors are those of `load_settings`.
     """
     env = dict(os.environ) if environ is None else environ
     known = known_settings()
-    values: dict[str, Any] = {}
+    values: ByName = {}
     if file := env.get(FILE_VARIABLE):
         with Translated(
             (OSError, tomllib.TOMLDecodeError),
@@ -488,7 +490,7 @@ def chosen(
     return values
 
 
-def known_settings() -> dict[str, Any]:
+def known_settings() -> ByName:
     """Return the name of every setting, `table.name` for those of a table, → its type."""
     known = {field.name: field.type for field in msgspec.structs.fields(Settings)}
     for table, name in TABLES.items():
@@ -497,7 +499,7 @@ def known_settings() -> dict[str, Any]:
     return known
 
 
-def values_of(settings: Settings) -> dict[str, Any]:
+def values_of(settings: Settings) -> ByName:
     """Return the value of every setting, under the names of `known_settings`."""
     values = msgspec.structs.asdict(settings)
     for table, name in TABLES.items():
@@ -511,7 +513,7 @@ def variable(name: str) -> str:
     return PREFIX + name.replace(".", "_").upper()
 
 
-def _flat(values: dict[str, Any]) -> dict[str, Any]:
+def _flat(values: ByName) -> ByName:
     """Return a file's contents with the entries of its tables beside the others."""
     if isinstance(values.get(ENGINE_TABLE), dict) and "engine_options" in values:
         raise SettingsError("engine_options and the table [engine] are both set: use one")
@@ -558,9 +560,9 @@ def _check_store(settings: Settings) -> None:
         )
 
 
-def engine_options(pairs: Iterable[str]) -> dict[str, Any]:
+def engine_options(pairs: Iterable[str]) -> ByName:
     """Parse `NAME=VALUE` of `--engine`."""
-    options: dict[str, Any] = {}
+    options: ByName = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
@@ -571,7 +573,7 @@ def engine_options(pairs: Iterable[str]) -> dict[str, Any]:
     return options
 
 
-def _with_files(from_env: dict[str, str], known: dict[str, Any]) -> dict[str, str]:
+def _with_files(from_env: dict[str, str], known: ByName) -> dict[str, str]:
     """Read `<NAME>` from the file that `MIDSTREAM_<NAME>_FILE` names: the usual form of secrets in
     containers.
     """
@@ -615,7 +617,7 @@ def _is_secret(name: str, value: Any) -> bool:
     return name in SECRETS or (name == "redis_url" and "@" in value)
 
 
-def _checked(raw: dict[str, Any], known: dict[str, Any], source: str) -> dict[str, Any]:
+def _checked(raw: ByName, known: ByName, source: str) -> ByName:
     """Convert each value to its setting's type; of texts, `"false"` becomes false."""
     texts = source in ("environment", SET)
     where = "" if source == SET else f" ({source})"

@@ -214,9 +214,7 @@ async def test_a_wait_for_an_accepted_job_begins_even_while_redis_restarts(
     job_id = own_api.submit()
     own_redis.kill()
     async with open_context(own_api.settings) as edge:
-        waiting = asyncio.create_task(
-            edge.waiting.wait(job_id, lambda view: True, 60, patient=True)
-        )
+        waiting = asyncio.create_task(edge.waiting.outcome(job_id, lambda view: True, 60))
         await asyncio.sleep(1)
         assert not waiting.done()
         await asyncio.to_thread(own_redis.start)

@@ -334,7 +334,7 @@ def test_a_request_looks_up_all_names_together(
         model = await ledger.watched_model(MODEL)
         sent.clear()
         parsed = parse_job(from_json(to_json(fields), JobRequest))
-        return await names.resolve(parsed, *model, EVERYBODY, "job_x"), len(sent)
+        return await names.resolve(parsed, *model, EVERYBODY), len(sent)
 
     monkeypatch.setattr(AbstractConnection, "send_packed_command", counted)
     found, climbs = stack.do(lambda ledger: asked(ledger, body))

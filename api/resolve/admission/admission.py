@@ -42,7 +42,7 @@ from ....schemas.prompts.selectors import (
     SpanFinder,
 )
 from ....schemas.prompts.sites import asked_names
-from ....schemas.requests.specs import StoredCapture, StoredSteering, probe_captures
+from ....schemas.requests.specs import PromptEdits, StoredCapture, probe_captures
 from ...web.aside import call_aside
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.patches import runs_of
@@ -110,9 +110,7 @@ async def tokenise(
         if not prompt.value:
             raise invalid(prompt.field, "is empty: a prompt needs at least one token")
     plain = [prompt for prompt in prompts if isinstance(prompt.value, str)]
-    with Translated(
-        TooLong, lambda error: too_long(error, plain[error.index].field, model), hidden=True
-    ):
+    with _naming(plain, model):
         encoded = iter(
             await codec.encode(
                 [str(prompt.value) for prompt in plain], special_tokens=plain[0].special_tokens
@@ -125,9 +123,7 @@ async def tokenise(
     for prompt in said:
         check_number_of_images(prompt.images, prompt.field, model)
         chats.append(chat_of(prompt))
-    with Translated(
-        TooLong, lambda error: too_long(error, said[error.index].field, model), hidden=True
-    ):
+    with _naming(said, model):
         rendered = iter(await codec.encode_chats(chats))
     stored = []
     for prompt in prompts:
@@ -151,6 +147,13 @@ async def tokenise(
             check_vocabulary(ids, prompt.field, model)
             stored.append(StoredPrompt(token_ids=array("i", ids)))
     return stored
+
+
+def _naming(prompts: Sequence[ParsedPrompt], model: ModelInfo) -> Translated[TooLong]:
+    """Turn the error for one of these prompts into the 400 that names its field."""
+    return Translated(
+        TooLong, lambda error: too_long(error, prompts[error.index].field, model), hidden=True
+    )
 
 
 def too_long(error: TooLong, field: str, model: ModelInfo) -> MidstreamError:
@@ -182,7 +185,7 @@ def check_lengths(parsed: ParsedRequest, prompts: Sequence[StoredPrompt], model:
         return room
     if parsed.sampling.max_tokens > room:
         raise invalid(
-            parsed.max_tokens_at,
+            f"{parsed.sampling_at}max_tokens",
             (
                 f"{parsed.sampling.max_tokens} after a prompt of length {longest} exceeds the "
                 f"model's limit of {model.max_model_len}"
@@ -321,7 +324,7 @@ def with_tools(parsed: ParsedRequest, model: ModelInfo) -> ParsedRequest:
 
 # --- Captures and steering ------------------------------------------------------------------------
 
-Resolved = tuple[list[list[StoredCapture]], list[list[StoredSteering]], dict[str, bytes]]
+Resolved = tuple[list[list[StoredCapture]], PromptEdits, dict[str, bytes]]
 
 
 async def resolve(
@@ -535,13 +538,8 @@ def _contents(
 
 def handled(handling: Handling, caller: Caller) -> dict[str, Any]:
     """Return the fields of a job that say whose it is and how it is handled."""
-    same = {
-        name: getattr(handling, name)
-        for name in Handling.__struct_fields__
-        if name in Job.__struct_fields__
-    }
     return {
-        **same,
+        "priority": handling.priority,
         "tenant": caller.tenant,
         "key": caller.key,
         "expires": None if handling.expires_in is None else now() + handling.expires_in,

@@ -19,7 +19,7 @@ from ....schemas.prompts.selectors import (
 from ....schemas.requests.specs import PatchSpec
 from ..edits.model_state import NOTHING, ModelState
 from ..edits.steering import check_number
-from ..positions.gates import gated_by
+from ..positions.gates import all_steering
 from ..prompts.request_parsing import ParsedRequest
 from ..prompts.tokenizer import too_many_positions
 from ..readings.readings import positions_asked
@@ -49,9 +49,7 @@ def check_cost(
 
     `characters`: of all `prompts`. Raises a 400 naming the field that costs most.
     """
-    check_number(
-        [*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], model_state, prompts
-    )
+    check_number(all_steering(parsed).values(), model_state, prompts)
     # sums over the prompts, so that a selector costs the same to look at for one and for thousands
     messages = [len(prompt.value) for prompt in parsed.prompts if prompt.is_conversation]
     once = RENDER_COST + characters // prompts // SEARCHED_CHARACTERS
@@ -124,8 +122,7 @@ def _wanted(parsed: ParsedRequest, model_state: ModelState) -> list[tuple[str, R
     requested_positions: list[tuple[str, RequestedPositions]] = [
         (f"patch[{index}].positions", spec.positions) for index, spec in enumerate(parsed.patch)
     ]
-    named = [(f"steering[{index}]", spec) for index, spec in enumerate(parsed.steering)]
-    for at, spec in [*named, *((gated.at, gated.spec) for gated in gated_by(parsed.probes))]:
+    for at, spec in all_steering(parsed).items():
         module = None if spec.module is None else model_state.modules.get(spec.module)
         if module is None or spec.positions is not None:
             requested_positions += [(f"{at}.positions", spec.positions or "all")] * (

@@ -39,7 +39,7 @@ from ..edits.loras import named_lora
 from ..edits.model_state import NOTHING, ModelState, find_runs
 from ..edits.patches import runs_of
 from ..edits.steering import modules_named
-from ..positions.gates import gated_by
+from ..positions.gates import all_steering
 from ..positions.windows import with_trigger_tokens
 from ..prompts.request_parsing import ParsedRequest
 from ..readings.lens import named_jacobian, single_tokens
@@ -82,7 +82,6 @@ class Names:
         info: ModelInfo,
         watching: Sequence[str],
         caller: Caller,
-        job_id: str,
     ) -> Referents:
         """Return what the request names. `watching`: the policies of all traffic.
 
@@ -173,9 +172,9 @@ class Names:
         lenses = {}
         for index, spec in enumerate(specs):
             at = f"steering[{index}]"
-            if spec.jacobian is not None and spec.jacobian not in lenses:
+            if spec.jacobian is not None:
                 lenses[spec.jacobian] = named_jacobian(spec.jacobian, f"{at}.jacobian", info, found)
-            if spec.sae is not None and spec.sae not in saes:
+            if spec.sae is not None:
                 saes[spec.sae] = named_sae(spec.sae, f"{at}.sae", info, found)
         rows: dict[tuple[str, int], FeatureVectors] = {}
         for name, features in check_specs(specs, saes).items():
@@ -198,9 +197,7 @@ class Names:
 
 def modules_of(parsed: ParsedRequest) -> list[str]:
     """Return the modules that a request names, each once."""
-    return modules_named(
-        [*parsed.steering, *(gated.spec for gated in gated_by(parsed.probes))], parsed.patch
-    )
+    return modules_named(all_steering(parsed).values(), parsed.patch)
 
 
 def names_something(parsed: ParsedRequest) -> bool:

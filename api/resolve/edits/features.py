@@ -10,15 +10,14 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
 from ....schemas.artifacts.jacobian_lenses import JacobianLens
 from ....schemas.artifacts.saes import Sae, SaeForm
-from ....schemas.base.dtypes import DTYPES, narrowed, widened
+from ....schemas.base.dtypes import narrowed, widened
 from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_FEATURES
-from ....schemas.base.tensors import Tensor, from_numpy
+from ....schemas.base.tensors import PackedTensors, Tensor, from_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.interventions import FAMILY, NORMS
 from ....schemas.requests.specs import SteeringSpec
@@ -33,8 +32,8 @@ from ....storage.formats.sae_files import (
     reading,
     tensors_of,
 )
-from ..positions.captures import Bounds, apply_rules, positions_of_each
-from .interventions import check_limit, check_together, check_without, keep
+from ..positions.captures import Bounds, at_field, positions_of_each
+from .interventions import check_limit, check_together, check_without, keep, limit_of
 
 #: Ops that are valid with `sae` → whether the op takes a value.
 OPS: dict[str, bool] = {"clamp": True, "ablate": False, "add": True}
@@ -208,16 +207,13 @@ def plain_spec(spec: SteeringSpec, named: NamedFeatures) -> SteeringSpec:
 
 
 def resolve_feature(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], named: NamedFeatures
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors, named: NamedFeatures
 ) -> tuple[SteeringTemplate, list[Any]]:
     """Return the entry for a spec whose edit depends on the row, and the positions in each prompt;
     add the entry's tensors to `blobs`. Raises a 400 naming the field.
     """
     assert spec.sae is not None
     sae = named.saes[spec.sae]
-    filled = msgspec.structs.replace(
-        spec, positions="all" if spec.positions is None else spec.positions
-    )
     rows = named.rows[spec.sae, spec.feature or 0]
     rule = (
         rows.rule
@@ -227,12 +223,13 @@ def resolve_feature(
         else ThresholdFeature(np.zeros_like(rows.decoder), rows.decoder, 0.0, 0.0)
     )
     assert rule is not None, "checked"
-    made = apply_rules([("positions", positions_of_each)], filled, bounds, at)
+    with at_field(f"{at}.positions"):
+        positions = positions_of_each(spec, bounds)
     tensors = [*_parts(rule.encoder, bounds.model), from_numpy(rule.decoder)]
     entry = SteeringTemplate(
         layers=[sae.layer],
         hook=sae.hook,
-        positions=filled.positions or "all",
+        positions=spec.positions or "all",
         family="feature",
         tensors=[keep(tensor, blobs) for tensor in tensors],
         numbers=[
@@ -243,7 +240,7 @@ def resolve_feature(
             float(NORMS.index(sae.form.normalize_activations)),
         ],
     )
-    return entry, made["positions"]
+    return entry, positions
 
 
 def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:
@@ -262,7 +259,7 @@ def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:
 
 def check_range(sae: Sae, model: ModelInfo, rows: Mapping[int, FeatureVectors]) -> None:
     """Raises a 400 for vectors beyond the range of the model's dtype."""
-    limit = DTYPES.get(model.dtype, DTYPES["float32"]).largest
+    limit = limit_of(model)
     for feature, value in rows.items():
         vectors: list[Any] = (
             [value.decoder]

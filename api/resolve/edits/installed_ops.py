@@ -2,20 +2,18 @@
 that the sites on the ranks take.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ....schemas.base.errors import invalid
-from ....schemas.base.tensors import from_numpy
-from ....schemas.extensions import Extension, OpTerms
+from ....schemas.base.tensors import PackedTensors, from_numpy
+from ....schemas.extensions import Extension, OpTerms, checked_options
 from ....schemas.prompts.selectors import STREAM_HOOKS, Hook, SelectorError
 from ....schemas.requests.interventions import INSTALLED
 from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import SteeringTemplate
-from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
+from ..positions.captures import Bounds, Rules, apply_rules, one_hook, positions_of_each
 from .interventions import check_limit, check_together, check_vector, edited_layers, keep
 
 #: Fields that are valid together with `extension`.
@@ -38,21 +36,11 @@ def check_not_installed(spec: SteeringSpec, at: str) -> None:
 
 
 def _op(spec: SteeringSpec, bounds: Bounds) -> tuple[Extension, OpTerms]:
-    present = {
-        extension.name: (extension, extension.op)
-        for extension in bounds.model.extensions
-        if extension.kind == "op" and extension.op is not None
-    }
-    if spec.extension not in present:
-        valid = (
-            f"valid: {', '.join(sorted(present))}"
-            if present
-            else f"no ops are installed for {bounds.model.name} (setting extensions)"
-        )
-        raise ValueError(f"unknown op {spec.extension!r}; {valid}")
-    if refused := present[spec.extension][0].refused:
-        raise ValueError(f"op {spec.extension!r} is not served: {refused}")
-    return present[spec.extension]
+    extension = bounds.model.installed("op", spec.extension)
+    if extension.refused:
+        raise ValueError(f"op {spec.extension!r} is not served: {extension.refused}")
+    assert extension.op is not None, "as of every op"
+    return extension, extension.op
 
 
 def _hook(spec: SteeringSpec, bounds: Bounds) -> Hook:
@@ -85,26 +73,13 @@ def _options(spec: SteeringSpec, bounds: Bounds) -> list[float]:
     """Return the op's options in the op's order, padded with zeros to the most options that an op
     may have.
     """
-    _, terms = _op(spec, bounds)
-    given = spec.options or {}
-    for name, value in given.items():
-        if name not in terms.options:
-            raise SelectorError(
-                (
-                    f"unknown; valid options of {spec.extension}: "
-                    f"{', '.join(terms.options) or 'none'}"
-                ),
-                f".{name}",
-            )
-        try:
-            terms.options[name].checked(value)
-        except ValueError as error:
-            raise SelectorError(str(error), f".{name}") from error
-    values = [float(given.get(name, option.default)) for name, option in terms.options.items()]
+    extension, terms = _op(spec, bounds)
+    checked = checked_options(extension.name, terms.options, spec.options or {})
+    values = [float(value) for value in checked.values()]
     return [*values, *[0.0] * (len(INSTALLED.numbers) - 2 - len(values))]
 
 
-RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+RULES: Rules = (
     ("extension", _op),
     ("layers", edited_layers),
     ("hook", _hook),
@@ -116,17 +91,14 @@ RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 
 
 def resolve_installed(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors
 ) -> tuple[SteeringTemplate, list[Any]]:
     """Return the entry and its positions in each prompt; add its vector to `blobs`.
 
     Raises a 400 naming the field.
     """
     check_together(spec, at, "extension", FIELDS)
-    filled = msgspec.structs.replace(
-        spec, positions="all" if spec.positions is None else spec.positions
-    )
-    made = apply_rules(RULES, filled, bounds, at)
+    made = apply_rules(RULES, spec, bounds, at)
     vector = (
         from_numpy(np.zeros(bounds.model.hidden_size, dtype=np.float32))
         if spec.vector is None
@@ -135,7 +107,7 @@ def resolve_installed(
     entry = SteeringTemplate(
         layers=made["layers"],
         hook=made["hook"],
-        positions=filled.positions or "all",
+        positions=spec.positions or "all",
         family="installed",
         tensors=[keep(vector, blobs)],
         numbers=[made["strength"], *made["options"], float(made["extension"][0].code)],

@@ -5,9 +5,9 @@ The tables of `schemas.requests.interventions` list what each op takes; each che
 row in `RULES`, as in `captures.py`. `steering.py` resolves all entries, including named modules.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 import numpy as np
@@ -15,7 +15,8 @@ import numpy as np
 from ....schemas.base.dtypes import DTYPES
 from ....schemas.base.errors import invalid
 from ....schemas.base.records import to_msgpack
-from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from ....schemas.base.tensors import PackedTensors, Tensor, content_hash, from_numpy, to_numpy
+from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import (
     STREAM_HOOKS,
     Hook,
@@ -35,7 +36,7 @@ from ....schemas.requests.interventions import (
 )
 from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import SteeringTemplate
-from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
+from ..positions.captures import Bounds, Rules, apply_rules, one_hook, positions_of_each
 from ..positions.heads import dimensions, of_spec, widened, within_one_rank
 
 
@@ -45,7 +46,6 @@ def _filled_in(spec: SteeringSpec) -> SteeringSpec:
         spec,
         op=spec.op or "add",
         hook=spec.hook or "post_block",
-        positions="all" if spec.positions is None else spec.positions,
     )
 
 
@@ -150,21 +150,19 @@ def _data(family: Intervention, field: str, spec: SteeringSpec, bounds: Bounds) 
     if tensor is None:
         return
     values = to_numpy(tensor)
+    check_finite(values)
+    if field == "vector" and family.unit and not values.any():
+        raise ValueError(f"is all zeros: {family.flag or family.op} needs a direction")
+    if TENSORS[field].ranked and TENSORS[field].wide:
+        check_magnitude(_largest(tensor), bounds)
+
+
+def check_finite(values: np.ndarray) -> None:
+    """Raises ValueError for an element that is not finite."""
     bad = np.flatnonzero(~np.isfinite(values))
     if len(bad):
         raise ValueError(
             f"element {bad[0]} is not finite (non-finite elements: {len(bad)} of {values.size})"
-        )
-    if field == "vector" and family.unit and not values.any():
-        raise ValueError(f"is all zeros: {family.flag or family.op} needs a direction")
-    if (
-        TENSORS[field].ranked
-        and TENSORS[field].wide
-        and (largest := _largest(tensor)) > limit_of(bounds)
-    ):
-        raise ValueError(
-            f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at "
-            f"most {limit_of(bounds):.3g}"
         )
 
 
@@ -174,20 +172,27 @@ def check_vector(spec: SteeringSpec, bounds: Bounds) -> None:
     """
     _shape(FAMILY["add"], "vector", spec, bounds)
     _data(FAMILY["add"], "vector", spec, bounds)
-    if spec.vector is not None and not (largest := _largest(spec.vector)) <= limit_of(bounds):
-        raise ValueError(
-            f"has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at "
-            f"most {limit_of(bounds):.3g}"
-        )
+    if spec.vector is not None:
+        check_magnitude(_largest(spec.vector), bounds)
 
 
 def _largest(tensor: Tensor) -> float:
     return float(np.max(np.abs(to_numpy(tensor)).astype(np.float64), initial=0.0))
 
 
-def limit_of(bounds: Bounds) -> float:
+def limit_of(model: ModelInfo) -> float:
     """Return the largest number of the model's dtype."""
-    return DTYPES.get(bounds.model.dtype, DTYPES["float32"]).largest
+    return DTYPES.get(model.dtype, DTYPES["float32"]).largest
+
+
+def check_magnitude(largest: float, bounds: Bounds, what: str = "") -> None:
+    """Raises ValueError for a number beyond the range of the model's dtype. `what`: has it."""
+    limit = limit_of(bounds.model)
+    if not largest <= limit:
+        raise ValueError(
+            f"{what}has an element of magnitude {largest:.3g}: {bounds.model.dtype} allows at "
+            f"most {limit:.3g}"
+        )
 
 
 # --- Numbers
@@ -200,12 +205,7 @@ def _number(family: Intervention, number: Number, spec: SteeringSpec, bounds: Bo
     if given is not None:
         check_limit(family, number, value)
     if number is family.scale and spec.vector is not None:
-        largest = _largest(spec.vector) * abs(value)
-        if not largest <= limit_of(bounds):
-            raise ValueError(
-                f"scale times vector has an element of magnitude {largest:.3g}: "
-                f"{bounds.model.dtype} allows at most {limit_of(bounds):.3g}"
-            )
+        check_magnitude(_largest(spec.vector) * abs(value), bounds, "scale times vector ")
     if family.limits is not None and number.name in family.limits:
         _check_range(number.name, value, spec, family.limits)
     return value
@@ -239,8 +239,6 @@ def check_limit(family: Intervention, number: Number, value: float) -> None:
 
 # --- All of them
 
-FieldRule = tuple[str, Callable[[SteeringSpec, Bounds], Any]]
-
 NUMBERS = tuple(dict.fromkeys(name for family in PLAIN for name in numbers_of(family)))
 GIVEN = tuple(dict.fromkeys(field for takes in STEERING_FIELDS.values() for field in takes.tensors))
 OPTIONS = tuple(
@@ -249,13 +247,13 @@ OPTIONS = tuple(
 
 #: Rules that decide to which rows and heads the tensors belong; the other rules check the tensors
 #: after they are widened to these.
-PLACE_RULES: tuple[FieldRule, ...] = (
+PLACE_RULES: Rules = (
     ("hook", lambda spec, bounds: one_hook(spec.hook or "post_block", bounds)),
     ("heads", lambda spec, bounds: of_spec(spec, bounds.model)),
 )
 
 
-def _rules(family: Intervention) -> tuple[FieldRule, ...]:
+def _rules(family: Intervention) -> Rules:
     """Return the rules of a family's entries that follow `PLACE_RULES`."""
     taken = STEERING_FIELDS[family.op].tensors
     given = [field for field in GIVEN if field in taken]
@@ -276,7 +274,7 @@ RULES = {family.name: _rules(family) for family in PLAIN}
 
 
 def resolve_entry(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes]
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors
 ) -> tuple[SteeringTemplate, list[PositionSelector]]:
     """Return an entry other than a module, and its positions in each prompt; add its tensors to
     `blobs` by content hash.
@@ -294,7 +292,8 @@ def resolve_entry(
     masks = []
     if heads and family.name == "replace":  # other families keep columns that are 0
         family = FAMILY["replace_masked"]
-        masks = [keep_mask(hook, heads, bounds, blobs)]
+        shape = bounds.model.inside[hook]
+        masks = [mask_tensor(dimensions(heads, shape), shape.size, blobs)]
     entry = SteeringTemplate(
         layers=made["layers"],
         hook=hook,
@@ -309,13 +308,12 @@ def resolve_entry(
     return entry, made["positions"]
 
 
-def keep_mask(hook: Hook, heads: Sequence[int], bounds: Bounds, blobs: dict[str, bytes]) -> str:
-    """Return the name of a mask, float32 `[row]`, 1 in the columns of `heads` and 0 elsewhere; add
-    the mask to `blobs`.
+def mask_tensor(dimensions: Sequence[int], size: int, blobs: PackedTensors) -> str:
+    """Return the name of a mask, float32 `[size]`, 1 in `dimensions` and 0 elsewhere; add it to
+    `blobs`.
     """
-    shape = bounds.model.inside[hook]
-    values = np.zeros(shape.size, np.float32)
-    values[dimensions(heads, shape)] = 1
+    values = np.zeros(size, np.float32)
+    values[list(dimensions)] = 1
     return keep(from_numpy(values), blobs)
 
 
@@ -331,7 +329,8 @@ def reach_of(spec: SteeringSpec) -> float:
     return _largest(spec.vector) * abs(scale.default if spec.scale is None else spec.scale)
 
 
-def keep(tensor: Tensor, blobs: dict[str, bytes]) -> str:
+def keep(tensor: Tensor, blobs: PackedTensors) -> str:
+    """Return the tensor's name; add the tensor to `blobs`."""
     name = content_hash(tensor)
     if name not in blobs:
         blobs[name] = to_msgpack(tensor)

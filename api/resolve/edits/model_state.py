@@ -8,7 +8,7 @@ from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.source_runs import LedgerRuns
 from ....schemas.access.keys import Caller, shown
 from ....schemas.base.errors import MidstreamError, invalid, unknown
-from ....schemas.base.records import by_key
+from ....schemas.base.records import by_key, fields_of
 from ....schemas.prompts.selectors import FORWARD, Hook
 from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import RunPrompt, RunRecord, RunState, RunView
@@ -101,17 +101,8 @@ async def _of_another_model(
 
 
 def _view(run: RunRecord, state: RunState, detail: str, prompts: list[RunPrompt] | None) -> RunView:
-    return RunView(
-        name=shown(run.name),
-        model=run.model,
-        job=run.job,
-        tag=run.tag,
-        created=run.created,
-        state=state,
-        detail=detail,
-        prompts=prompts,
-        identity=run.identity,
-    )
+    own = {"name": shown(run.name), "state": state, "detail": detail, "prompts": prompts}
+    return RunView(**fields_of(run, RunRecord) | own)
 
 
 def unknown_module(

@@ -7,14 +7,11 @@ source. Only this module reads names of runs and modules: the entries refer to c
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
-
-import numpy as np
+from typing import cast
 
 from ....schemas.base.errors import Translated, invalid, suggestion
 from ....schemas.base.limits import MAX_MASKS, MAX_PATCH_ROWS
-from ....schemas.base.records import to_msgpack
-from ....schemas.base.tensors import content_hash, from_numpy
+from ....schemas.base.tensors import PackedTensors
 from ....schemas.jobs.models import SHOWN_IDENTITY
 from ....schemas.prompts.selectors import (
     Hook,
@@ -30,11 +27,25 @@ from ....schemas.prompts.selectors import (
 )
 from ....schemas.requests.interventions import FAMILIES, FAMILY
 from ....schemas.requests.source_runs import ZEROS, RunPrompt, RunRow, RunView, row_name, run_key
-from ....schemas.requests.specs import PatchSpec, SteeringSpec, StoredSteering
+from ....schemas.requests.specs import PatchSpec, PromptEdits, SteeringSpec, StoredSteering
 from ....schemas.requests.steering import Module
-from ..positions.captures import Bounds, apply_rules, of_prompt, one_hook, positions_of_each
-from ..positions.heads import dimensions, heads_of, whole_vector
-from .interventions import RULES as STEERING_RULES, limit_of, reach_of
+from ..positions.captures import (
+    Bounds,
+    Rules,
+    apply_rules,
+    at_field,
+    of_prompt,
+    one_hook,
+    positions_of_each,
+)
+from ..positions.heads import dimensions, heads_of, whole_tensor
+from .interventions import (
+    RULES as STEERING_RULES,
+    check_magnitude,
+    keep,
+    mask_tensor,
+    reach_of,
+)
 from .model_state import ModelState, unknown_module
 
 #: Source runs that one request may use: a worker holds all of them in memory together.
@@ -53,13 +64,6 @@ def runs_of(specs: Iterable[PatchSpec]) -> list[str]:
             "patch", f"names {len(names)} source runs", allowed=f"at most {MAX_RUNS} in one request"
         )
     return names
-
-
-def _field(at: str) -> Translated[ValueError]:
-    """Turn a ValueError into a 400 at the field `at`, or below it if a SelectorError says where."""
-    return Translated(
-        ValueError, lambda error: invalid(f"{at}{getattr(error, 'at', '')}", str(error))
-    )
 
 
 # --- Which rows are written
@@ -110,13 +114,16 @@ def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelect
     return list(select(selector, 0, end, tokens))
 
 
+def _heads(spec: PatchSpec, bounds: Bounds) -> list[int]:
+    return heads_of(spec.heads, [resolve_hook(spec.hook)], bounds.model)
+
+
 def _mask(spec: PatchSpec, bounds: Bounds) -> list[int] | None:
     """Return the dimensions that are written; None for all."""
     if spec.heads is not None:
         if spec.mask is not None:
             raise ValueError("give either heads or mask")
-        hook = resolve_hook(spec.hook)
-        return dimensions(heads_of(spec.heads, [hook], bounds.model), bounds.model.inside[hook])
+        return dimensions(_heads(spec, bounds), bounds.model.inside[resolve_hook(spec.hook)])
     if spec.mask is None:
         return None
     size = bounds.model.row_size(resolve_hook(spec.hook))
@@ -124,10 +131,10 @@ def _mask(spec: PatchSpec, bounds: Bounds) -> list[int] | None:
     return None if len(chosen) == size else chosen
 
 
-RULES: tuple[tuple[str, Callable[[PatchSpec, Bounds], Any]], ...] = (
+RULES: Rules = (
     ("hook", lambda spec, bounds: one_hook(spec.hook, bounds)),
     ("layers", lambda spec, bounds: resolve_layers(spec.layers, bounds.model.num_layers)),
-    ("heads", lambda spec, bounds: heads_of(spec.heads, [resolve_hook(spec.hook)], bounds.model)),
+    ("heads", _heads),
     ("mask", _mask),
     ("positions", _destinations),
 )
@@ -147,7 +154,7 @@ class ResolvedPatch:
         """Return the path of a field of the spec's source."""
         return f"{self.at}.source.{name}"
 
-    def everywhere(self, tensor: str, scale: float = 1.0) -> list[list[StoredSteering]]:
+    def everywhere(self, tensor: str, scale: float = 1.0) -> PromptEdits:
         """Return an entry per prompt that writes one vector at all sites and positions."""
         return [[self.entry(self.layers, chosen, tensor, scale)] for chosen in self.positions]
 
@@ -173,25 +180,23 @@ VECTOR_RULES = tuple(
 
 
 def _of_vector(
-    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
-) -> list[list[StoredSteering]]:
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: PackedTensors
+) -> PromptEdits:
     vector = patch.spec.source.vector
     assert vector is not None
     if patch.spec.heads is not None:
-        vector = whole_vector(
-            vector, heads_of(patch.spec.heads, [patch.hook], bounds.model), patch.hook, bounds.model
-        )
+        shape = bounds.model.inside[patch.hook]
+        vector = whole_tensor(vector, _heads(patch.spec, bounds), shape)
     spec = SteeringSpec(layers=patch.layers, op="replace", vector=vector, hook=patch.hook)
     apply_rules(VECTOR_RULES, spec, bounds, f"{patch.at}.source")
-    _check_reach(patch.source("vector.data"), reach_of(spec), bounds)
-    name = content_hash(vector)
-    blobs.setdefault(name, to_msgpack(vector))
-    return patch.everywhere(name)
+    with at_field(patch.source("vector.data")):
+        check_magnitude(reach_of(spec), bounds)
+    return patch.everywhere(keep(vector, blobs))
 
 
 def _of_module(
-    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
-) -> list[list[StoredSteering]]:
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: PackedTensors
+) -> PromptEdits:
     name = patch.spec.source.module
     at = patch.source("module")
     module = model_state.modules.get(name or "")
@@ -212,7 +217,8 @@ def _of_module(
             ),
         )
     (entry,) = module.entries
-    _check_reach(at, module.reach[0], bounds)
+    with at_field(at):
+        check_magnitude(module.reach[0], bounds)
     return patch.everywhere(entry.tensors[0], entry.scale)
 
 
@@ -228,28 +234,17 @@ def _why_not_one_vector(module: Module) -> str:
     return "" if family.is_one_vector else f"has op {family.written!r}"
 
 
-def _check_reach(at: str, reach: float, bounds: Bounds) -> None:
-    if not reach <= limit_of(bounds):
-        raise invalid(
-            at,
-            (
-                f"has an element of magnitude {reach:.3g}: {bounds.model.dtype} allows at most "
-                f"{limit_of(bounds):.3g}"
-            ),
-        )
-
-
 def _of_run(
-    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
-) -> list[list[StoredSteering]]:
+    patch: ResolvedPatch, bounds: Bounds, model_state: ModelState, blobs: PackedTensors
+) -> PromptEdits:
     """Return an entry for each source position and layer, per prompt."""
     run = _run(patch, bounds, model_state)
     prompt = _prompt(patch, run, bounds)
-    _check_captured(patch, run, prompt)
+    _check_captured(patch, prompt)
     key = run_key(run.job, prompt.request, run.tag)
     mean: tuple[int, ...] | None = None
     if patch.spec.source.mean:
-        with _field(patch.source("positions")):
+        with at_field(patch.source("positions")):
             mean = _mean_of(patch, prompt)
     per_prompt = []
     for index, chosen in enumerate(patch.positions):
@@ -328,7 +323,7 @@ def _prompt(patch: ResolvedPatch, run: RunView, bounds: Bounds) -> RunPrompt:
     return prompt
 
 
-def _check_captured(patch: ResolvedPatch, run: RunView, prompt: RunPrompt) -> None:
+def _check_captured(patch: ResolvedPatch, prompt: RunPrompt) -> None:
     name = patch.spec.source.run
     if patch.hook not in prompt.sites:
         listing = "; ".join(
@@ -359,7 +354,7 @@ def _rows_of(
     position = patch.spec.source.position
     at = patch.source("position")
     if isinstance(position, int):
-        with _field(at):
+        with at_field(at):
             return {(_captured(position, prompt), ()): written}
     if not isinstance(written, list):
         raise invalid(
@@ -377,7 +372,7 @@ def _rows_of(
     shared: dict[int, list[int]] = {}
     for number, place in enumerate(written):
         with (
-            _field(at if position is None else f"{at}[{number}]"),
+            at_field(at if position is None else f"{at}[{number}]"),
             Translated(
                 SelectorError,
                 lambda error: SelectorError(f"{which}{error}" if position is None else str(error)),
@@ -455,9 +450,7 @@ def _no_text(span: Span) -> list[int]:
 
 
 #: Kind of source → function that resolves it per prompt.
-SOURCES: dict[
-    str, Callable[[ResolvedPatch, Bounds, ModelState, dict[str, bytes]], list[list[StoredSteering]]]
-] = {
+SOURCES: dict[str, Callable[[ResolvedPatch, Bounds, ModelState, PackedTensors], PromptEdits]] = {
     "run": _of_run,
     "vector": _of_vector,
     "module": _of_module,
@@ -469,8 +462,8 @@ SOURCES: dict[
 
 
 def resolve_patches(
-    specs: Sequence[PatchSpec], bounds: Bounds, model_state: ModelState, blobs: dict[str, bytes]
-) -> list[list[StoredSteering]]:
+    specs: Sequence[PatchSpec], bounds: Bounds, model_state: ModelState, blobs: PackedTensors
+) -> PromptEdits:
     """Return the entries of all patches, one list per prompt; empty without specs.
 
     Tensors that came with the specs are added to `blobs`, by content hash.
@@ -478,7 +471,7 @@ def resolve_patches(
     Raises a 400 naming the field.
     """
     runs_of(specs)
-    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs else []
+    per_prompt: PromptEdits = [[] for _ in bounds.prompts] if specs else []
     total = 0
     masks = {""}
     for index, spec in enumerate(specs):
@@ -515,7 +508,7 @@ def resolve_patches(
         for entries, resolved in zip(
             per_prompt, SOURCES[kind](patch, bounds, model_state, blobs), strict=True
         ):
-            entries += resolved if not mask else _masked(resolved, mask)
+            entries += [entry.masked(mask) for entry in resolved] if mask else resolved
     return per_prompt
 
 
@@ -527,33 +520,3 @@ def _most_entries(patch: ResolvedPatch) -> int:
     return len(patch.layers) * sum(
         len(chosen) if separate and isinstance(chosen, list) else 1 for chosen in patch.positions
     )
-
-
-# --- Masks
-
-
-def mask_tensor(dimensions: Sequence[int], size: int, blobs: dict[str, bytes]) -> str:
-    """Return the name of a mask, float32 `[size]`, 1 in `dimensions` and 0 elsewhere; add it to
-    `blobs`.
-    """
-    values = np.zeros(size, np.float32)
-    values[list(dimensions)] = 1
-    tensor = from_numpy(values)
-    name = content_hash(tensor)
-    blobs.setdefault(name, to_msgpack(tensor))
-    return name
-
-
-def _masked(entries: Iterable[StoredSteering], mask: str) -> list[StoredSteering]:
-    return [
-        StoredSteering(
-            layers=entry.layers,
-            hook=entry.hook,
-            positions=entry.positions,
-            family="replace_masked",
-            tensors=[*entry.tensors, mask],
-            scale=entry.scale,
-            numbers=entry.numbers,
-        )
-        for entry in entries
-    ]

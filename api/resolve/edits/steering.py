@@ -4,9 +4,9 @@ Named modules are replaced by their entries here; later stages see no names. Pat
 precede steering.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,7 +21,7 @@ from ....schemas.base.limits import (
     MAX_TRIGGERS,
 )
 from ....schemas.base.records import from_msgpack
-from ....schemas.base.tensors import Tensor
+from ....schemas.base.tensors import PackedTensors, Tensor
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, RESIDUAL
 from ....schemas.prompts.selectors import (
@@ -34,6 +34,7 @@ from ....schemas.prompts.selectors import (
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import (
     PatchSpec,
+    PromptEdits,
     SteeringRow,
     SteeringSpec,
     StoredSteering,
@@ -43,17 +44,24 @@ from ....schemas.requests.specs import (
 )
 from ....schemas.requests.steering import Module, SteeringTemplate
 from ....schemas.settings.tuning import global_share
-from ..positions.captures import Bounds, PromptFacts, apply_rules, positions_of_each
+from ..positions.captures import (
+    Bounds,
+    PromptFacts,
+    Rules,
+    apply_rules,
+    at_field,
+    positions_of_each,
+)
 from ..positions.gates import Gated, gated_entries
 from ..positions.windows import check_trigger
 from .features import NONE, NamedFeatures, plain_spec, resolve_feature
 from .installed_ops import check_not_installed, resolve_installed
 from .interventions import (
     check_limit,
+    check_magnitude,
     check_together,
     check_without,
     edited_layers,
-    limit_of,
     reach_of,
     resolve_entry,
 )
@@ -111,7 +119,7 @@ def check_number(specs: Iterable[SteeringSpec], model_state: ModelState, prompts
 EntryT = TypeVar("EntryT", SteeringTemplate, StoredSteering)
 #: Fields that are valid together with `module`.
 BESIDE_MODULE = ("module", "layers", "positions", "scale")
-REFERENCE_RULES: tuple[tuple[str, Callable[[SteeringSpec, Bounds], Any]], ...] = (
+REFERENCE_RULES: Rules = (
     ("layers", lambda spec, bounds: None if spec.layers is None else edited_layers(spec, bounds)),
     (
         "positions",
@@ -207,16 +215,10 @@ def _check_scale(
         lambda error: invalid(field, f"{scale:.3g} times {whose} {number.name}: {error}"),
     ):
         check_limit(family, number, value)
-    if family.scale is not None and not reach * abs(scale) <= limit_of(bounds):
-        largest = reach * abs(scale)
-        limit = limit_of(bounds)
-        raise invalid(
-            field,
-            (
-                f"{scale:.3g} times {whose} scaled vector has an element of magnitude "
-                f"{largest:.3g}: {bounds.model.dtype} allows at most {limit:.3g}"
-            ),
-        )
+    if family.scale is not None:
+        with at_field(field):
+            what = f"{scale:.3g} times {whose} scaled vector "
+            check_magnitude(reach * abs(scale), bounds, what)
 
 
 def _own_positions(
@@ -247,7 +249,7 @@ def resolve_edits(
     model_state: ModelState = NOTHING,
     gated: Sequence[Gated] = (),
     scales: Sequence[float] = (),
-) -> tuple[list[list[StoredSteering]], dict[str, bytes]]:
+) -> tuple[PromptEdits, PackedTensors]:
     """Return the edits per prompt (patches, then steering, then what probes apply: `gated`), and
     the tensors that came with them, by content hash.
 
@@ -255,8 +257,8 @@ def resolve_edits(
     dose; steering, but not what probes apply, must be valid at each of them. Raises a 400 naming
     the field.
     """
-    blobs: dict[str, bytes] = {}
-    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts] if specs or gated else []
+    blobs: PackedTensors = {}
+    per_prompt: PromptEdits = [[] for _ in bounds.prompts] if specs or gated else []
     own = [module for module in gated if module.module is None]
     for index, spec in enumerate(specs):
         placed = _placed(spec, bounds, f"steering[{index}]", model_state, blobs)
@@ -279,7 +281,9 @@ def resolve_edits(
         _check_each(per_prompt, "patch", bounds.model)
     for module in gated:
         if module.module is not None:
-            _extend(per_prompt, _applied(module, bounds, _state_of(module.module)))
+            # what a policy's action refers to: its module alone
+            state = ModelState({module.module.name: module.module})
+            _extend(per_prompt, _applied(module, bounds, state))
     return per_prompt, blobs
 
 
@@ -290,12 +294,7 @@ def _extend(
         entries += added
 
 
-def _state_of(module: Module) -> ModelState:
-    """Return what a policy's action refers to: its module alone."""
-    return ModelState({module.name: module})
-
-
-def _applied(gated: Gated, bounds: Bounds, model_state: ModelState) -> list[list[StoredSteering]]:
+def _applied(gated: Gated, bounds: Bounds, model_state: ModelState) -> PromptEdits:
     """Return for each prompt the entries that a probe or a policy applies."""
     applied = [
         (entry.stored("all"), positions)
@@ -351,25 +350,17 @@ def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: M
 
 
 def _placed(
-    spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: dict[str, bytes]
+    spec: SteeringSpec, bounds: Bounds, at: str, model_state: ModelState, blobs: PackedTensors
 ) -> list[Placed]:
-    plain = _unqualified(spec, at, bounds.model)
+    check_trigger(spec.trigger, at, bounds.model)
     placed = (
-        _entries_of(plain, bounds, at, blobs, model_state.features)
+        _entries_of(spec, bounds, at, blobs, model_state.features)
         if spec.module is None
-        else _placed_of_module(plain, bounds, at, model_state)
+        else _placed_of_module(spec, bounds, at, model_state)
     )
     for entry, _ in placed:
         model_state.check_seen(at, entry.hook, entry.layers)
     return [(_qualified(entry, spec, at), positions) for entry, positions in placed]
-
-
-def _unqualified(spec: SteeringSpec, at: str, model: ModelInfo) -> SteeringSpec:
-    """Return the spec without its limit and trigger. Raises a 400 for one that is not valid."""
-    check_trigger(spec.trigger, at, model)
-    if spec.limit is None and spec.trigger is None:
-        return spec
-    return msgspec.structs.replace(spec, limit=None, trigger=None)
 
 
 def _qualified(entry: SteeringTemplate, spec: SteeringSpec, at: str) -> SteeringTemplate:
@@ -379,28 +370,24 @@ def _qualified(entry: SteeringTemplate, spec: SteeringSpec, at: str) -> Steering
 
 
 def limited(entry: EntryT, limit: EditLimit | None, at: str) -> EntryT:
-    """Return the entry with the stricter of its own limit and `limit`, of the spec at `at`."""
+    """Return the entry with the stricter of its own limit and `limit`, of the spec at `at`.
+
+    Raises a 400 for an entry whose edits cannot be limited: at hooks inside attention and MLP, each
+    tensor-parallel rank holds a part of the rows.
+    """
     if limit is None:
         return entry
-    check_limited([entry], f"{at}.limit")
+    if BANK[entry.hook] != RESIDUAL:
+        raise invalid(
+            f"{at}.limit",
+            f"edits at {entry.hook} cannot be limited: ranks hold parts of its rows",
+            allowed=", ".join(hook for hook, bank in BANK.items() if bank == RESIDUAL),
+        )
     return msgspec.structs.replace(entry, limit=strictest(entry.limit, limit.stored))
 
 
-def check_limited(entries: Iterable[SteeringTemplate | StoredSteering], field: str) -> None:
-    """Raises a 400 naming `field` for an entry whose edits cannot be limited: at hooks inside
-    attention and MLP, each tensor-parallel rank holds a part of the rows.
-    """
-    for entry in entries:
-        if BANK[entry.hook] != RESIDUAL:
-            raise invalid(
-                field,
-                f"edits at {entry.hook} cannot be limited: ranks hold parts of its rows",
-                allowed=", ".join(hook for hook, bank in BANK.items() if bank == RESIDUAL),
-            )
-
-
 def _entries_of(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: NamedFeatures
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors, features: NamedFeatures
 ) -> list[Placed]:
     """Return the entries of a spec other than a module, with their positions in each prompt."""
     if at in features.directions:
@@ -409,7 +396,7 @@ def _entries_of(
 
 
 def _entry_of(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: dict[str, bytes], features: NamedFeatures
+    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors, features: NamedFeatures
 ) -> Placed:
     if spec.extension is not None:
         return resolve_installed(spec, bounds, at, blobs)
@@ -434,7 +421,7 @@ class SteeringContent:
 
     entries: list[SteeringTemplate]
     reach: list[float]  # of each entry, see `Module.reach`
-    blobs: dict[str, bytes]  # tensors that came with them, by content hash
+    blobs: PackedTensors  # tensors that came with them, by content hash
 
     @property
     def size(self) -> int:
@@ -451,7 +438,7 @@ def resolve_module(
     """Return the content of a named module, each entry with `limit` or its own, if that is
     stricter. Raises a 400 naming the field.
     """
-    blobs: dict[str, bytes] = {}
+    blobs: PackedTensors = {}
     entries = []
     reach = []
     for index, spec in enumerate(specs):
@@ -464,10 +451,10 @@ def resolve_module(
         if spec.positions == []:
             raise invalid(f"{at}.positions", NO_POSITION)
         check_not_installed(spec, at)
-        plain = _unqualified(spec, at, model)
-        found = _entries_of(plain, Bounds(model, []), at, blobs, features)
+        check_trigger(spec.trigger, at, model)
+        found = _entries_of(spec, Bounds(model, []), at, blobs, features)
         entries += [limited(_qualified(entry, spec, at), limit, at) for entry, _ in found]
-        reach += _reaches(plain, at, features)
+        reach += _reaches(spec, at, features)
     _check_room([_unresolved(entry) for entry in entries], room_of(model))
     return SteeringContent(entries, reach, blobs)
 
@@ -477,7 +464,7 @@ def resolve_global(
 ) -> SteeringContent:
     """Return the content of global steering. Raises a 400 naming the field."""
     check_number(specs, model_state)
-    blobs: dict[str, bytes] = {}
+    blobs: PackedTensors = {}
     bounds = Bounds(model, [])
     entries = []
     listed = 0
@@ -574,6 +561,10 @@ def _room(rows: Sequence[SteeringRow]) -> Room:
     return Room(len(rows), sum(row.num_vectors for row in rows))
 
 
+def _triggers(rows: Sequence[SteeringRow]) -> int:
+    return len({row.condition[1] for row in rows} - {b""})
+
+
 def room_of(model: ModelInfo) -> Room:
     """Return the room of a request, and of a module; 0: not reported."""
     return Room(model.steering_rows, model.steering_entries)
@@ -605,7 +596,7 @@ def check_policies(gated: Sequence[Gated], model: ModelInfo, field: str) -> None
     for what, requested, most in (
         ("rows of the steering table", needed.rows, MAX_STEERING_ROWS),
         ("vectors", needed.entries, MAX_POLICY_VECTORS),
-        ("triggers", len({row.condition[1] for row in rows} - {b""}), MAX_TRIGGERS),
+        ("triggers", _triggers(rows), MAX_TRIGGERS),
     ):
         check(what, requested, most)
 
@@ -644,7 +635,7 @@ def _check_room(
     rows = steering_rows(entries)
     needed = _room(rows)
     whom = f" {whom}" if whom else ""
-    if (triggers := len({row.condition[1] for row in rows} - {b""})) > MAX_TRIGGERS:
+    if (triggers := _triggers(rows)) > MAX_TRIGGERS:
         raise invalid(
             field, f"has {triggers} different triggers{whom}", allowed=f"at most {MAX_TRIGGERS}"
         )

@@ -21,6 +21,7 @@ from ....schemas.prompts.selectors import (
     PositionWindow,
     RequestedPositions,
     SelectorError,
+    Sites,
     SpanFinder,
     no_text,
     resolve_layers,
@@ -75,6 +76,10 @@ class Bounds:
     found: Lookup = NOTHING_FOUND  # the registered artifacts that the request names
 
 
+#: Fields of a spec, each with what checks it and returns its value.
+Rules = tuple[tuple[str, Callable[[Any, Bounds], Any]], ...]
+
+
 class Positioned(Protocol):
     """A spec with positions."""
 
@@ -122,17 +127,14 @@ def one_hook(name: Any, bounds: Bounds) -> Hook:
     return served_hook(name, bounds.model.hooks, bounds.model.absent)
 
 
-def at_field(field: str) -> Translated[SelectorError]:
-    """Return a context whose errors are a 400 that names the field, and the place in it."""
-    return Translated(SelectorError, lambda error: invalid(f"{field}{error.at}", str(error)))
+def at_field(at: str) -> Translated[ValueError]:
+    """Turn a ValueError into a 400 at the field `at`, or below it if a SelectorError says where."""
+    return Translated(
+        ValueError, lambda error: invalid(f"{at}{getattr(error, 'at', '')}", str(error))
+    )
 
 
-def apply_rules(
-    rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]],
-    spec: Positioned,
-    bounds: Bounds,
-    at: str,
-) -> dict[str, Any]:
+def apply_rules(rules: Rules, spec: Positioned, bounds: Bounds, at: str) -> dict[str, Any]:
     """Return by field what its rule returns.
 
     Raises a 400 naming the field of the first rule that fails.
@@ -149,7 +151,8 @@ def apply_rules(
 # --- Rules of capture
 
 
-def _sites(spec: SitesSpec, bounds: Bounds) -> dict[Hook, list[int]]:
+def sites_of(spec: SitesSpec, bounds: Bounds) -> Sites:
+    """Return the sites of either form of the request. Raises SelectorError."""
     return resolve_sites(
         spec.wanted, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent
     )
@@ -166,7 +169,7 @@ def _all_layers(spec: SitesSpec, bounds: Bounds) -> None:
         resolve_layers(spec.layers, bounds.model.num_layers)
 
 
-def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
+def _consumers(spec: CaptureSpec, bounds: Bounds) -> None:
     present = bounds.model.consumers or list(DEFAULT_CONSUMERS)
     for index, name in enumerate(spec.consumers):
         if name not in present:
@@ -175,7 +178,6 @@ def _consumers(spec: CaptureSpec, bounds: Bounds) -> list[str]:
             )
         if name in spec.consumers[:index]:
             raise SelectorError(f"{name!r} is listed twice", f"[{index}]")
-    return spec.consumers
 
 
 def _of(spec: CaptureSpec, bounds: Bounds) -> None:
@@ -212,21 +214,36 @@ def _run(spec: CaptureSpec, bounds: Bounds) -> None:
 
 
 #: Rules of sites; the value for `hooks` has the sites of both forms of the request.
-SITE_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+SITE_RULES: Rules = (
     ("hook", _one_hook),
     ("layers", _all_layers),
-    ("hooks", _sites),
+    ("hooks", sites_of),
 )
 
-CAPTURE_RULES: tuple[tuple[str, Callable[[CaptureSpec, Bounds], Any]], ...] = (
+CAPTURE_RULES: Rules = (
     *SITE_RULES,
-    ("heads", lambda spec, bounds: heads_of(spec.heads, list(_sites(spec, bounds)), bounds.model)),
+    (
+        "heads",
+        lambda spec, bounds: heads_of(spec.heads, [*sites_of(spec, bounds)], bounds.model),
+    ),
     ("positions", _positions),
     ("consumers", _consumers),
     ("run", _run),
     ("of", _of),
     ("scalar", _scalar),
 )
+
+
+def stored_captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
+    """Return one capture per prompt. Raises a 400 naming the field below `at`."""
+    made = apply_rules(CAPTURE_RULES, spec, bounds, at)
+    window = window_of(spec.positions)
+    tokens = sum(prompt.tokens + bounds.max_tokens for prompt in bounds.prompts)
+    check_window(window, bounds.probes, bounds.model, f"{at}.positions", tokens)
+    return [
+        spec.stored(made["hooks"], chosen, heads=made["heads"], window=window)
+        for chosen in made["positions"]
+    ]
 
 
 #: Returns one capture per prompt, of a spec in the model's bounds and its place in the request.
@@ -237,14 +254,14 @@ def resolve_captures(
     spec: CaptureSpec | None,
     bounds: Bounds,
     readings: Sequence[tuple[str, list[StoredCapture]]] = (),
-    stored: Stored | None = None,
+    stored: Stored = stored_captures,
     held: Sequence[tuple[str, StoredCapture]] = (),
 ) -> list[list[StoredCapture]]:
     """Return the captures of each prompt: the user's, those for readings, then global capture;
     empty if there are none.
 
-    `readings`: (field of the request, one capture per prompt). `stored` resolves `spec`, by default
-    `stored_captures`. `held`: what else of the request takes room in a step, of each prompt.
+    `readings`: (field of the request, one capture per prompt). `stored` resolves `spec`. `held`:
+    what else of the request takes room in a step, of each prompt.
 
     Raises a 400 naming the field of what the user requests; never because of global capture.
     """
@@ -256,16 +273,16 @@ def resolve_captures(
             "capture.tag",
             f"{spec.tag!r} is the tag of the operator's global capture: choose another",
         )
-    stored = stored or stored_captures
     request = [("capture", stored(spec, bounds, "capture"))] if spec is not None else []
-    for field, captures in [*request, *readings]:
+    asked = [*request, *readings]
+    for field, captures in asked:
         for index, capture in enumerate(captures):
             per_prompt[index].append(capture)
             _check_step(field, per_prompt[index], index, bounds)
     _check_memory(
         [
             ("capture.consumers" if field == "capture" else field, captures)
-            for field, captures in [*request, *readings]
+            for field, captures in asked
         ],
         bounds,
     )
@@ -282,29 +299,6 @@ def split(captures: Sequence[StoredCapture], model: ModelInfo) -> list[StoredCap
     separately.
     """
     return [part for capture in captures for part in capture.split(model.inside)]
-
-
-def stored_captures(spec: CaptureSpec, bounds: Bounds, at: str) -> list[StoredCapture]:
-    """Return one capture per prompt. Raises a 400 naming the field below `at`."""
-    made = apply_rules(CAPTURE_RULES, spec, bounds, at)
-    window = window_of(spec.positions)
-    tokens = sum(prompt.tokens + bounds.max_tokens for prompt in bounds.prompts)
-    check_window(window, bounds.probes, bounds.model, f"{at}.positions", tokens)
-    return [
-        StoredCapture(
-            sites=made["hooks"],
-            positions=chosen,
-            tag=spec.tag,
-            every_n=spec.every_n,
-            at=spec.at,
-            dtype=spec.dtype,
-            layout=spec.layout,
-            consumers=made["consumers"],
-            heads=made["heads"],
-            window=window,
-        )
-        for chosen in made["positions"]
-    ]
 
 
 def _add(

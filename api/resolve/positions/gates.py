@@ -15,8 +15,9 @@ from ....schemas.artifacts.probes import Probe, ProbeUse
 from ....schemas.base.errors import invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import PositionSelector, PositionWindow
-from ....schemas.requests.specs import SteeringSpec, StoredSteering
+from ....schemas.requests.specs import PromptEdits, SteeringSpec, StoredSteering
 from ....schemas.requests.steering import Module
+from ..prompts.request_parsing import ParsedRequest
 from .captures import Bounds
 
 
@@ -38,6 +39,12 @@ def gated_by(request: Sequence[str | ProbeUse]) -> list[Gated]:
         for index, use in enumerate(request)
         if isinstance(use, ProbeUse) and use.action == "steer" and use.module is not None
     ]
+
+
+def all_steering(parsed: ParsedRequest) -> dict[str, SteeringSpec]:
+    """Return field → spec of the request's steering and of the modules that its probes apply."""
+    own = {f"steering[{index}]": spec for index, spec in enumerate(parsed.steering)}
+    return own | {gated.at: gated.spec for gated in gated_by(parsed.probes)}
 
 
 def check_use(use: ProbeUse, probe: Probe, at: str, model: ModelInfo) -> None:
@@ -85,12 +92,12 @@ def gated_entries(
     gated: Gated,
     entries: Sequence[tuple[StoredSteering, Sequence[PositionSelector]]],
     bounds: Bounds,
-) -> list[list[StoredSteering]]:
+) -> PromptEdits:
     """Return the module's gated entries for each prompt.
 
     `entries`: each with its positions in each prompt. Raises a 400 naming the module.
     """
-    per_prompt: list[list[StoredSteering]] = [[] for _ in bounds.prompts]
+    per_prompt: PromptEdits = [[] for _ in bounds.prompts]
     for number, (entry, positions) in enumerate(entries):
         for index, (prompt, selector) in enumerate(zip(bounds.prompts, positions, strict=True)):
             result = generated(selector, prompt.tokens)
@@ -122,8 +129,7 @@ def gated_entries(
 def generated(positions: PositionSelector, prompt_tokens: int) -> PositionSelector | None:
     """Return the part of `positions` after the prompt; None if there is none, or for a list."""
     if isinstance(positions, PositionWindow):
-        skipped = -(-max(prompt_tokens - positions.start, 0) // positions.step)
-        start = positions.start + skipped * positions.step
+        start = positions.first_from(prompt_tokens)
         return (
             PositionWindow(start=start, stop=positions.stop, step=positions.step)
             if positions.stop is None or start < positions.stop

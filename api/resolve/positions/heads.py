@@ -11,7 +11,6 @@ from ....schemas.jobs.models import ModelInfo
 from ....schemas.model.banks import BANK, OF_HEADS, RowShape
 from ....schemas.prompts.selectors import (
     HeadSelector,
-    Hook,
     SelectorError,
     resolve_hook,
     resolve_layers,
@@ -94,27 +93,20 @@ def of_spec(spec: SteeringSpec, model: ModelInfo) -> list[int]:
 
 
 def widened(spec: SteeringSpec, heads: Sequence[int], model: ModelInfo) -> SteeringSpec:
-    """Return the entry with tensors as wide as whole rows, 0 outside the heads.
-
-    A tensor as wide as one head is repeated for each head.
-    """
+    """Return the entry with its tensors as `whole_tensor` makes them."""
     shape = model.inside[resolve_hook(spec.hook or "post_block")]
     wide = {
-        name: tensor
+        name: whole_tensor(tensor, heads, shape)
         for name in TENSORS
         if TENSORS[name].wide and (tensor := getattr(spec, name, None)) is not None
     }
-    return msgspec.structs.replace(
-        spec, heads=None, **{name: _whole(tensor, heads, shape) for name, tensor in wide.items()}
-    )
+    return msgspec.structs.replace(spec, heads=None, **wide)
 
 
-def whole_vector(vector: Tensor, heads: Sequence[int], hook: Hook, model: ModelInfo) -> Tensor:
-    """Return the vector as wide as a row, 0 outside `heads`; it is given for a head or a row."""
-    return _whole(vector, heads, model.inside[hook])
-
-
-def _whole(tensor: Tensor, heads: Sequence[int], shape: RowShape) -> Tensor:
+def whole_tensor(tensor: Tensor, heads: Sequence[int], shape: RowShape) -> Tensor:
+    """Return a tensor that is given for one head or for whole rows, as wide as these: 0 outside
+    `heads`, and that of one head repeated for each.
+    """
     if not tensor.shape or tensor.shape[-1] not in (shape.width, shape.size):
         return tensor  # rejected later for its shape
     values: Any = to_numpy(tensor)

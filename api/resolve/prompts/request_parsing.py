@@ -168,7 +168,6 @@ class ParsedRequest:
     prompts: list[ParsedPrompt]
     sampling: Sampling
     sampling_at: str = ""
-    max_tokens_at: str = "max_tokens"
     fill_max_tokens: bool = False  # generate as long as the model's length allows
     n: int = 1  # outputs of each prompt
     tools: ToolUse | None = None
@@ -221,7 +220,6 @@ def parse_job(body: JobRequest) -> ParsedRequest:
             ),
         ),
         sampling_at="sampling.",
-        max_tokens_at="sampling.max_tokens",
     )
 
 
@@ -275,10 +273,13 @@ def parse_chat(body: ChatRequest) -> ParsedRequest:
         sampling=_sampling(
             body, max_tokens or 1, (body.top_logprobs or 0) if body.logprobs else None
         ),
-        max_tokens_at=named,
         fill_max_tokens=max_tokens is None,
         stream=bool(body.stream),
-        written={"sampling.max_tokens": named, "sampling.logprobs": "top_logprobs"},
+        written={
+            "max_tokens": named,
+            "sampling.max_tokens": named,
+            "sampling.logprobs": "top_logprobs",
+        },
     )
 
 

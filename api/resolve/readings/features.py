@@ -3,7 +3,7 @@
 from functools import partial
 
 from ....schemas.artifacts.saes import Sae
-from ....schemas.prompts.selectors import Hook, PositionSelector, SelectorError
+from ....schemas.prompts.selectors import PositionSelector, SelectorError, Sites
 from ....schemas.readings.features import FeatureSpec, StoredFeatures
 from ..positions.captures import Bounds, apply_rules, positions_of_each
 from .saes import named_sae
@@ -17,7 +17,7 @@ def _top_k(sae: Sae, spec: FeatureSpec, bounds: Bounds) -> int:
 
 def resolve_features(
     spec: FeatureSpec, bounds: Bounds, at: str
-) -> tuple[StoredFeatures, dict[Hook, list[int]], list[PositionSelector]]:
+) -> tuple[StoredFeatures, Sites, list[PositionSelector]]:
     """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
     sae = named_sae(spec.sae, f"{at}.sae", bounds.model, bounds.found)
     rules = (("positions", positions_of_each), ("top_k", partial(_top_k, sae)))

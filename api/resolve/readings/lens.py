@@ -2,8 +2,7 @@
 registration of tuned lenses.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import msgspec
 
@@ -13,16 +12,16 @@ from ....schemas.artifacts.tuned_lenses import LENS_HOOKS, TunedLens, TunedLensR
 from ....schemas.base.errors import Translated, invalid
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import (
-    Hook,
     PositionSelector,
     SelectorError,
+    Sites,
     as_ranges,
     resolve_hook,
     resolve_layers,
 )
 from ....schemas.readings.lens import LensSpec, NamedToken, StoredLens
 from ....storage.formats.lens_files import check_on, folder_of
-from ..positions.captures import Bounds, apply_rules, one_hook, positions_of_each
+from ..positions.captures import Bounds, Rules, apply_rules, one_hook, positions_of_each
 from ..prompts.tokenizer import Codec, TooLong
 
 # --- Registration --------------------------------------------------------------------------------
@@ -169,7 +168,7 @@ def _top_k(spec: LensSpec, bounds: Bounds) -> int:
     return spec.top_k
 
 
-LENS_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+LENS_RULES: Rules = (
     ("hook", _hook),
     ("layers", lambda spec, bounds: resolve_layers(spec.layers, bounds.model.num_layers)),
     ("positions", positions_of_each),
@@ -180,7 +179,7 @@ LENS_RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 
 def resolve_lens(
     spec: LensSpec, bounds: Bounds, at: str
-) -> tuple[StoredLens, dict[Hook, list[int]], list[PositionSelector]]:
+) -> tuple[StoredLens, Sites, list[PositionSelector]]:
     """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
     tuned = _maps(spec, bounds, at)
     if tuned is not None:

@@ -29,7 +29,7 @@ from ....schemas.base.limits import (
     MAX_TAG,
 )
 from ....schemas.base.records import now, to_msgpack
-from ....schemas.base.tensors import Tensor, content_hash, from_numpy, to_numpy
+from ....schemas.base.tensors import PackedTensors, Tensor, content_hash, from_numpy, to_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import HOOKS, Span, resolve_layers
 from ....schemas.prompts.windows import When
@@ -46,6 +46,7 @@ from ....schemas.requests.policies import (
 from ....schemas.requests.specs import CaptureSpec, SteeringSpec
 from ....schemas.requests.steering import Module
 from ....schemas.settings.settings import Settings
+from ..edits.interventions import check_finite
 from ..edits.model_state import ModelState, unknown_module
 from ..edits.steering import check_policies
 from ..positions.captures import (
@@ -60,10 +61,13 @@ from ..positions.gates import Gated, check_use
 from ..prompts.callback_url import check_receiver
 from ..prompts.request_parsing import ParsedRequest
 
+#: Captures, each with its field of the request.
+NamedCaptures = list[tuple[str, CaptureSpec]]
+
 
 def resolve_probe(
     probe_request: ProbeRequest, name: str, model: ModelInfo
-) -> tuple[Probe, dict[str, bytes]]:
+) -> tuple[Probe, PackedTensors]:
     """Return what should be registered, and its packed tensors by content hash.
 
     Raises a 400 naming the field and what is valid.
@@ -135,12 +139,8 @@ def _numbers(field: str, tensor: Tensor) -> np.ndarray:
     """Float32. Raises a 400 for values that are not finite, also once they are float32."""
     with np.errstate(over="ignore"):
         values: np.ndarray = to_numpy(tensor).astype(np.float32)
-    bad = np.flatnonzero(~np.isfinite(values))
-    if len(bad):
-        raise invalid(
-            f"{field}.data",
-            (f"element {bad[0]} is not finite (non-finite elements: {len(bad)} of {values.size})"),
-        )
+    with at_field(f"{field}.data"):
+        check_finite(values)
     return values
 
 
@@ -356,9 +356,9 @@ class Applied:
 
     probes: list[StoredProbe] = field(default_factory=list)
     gated: list[Gated] = field(default_factory=list)
-    captures: list[tuple[str, CaptureSpec]] = field(default_factory=list)  # field → capture
+    captures: NamedCaptures = field(default_factory=list)  # field → capture
     # captures of policies that do not act on this request, but may act on its like
-    idle: list[tuple[str, CaptureSpec]] = field(default_factory=list)
+    idle: NamedCaptures = field(default_factory=list)
     hooks: dict[str, Callback] = field(default_factory=dict)  # policy → its webhook
 
 
@@ -385,11 +385,11 @@ def policies_of(
         policy = found.known(POLICIES, name, at)
         if (why := unfit(policy.current, model)) is not None:
             raise invalid(at, f"{name!r} {why}")
-        _apply(policy, at, scores_of(policy), result)
+        _apply(policy, at, result)
     of_all = {policy.name: policy for policy in all_fitting(watching, model)}
     for name, policy in of_all.items():
         if name not in named:
-            _apply(policy, "policies", scores_of(policy), result)
+            _apply(policy, "policies", result)
     # As if all acted, so that no change of the mode decides.
     alone = [found.known(POLICIES, name, "policies") for name in named if name not in of_all]
     check_policies(_modules_of(alone, "policies"), model, "policies")
@@ -418,8 +418,9 @@ def _tag_of(name: str) -> str:
     return f"policy_{name.replace('.', '-')}"[: MAX_TAG - 13] + f"-{digest}"
 
 
-def _apply(policy: Policy, at: str, scores: StoredProbe, result: Applied) -> None:
+def _apply(policy: Policy, at: str, result: Applied) -> None:
     """Add a policy, with what its actions need, to `result`."""
+    scores = scores_of(policy)
     result.probes.append(scores)
     result.hooks.update(hooks_of([policy], [scores]))
     gated, captures = _actions_of(policy.name, policy.current, at)
@@ -432,12 +433,12 @@ def _apply(policy: Policy, at: str, scores: StoredProbe, result: Applied) -> Non
 
 def _actions_of(
     policy: str, version: PolicyVersion, at: str = ""
-) -> tuple[list[Gated], list[tuple[str, CaptureSpec]]]:
+) -> tuple[list[Gated], NamedCaptures]:
     """Return the modules that a version applies, and its captures with their fields. `at`: field of
     a request; by default those of its registration.
     """
     gated = list[Gated]()
-    captures = list[tuple[str, CaptureSpec]]()
+    captures = NamedCaptures()
     modules = iter(version.modules)
     scores = POLICY + policy
     for number, action in enumerate(version.content.actions):

@@ -2,64 +2,38 @@
 what the model's ranks declare.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import msgspec
 
 from ....schemas.base.errors import invalid
 from ....schemas.base.limits import MAX_READER_ARTIFACTS
 from ....schemas.base.records import to_msgpack
-from ....schemas.extensions import Extension, ReaderTerms, artifacts_named
+from ....schemas.extensions import Extension, ReaderTerms, artifacts_named, checked_options
 from ....schemas.model.banks import RESIDUAL, banks_of
-from ....schemas.prompts.selectors import Hook, PositionSelector, SelectorError, resolve_sites
-from ....schemas.readings.installed import OptionValue, ReaderSpec, StoredReader
+from ....schemas.prompts.selectors import PositionSelector, SelectorError, Sites
+from ....schemas.readings.installed import OptionValues, ReaderSpec, StoredReader
 from ....schemas.requests.artifact_kinds import ARTIFACTS
-from ..positions.captures import SITE_RULES, Bounds, apply_rules, positions_of_each
+from ..positions.captures import SITE_RULES, Bounds, Rules, apply_rules, positions_of_each, sites_of
 
 
 def _name(spec: ReaderSpec, bounds: Bounds) -> tuple[Extension, ReaderTerms]:
-    installed = {
-        extension.name: (extension, extension.reader)
-        for extension in bounds.model.extensions
-        if extension.kind == "reader" and extension.reader is not None
-    }
-    if spec.name not in installed:
-        valid = (
-            f"valid: {', '.join(sorted(installed))}"
-            if installed
-            else f"no readers are installed for {bounds.model.name} (setting extensions)"
-        )
-        raise SelectorError(f"unknown reader {spec.name!r}; {valid}")
-    return installed[spec.name]
+    extension = bounds.model.installed("reader", spec.name)
+    assert extension.reader is not None, "as of every reader"
+    return extension, extension.reader
 
 
-def _options(spec: ReaderSpec, bounds: Bounds) -> dict[str, OptionValue]:
+def _options(spec: ReaderSpec, bounds: Bounds) -> OptionValues:
     """Return every declared option; one that the request omits has its default."""
     _, terms = _name(spec, bounds)
-    for name, value in spec.options.items():
-        if name not in terms.options:
-            raise SelectorError(
-                f"unknown; valid options of {spec.name}: {', '.join(terms.options) or 'none'}",
-                f".{name}",
-            )
-        try:
-            terms.options[name].checked(value)
-        except ValueError as error:
-            raise SelectorError(str(error), f".{name}") from error
+    options = checked_options(spec.name, terms.options, spec.options)
+    for name in spec.options:
         if (kind := terms.options[name].artifact) and kind not in ARTIFACTS:
             raise SelectorError(f"no package that is installed here has {kind}", f".{name}")
-    return {
-        name: option.checked(spec.options.get(name, option.default))
-        for name, option in terms.options.items()
-    }
+    return options
 
 
-def _whole_rows(spec: ReaderSpec, bounds: Bounds) -> dict[Hook, list[int]]:
+def _whole_rows(spec: ReaderSpec, bounds: Bounds) -> Sites:
     """A reader gets whole rows, and those of one reading have one width."""
-    sites = resolve_sites(
-        spec.wanted, bounds.model.num_layers, bounds.model.hooks, bounds.model.absent
-    )
+    sites = sites_of(spec, bounds)
     banks = banks_of(sites)
     if len(banks) > 1:
         listing = " | ".join(", ".join(sites) for sites in banks.values())
@@ -76,7 +50,7 @@ def _whole_rows(spec: ReaderSpec, bounds: Bounds) -> dict[Hook, list[int]]:
     return sites
 
 
-RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
+RULES: Rules = (
     ("name", _name),
     *SITE_RULES,
     ("hooks", _whole_rows),
@@ -87,7 +61,7 @@ RULES: tuple[tuple[str, Callable[[Any, Bounds], Any]], ...] = (
 
 def resolve_reader(
     spec: ReaderSpec, bounds: Bounds, at: str
-) -> tuple[StoredReader, dict[Hook, list[int]], list[PositionSelector]]:
+) -> tuple[StoredReader, Sites, list[PositionSelector]]:
     """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
     made = apply_rules(RULES, spec, bounds, at)
     extension, terms = made["name"]

@@ -10,6 +10,9 @@ from litestar.params import QueryParameter
 from midstream.api.context import AppContext
 from midstream.api.routes.captures import (
     CAPTURE_ERRORS,
+    LayersParameter,
+    PromptParameter,
+    TagParameter,
     captured,
     entries_of,
     hook_of,
@@ -26,7 +29,6 @@ from midstream.schemas.base.errors import MidstreamError, invalid
 from midstream.schemas.base.limits import (
     MAX_COUNT,
     MAX_LAYER,
-    MAX_LAYER_TEXT,
     MAX_MODULE_NAME,
     MAX_NORM_BYTES,
     MAX_NORM_ROWS,
@@ -69,27 +71,15 @@ async def get_norms(
     context: AppContext,
     page: PageState,
     caller: Caller,
-    prompt: Annotated[
-        int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")
-    ] = 0,
+    prompt: PromptParameter = 0,
     hook: Annotated[
         str | None,
         QueryParameter(
             max_length=MAX_TAG, description=f"Hook point; default: {USUAL}, or the first one"
         ),
     ] = None,
-    layers: Annotated[
-        str | None,
-        QueryParameter(
-            max_length=MAX_LAYER_TEXT, description="For example `3`, `3,7` or `3-7`; default: all"
-        ),
-    ] = None,
-    tag: Annotated[
-        str | None,
-        QueryParameter(
-            max_length=MAX_TAG, description="Tag of the capture; default: the job's own"
-        ),
-    ] = None,
+    layers: LayersParameter = None,
+    tag: TagParameter = None,
     module: Annotated[
         str | None,
         QueryParameter(

@@ -14,7 +14,7 @@ from midstream.api.resolve.admission.costs import (
     SEARCHED_CHARACTERS,
     SPAN_COST,
 )
-from midstream.api.resolve.edits.patches import mask_tensor
+from midstream.api.resolve.edits.interventions import mask_tensor
 from midstream.api.resolve.edits.steering import NO_POSITION
 from midstream.api.resolve.positions.captures import Bounds, at_field, one_hook
 from midstream.api.resolve.prompts.tokenizer import Codec
