@@ -75,7 +75,6 @@ class RankWatch:
     ) -> None:
         self._broker = broker
         self._engine = engine
-        self._settings = settings
         self._boot = boot
         self._publish = publish
         self._worker = settings.worker_id

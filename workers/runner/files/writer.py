@@ -178,7 +178,6 @@ class CaptureWriter:
             work: _Turns() if work == "reading" else queue.SimpleQueue() for work in works
         }
         self._first = works[0]
-        self._pending = 0
         self.backlog = backlog or Backlog()
         self._sends = backlog is None
         # counts since the start
@@ -244,15 +243,11 @@ class CaptureWriter:
 
     def _put(self, item: WriteJob | _Part, work: WriterWork) -> None:
         of = self.done_as(work)
-        with self._lock:
-            self._pending += 1
-            if self._sends:  # else another process adds to it, which may lose what it adds
+        if self._sends:  # else another process adds to it, which may lose what it adds
+            with self._lock:
                 self.backlog.send(item.size, of)
         self._queues[of].put(item)
 
-    def busy(self) -> bool:
-        """Return whether anything remains to be written."""
-        return self._pending > 0
 
     def close(self) -> None:
         """Write everything that is queued, and stop."""
@@ -267,12 +262,10 @@ class CaptureWriter:
         while group := self._gather(work):
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
-            count = len(group)
             size = sum(job.size for job in group)
             # free the rows' memory before the job is counted as written
             group.clear()
             with self._lock:
-                self._pending -= count
                 self.backlog.free(size, work)
         filesystem.close()
 
@@ -305,7 +298,6 @@ class CaptureWriter:
         except Exception:  # the build of the request's capture will find the missing rows
             logger.exception("rows of a capture could not be written")
         with self._lock:
-            self._pending -= 1
             self.backlog.free(part.size, work)
 
     def _write(self, group: Sequence[WriteJob], consumers: Mapping[str, Consumer]) -> list[Receipt]:
