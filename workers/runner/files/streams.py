@@ -284,41 +284,32 @@ class SealedRows:
         return FileBytes(manifest, [], size, crc, self._draft)
 
 
-class StreamFiles:
-    """Opens the files of streams."""
-
-    def __init__(
-        self, store: ArtifactStore, scratch: Callable[[], Draft], origin: Callable[[], Origin]
-    ) -> None:
-        """`scratch()` creates a temporary file, for captures that the store cannot adopt.
-        `origin()`: that of the rows.
-        """
-        self._store = store
-        self._scratch = scratch
-        self._origin = origin
-
-    def begin(self, stream: RecordingFile) -> tuple[Draft, int]:
-        """Create the file of a stream; return it with the bytes reserved for its header."""
-        opened = stream.opened
-        capture = stream.capture
-        most = stream.order.tolist()
-        largest = opened.shape.finished(  # with the longest manifest that is possible
-            opened.spec,
-            self._origin(),
-            positions=most,
-            token_ids=[_LARGEST] * len(most),
-            rows=lambda hook, layer: [],
-            reused=_LARGEST,
-            non_finite={(hook, layer): _LARGEST for hook, layer, _ in opened.shape.ports},
-        )
-        header = encode_header(_tensors_of(largest), largest.manifest(largest.sites))
-        streamable = "filesystem" in capture.consumers and capture.layout in ("auto", "packed")
-        draft = (
-            self._store.draft(file_name(largest))
-            if streamable and isinstance(self._store, Drafts)
-            else None
-        )
-        return draft if draft is not None else self._scratch(), len(header)
+def begin_file(
+    store: ArtifactStore,
+    scratch: Callable[[], Draft],
+    origin: Callable[[], Origin],
+    stream: RecordingFile,
+) -> tuple[Draft, int]:
+    """Create the file of a stream; return it with the bytes reserved for its header. `scratch()`
+    creates a temporary file, for captures that the store cannot adopt. `origin()`: that of the
+    rows.
+    """
+    opened = stream.opened
+    capture = stream.capture
+    most = stream.order.tolist()
+    largest = opened.shape.finished(  # with the longest manifest that is possible
+        opened.spec,
+        origin(),
+        positions=most,
+        token_ids=[_LARGEST] * len(most),
+        rows=lambda hook, layer: [],
+        reused=_LARGEST,
+        non_finite={(hook, layer): _LARGEST for hook, layer, _ in opened.shape.ports},
+    )
+    header = encode_header(_tensors_of(largest), largest.manifest(largest.sites))
+    streamable = "filesystem" in capture.consumers and capture.layout in ("auto", "packed")
+    draft = store.draft(file_name(largest)) if streamable and isinstance(store, Drafts) else None
+    return draft if draft is not None else scratch(), len(header)
 
 
 def _tensors_of(capture: FinishedCapture) -> list[tuple[str, str, list[int], int]]:

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -17,7 +17,7 @@ from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import WriterWork
 from ....storage.capture_usage import CaptureUsage
 from ....storage.store import ArtifactStore
-from ..base.backlog import Backlog
+from ..base.backlog import WORKS, Backlog
 from .consumers import BUILT_IN, PLACING, Logging, MemoryConsumer, installed, placing
 from .finished_rows import Consumer, FinishedCapture, Outcome
 from .layouts import Filesystem, StoreConfig, each
@@ -158,7 +158,7 @@ class CaptureWriter:
         begin: Callable[[], None] = lambda: None,
         readings: Consumer | None = None,
         backlog: Backlog | None = None,
-        works: Sequence[WriterWork] = ("writer", "placed", "reading"),
+        works: Sequence[WriterWork] = WORKS,
     ) -> None:
         """`threads`: of each kind of work. `memory_limit`: bytes that the consumer `memory` may put
         into a receipt. `begin`: called first in each thread. `readings`: the consumer that computes
@@ -247,7 +247,6 @@ class CaptureWriter:
             with self._lock:
                 self.backlog.send(item.size, of)
         self._queues[of].put(item)
-
 
     def close(self) -> None:
         """Write everything that is queued, and stop."""
@@ -449,12 +448,12 @@ def make_writer(
     boot: str,
     outbox: ReceiptOutbox,
     threads: int,
-    begin: Callable[[], None] = lambda: None,
-    readings: Consumer | None = None,
-    backlog: Backlog | None = None,
-    works: Sequence[WriterWork] = ("writer", "placed", "reading"),
+    works: Sequence[WriterWork] = WORKS,
+    **options: Any,
 ) -> CaptureWriter:
-    """Return the writer of a rank, whose rows go to `captures`; see `CaptureWriter`."""
+    """Return the writer of a rank, whose rows go to `captures`. `options`: as `works`, further
+    arguments of `CaptureWriter`.
+    """
     store = StoreConfig(
         store=captures,
         # a rank may have a second writer, of readings alone
@@ -468,8 +467,6 @@ def make_writer(
         outbox=outbox,
         threads=threads,
         memory_limit=sizes.memory_limit_kib << 10,
-        begin=begin,
-        readings=readings,
-        backlog=backlog,
         works=works,
+        **options,
     )
