@@ -134,7 +134,21 @@ def _entries(rows: Iterable[RowDemand]) -> int:
     return sum(row.entries for row in rows)
 
 
-class CaptureBudget(_Gate[int]):
+class _Sum(_Gate[int]):
+    """A gate of demands that add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held = 0
+
+    def _take(self, demand: int) -> None:
+        self._held += demand
+
+    def _give_back(self, demand: int) -> None:
+        self._held -= demand
+
+
+class CaptureBudget(_Sum):
     """Limits the bytes of captured rows in flight, which stay in memory until the request has ended
     and its file is written.
 
@@ -144,19 +158,12 @@ class CaptureBudget(_Gate[int]):
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
-        self._held = 0
 
     def _fits(self, demand: int) -> bool:
         return self._held == 0 or self._held + demand <= self._limit
 
-    def _take(self, demand: int) -> None:
-        self._held += demand
 
-    def _give_back(self, demand: int) -> None:
-        self._held -= demand
-
-
-class CellSlots(_Gate[int]):
+class CellSlots(_Sum):
     """Limits the cells of sweeps, or sequences of harvests, in the engine to `limit()`, which may
     change between calls and is at least 1.
     """
@@ -164,7 +171,6 @@ class CellSlots(_Gate[int]):
     def __init__(self, limit: Callable[[], int]) -> None:
         super().__init__()
         self._limit = limit
-        self._held = 0
 
     async def acquire(self) -> None:
         await self._acquire(1)
@@ -174,12 +180,6 @@ class CellSlots(_Gate[int]):
 
     def _fits(self, demand: int) -> bool:
         return self._held + demand <= self._limit()
-
-    def _take(self, demand: int) -> None:
-        self._held += demand
-
-    def _give_back(self, demand: int) -> None:
-        self._held -= demand
 
 
 class FairTurns:
