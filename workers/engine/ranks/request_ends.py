@@ -19,7 +19,7 @@ class Ends:
         self._sending: set[asyncio.Task[None]] = set()
 
     def notify(self, key: str, num_tokens: int) -> Awaitable[None]:
-        """Send a notice, see `DataPlane.end`; it is sent whether or not the result is awaited.
+        """Send a notice, see `Requests.end`; it is sent whether or not the result is awaited.
 
         Await the result to continue only after the engine core has the notice.
         """

@@ -65,7 +65,7 @@ def test_a_request_that_is_removed_and_added_again_while_it_lives_is_recorded_on
 def test_a_cancelled_request_is_not_reported_and_leaves_nothing(rig: Rig) -> None:
     request = steered(1, captures=capturing(1).captures)
     rig.step((request, 0, 6), new=[request])
-    rig.plane.end("j1.0.1", -1)
+    rig.plane._requests.end("j1.0.1", -1)
     rig.step(aborted=[request])
     status = rig.plane.status()
     assert status["requests"] == 0

@@ -243,7 +243,7 @@ def test_a_cancelled_capture_leaves_nothing_on_the_disk(rig: Rig) -> None:
     wait_for(rig)
     stream = written(rig, request)
     held = FileStore(rig.directory / "captures").used()
-    rig.plane.end("j1.0.1", -1)
+    rig.plane._requests.end("j1.0.1", -1)
     rig.step(aborted=[request])
     descriptor = stream._draft._descriptor
     assert os.fstat(descriptor).st_size > held
@@ -442,7 +442,7 @@ def test_a_stop_string_that_is_found_late_finds_its_rows(
     recording = request_recording(rig, request)
     most = recording.capture.count_held(100, request.max_tokens, ends_late=True)
     assert recording.nbytes <= most * 2 * HIDDEN * 4, "of two layers"
-    rig.plane.end("j1.0.1", kept)
+    rig.plane._requests.end("j1.0.1", kept)
     rig.step(aborted=[request])
     assert rig.told()["j1"].status == "ok"
     head, tail = window.ends
