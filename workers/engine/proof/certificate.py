@@ -50,7 +50,6 @@ from ..requests import trial_request
 from .comparison import (
     BEYOND,
     STREAM_TENSORS,
-    Checkpoint,
     ComparedPrompt,
     Comparison,
     Difference,
@@ -61,6 +60,7 @@ from .comparison import (
     suspects,
     verdict as compared_verdict,
 )
+from .reference import Checkpoint
 
 #: The job of all requests of the run. No job of a user has this id.
 JOB = "certificate"
@@ -313,7 +313,7 @@ class _Run:
             )
         if (reference := await comparing.plan()) is None:
             return [], {}
-        kept, kinds, missing, _ = reference.truncation
+        kept, kinds, missing = reference.truncation
         layers = self._layers[:kept]
         skipped = {}
         base = [*self._prompt, *self._generated]
