@@ -28,11 +28,9 @@ class Overload:
         limit: int,
         backlog: Backlog,
         work: WriterWork = "writer",
-        patience_s: float = PATIENCE_S,
     ) -> None:
         self._policy = policy
         self._limit = limit
-        self._patience_s = patience_s
         self._backlog = backlog
         self._work = work
         self.dropping = policy == "drop"
@@ -43,7 +41,7 @@ class Overload:
 
     @property
     def behind(self) -> bool:
-        """Return whether, with `block`, the writers freed nothing for `patience_s` while the
+        """Return whether, with `block`, the writers freed nothing for `PATIENCE_S` while the
         backlog exceeded the limit, and it still does: then captures fail, and the worker admits
         none.
         """
@@ -54,7 +52,7 @@ class Overload:
         elif freed != self._freed:
             self._freed = freed
             self._since = now
-        elif now - self._since > self._patience_s:
+        elif now - self._since > PATIENCE_S:
             self._gave_up = self._policy == "block"
         return self._gave_up
 
@@ -73,7 +71,7 @@ class Overload:
             self._gave_up = False
         elif self.behind:
             raise TimeoutError(
-                f"the writers did not catch up within {self._patience_s:g} s: "
+                f"the writers did not catch up within {PATIENCE_S:g} s: "
                 f"{self._size >> 20} MiB of captured rows wait; "
                 f"the limit is {self._limit >> 20} MiB (tuning.capture_queue_mib)"
             )

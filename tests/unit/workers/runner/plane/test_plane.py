@@ -35,7 +35,7 @@ from midstream.workers.runner.base.packed_spec import unpack
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.base.shared_memory import HostMemoryError
 from midstream.workers.runner.plane.requests import WrongAdapterError
-from midstream.workers.runner.rows import finite_check
+from midstream.workers.runner.rows import finite_check, overload
 from midstream.workers.runner.rows.arena import BankRows
 from midstream.workers.runner.rows.buffers import Staging
 from midstream.workers.runner.rows.capture import SPAN, Recording
@@ -146,12 +146,14 @@ def test_rows_dropped_under_overload_make_the_capture_partial_and_are_named(tmp_
     assert reader.dropped() == [4, 5, 6]
 
 
-def test_readings_that_are_behind_fail_no_capture_of_files(tmp_path: Path) -> None:
+def test_readings_that_are_behind_fail_no_capture_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overload, "PATIENCE_S", -1.0)
     rig = Rig(tmp_path)
     files = capturing(1)
     reading = capturing(2, consumers=[READER], reading=StoredLens(top_k=1))
     rig.writer.backlog.send(2 << 20, "reading")
-    rig.plane._overloads["reading"]._patience_s = -1.0
     rig.step((files, 0, 6), (reading, 0, 6), new=[files, reading])
     rig.step((files, 6, 1), (reading, 6, 1))
     assert rig.plane.status()["behind"] == ["reading"]
