@@ -25,14 +25,14 @@ class Totals:
     cells: int = 0
 
 
+@dataclass(eq=False)
 class PromptProgress:
     """One prompt in the engine."""
 
-    def __init__(self, attempt: "AttemptProgress", tokens: int, span: traces.TraceSpan) -> None:
-        self._attempt = attempt
-        self._tokens = tokens
-        self._span = span
-        self.first: float | None = None  # time of the first token
+    _attempt: "AttemptProgress"
+    _tokens: int
+    _span: traces.TraceSpan
+    first: float | None = None  # time of the first token
 
     def add_generated(self, tokens: int) -> None:
         """Count `tokens` more generated tokens."""

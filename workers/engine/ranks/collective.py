@@ -7,6 +7,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from ....schemas.base.errors import MidstreamError
@@ -56,19 +57,17 @@ def check_apply_results(action: str, results: Sequence[tuple[bool, str]], world:
         raise Refused(f"{action} failed on {'; '.join(failures)}")
 
 
+@dataclass(eq=False)
 class Ranks:
     """All ranks of an engine.
 
-    `on_quarantine(reason)` is called, in addition to the exception, if the ranks may differ from
+    `_on_quarantine(reason)` is called, in addition to the exception, if the ranks may differ from
     now on.
     """
 
-    def __init__(
-        self, call: CollectiveCall, world: int, on_quarantine: Callable[[str], None]
-    ) -> None:
-        self._call = call
-        self._world = world
-        self._on_quarantine = on_quarantine
+    _call: CollectiveCall
+    _world: int
+    _on_quarantine: Callable[[str], None]
 
     async def check(self, action: str, method: str, *arguments: Any) -> None:
         """Call a method that changes nothing. Raises Refused with rank and reason."""

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, cast
 
 from ....schemas.base.records import from_msgpack, to_msgpack
@@ -245,13 +246,13 @@ class Near:
 RowChannel = Link | Near
 
 
+@dataclass(eq=False)
 class ForwardedReceipts:
     """The outbox of a desk whose receipts another process keeps."""
 
-    def __init__(self, worker: str, rank: int, channel: RowChannel) -> None:
-        self.worker = worker
-        self.rank = rank
-        self._channel = channel
+    worker: str
+    rank: int
+    _channel: RowChannel
 
     def append(self, receipt: Receipt) -> None:
         self._channel.send(Delivered(receipt))

@@ -9,6 +9,7 @@ result reports it.
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ....schemas.requests.specs import WriterWork
 from ..base.backlog import WORKS, Backlog
@@ -17,27 +18,25 @@ from ..base.backlog import WORKS, Backlog
 PATIENCE_S = 30.0
 
 
+@dataclass(eq=False)
 class Overload:
     """Applies a policy while a rank's backlog of one kind of work exceeds `limit`. The scheduler
     has them for each rank, beside the rank's own.
     """
 
-    def __init__(
-        self,
-        policy: str,
-        limit: int,
-        backlog: Backlog,
-        work: WriterWork = "writer",
-    ) -> None:
-        self._policy = policy
-        self._limit = limit
-        self._backlog = backlog
-        self._work = work
-        self.dropping = policy == "drop"
-        # what was freed when the backlog last exceeded the limit, and since when nothing more is
-        self._freed = -1
-        self._since = 0.0
-        self._gave_up = False
+    _policy: str
+    _limit: int
+    _backlog: Backlog
+    _work: WriterWork = "writer"
+    # what was freed when the backlog last exceeded the limit, and since when nothing more is
+    _freed: int = -1
+    _since: float = 0.0
+    _gave_up: bool = False
+
+    @property
+    def dropping(self) -> bool:
+        """Return whether rows may be dropped."""
+        return self._policy == "drop"
 
     @property
     def behind(self) -> bool:

