@@ -7,7 +7,7 @@ Requests that do not fit yet wait in order of arrival.
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Generic, NamedTuple, TypeVar
 
@@ -97,10 +97,6 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         self._entries = entries
         self._in_use: Counter[RowDemand] = Counter()
 
-    @property
-    def used(self) -> int:
-        return len(self._in_use)
-
     def check(self, demand: frozenset[RowDemand]) -> None:
         for needed, present, setting in (
             (len(demand), self._rows, "steering_rows"),
@@ -115,9 +111,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
                 raise MidstreamError("intervention_failed", detail)
 
     def _fits(self, demand: frozenset[RowDemand]) -> bool:
-        return self._within(self._in_use.keys() | demand)
-
-    def _within(self, rows: Collection[RowDemand]) -> bool:
+        rows = self._in_use.keys() | demand
         return len(rows) <= self._rows and _entries(rows) <= self._entries
 
     def _take(self, demand: frozenset[RowDemand]) -> None:
