@@ -360,7 +360,7 @@ FAILURES: list[tuple[str | type, str, str]] = [
     ("banks.first.finite", "settle", ""),
     (finite_check, "_flat", ""),
     (Overload, "check", "capture_failed"),
-    ("_rows._streams", "prepare", "capture_failed"),
+    ("_rows.streams", "prepare", "capture_failed"),
     ("loras", "account", ""),
     ("_arena", "take", "capture_failed"),
     (BankRows, "take", "capture_failed"),
