@@ -8,7 +8,7 @@ from ...schemas.access.keys import DEFAULT_TENANT
 from ...schemas.artifacts.loras import LoraUse, StoredLora
 from ...schemas.artifacts.probes import StoredProbe
 from ...schemas.artifacts.saes import StoredSae
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import KindError, MidstreamError
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.jobs import Job, MessageDelta, Output, Prompted, Sampling, TokenLogprob
 from ...schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle
@@ -72,13 +72,12 @@ class EngineRequest:
     fills: bool = False
 
 
-class NotYet(MidstreamError):
+class NotYet(KindError):
     """The engine cannot run the job now, and may later: the attempt ends without being counted, and
     another follows.
     """
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("unavailable", detail)
+    KIND = "unavailable"
 
 
 def check_lengths(job: Job, info: ModelInfo) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ....broker.processes.private_files import private_folder
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import KindError, MidstreamError
 from ....schemas.base.records import to_json
 from ....schemas.base.tensors import Tensor, content_hash, from_numpy
 from ....schemas.jobs.certificates import Certificate, LawFigure
@@ -75,11 +75,10 @@ TIMEOUT_S = 60.0
 _SEED = 1
 
 
-class Uncertified(MidstreamError):
+class Uncertified(KindError):
     """The residual stream could not be proven: the engine must not start."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("engine_failed", detail)
+    KIND = "engine_failed"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import KindError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -20,18 +20,16 @@ logger = logging.getLogger(__name__)
 CollectiveCall = Callable[[str, tuple[Any, ...]], Awaitable[Sequence[Any]]]
 
 
-class Refused(MidstreamError):
+class Refused(KindError):
     """A rank refused an action requested of all."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("intervention_failed", detail)
+    KIND = "intervention_failed"
 
 
-class Quarantined(MidstreamError):
+class Quarantined(KindError):
     """The state of the ranks may differ: no job may run here until they are resynced."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("intervention_failed", detail)
+    KIND = "intervention_failed"
 
 
 class Undo(NamedTuple):
