@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Generic, NamedTuple, TypeVar
+from typing import ClassVar, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -158,6 +158,16 @@ class MidstreamError(Exception):
             hint=self.hint and _encodable(self.hint),
             instance=instance and _encodable(instance),
         )
+
+
+class KindError(MidstreamError):
+    """An error of a class that has one kind, and names one field or none."""
+
+    KIND: ClassVar[str]
+    FIELD: ClassVar[str | None] = None
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(self.KIND, detail, field=self.FIELD)
 
 
 def _encodable(text: str) -> str:

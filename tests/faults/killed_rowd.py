@@ -78,7 +78,7 @@ POINTS = {
     "segment created": Point(file_store.FileSegment, "__init__", most=2),
     "segment.written": crash(file_store, "segment.written"),
     "segment.indexed": crash(file_store, "segment.indexed"),
-    "stream begun": Point(streams.StreamFiles, "begin", most=2),
+    "stream begun": Point(desk, "begin_file", most=2),
     "part not written": Point(streams.RecordingFile, "_put", follows=False, most=16),
     "part written": Point(streams.RecordingFile, "_put", most=16),
     "stream sealed": Point(streams.RecordingFile, "seal", most=2),

@@ -7,7 +7,7 @@ Requests that do not fit yet wait in order of arrival.
 import asyncio
 from abc import ABC, abstractmethod
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Collection, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Generic, NamedTuple, TypeVar
 
@@ -97,10 +97,6 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         self._entries = entries
         self._in_use: Counter[RowDemand] = Counter()
 
-    @property
-    def used(self) -> int:
-        return len(self._in_use)
-
     def check(self, demand: frozenset[RowDemand]) -> None:
         for needed, present, setting in (
             (len(demand), self._rows, "steering_rows"),
@@ -115,9 +111,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
                 raise MidstreamError("intervention_failed", detail)
 
     def _fits(self, demand: frozenset[RowDemand]) -> bool:
-        return self._within(self._in_use.keys() | demand)
-
-    def _within(self, rows: Collection[RowDemand]) -> bool:
+        rows = self._in_use.keys() | demand
         return len(rows) <= self._rows and _entries(rows) <= self._entries
 
     def _take(self, demand: frozenset[RowDemand]) -> None:
@@ -134,7 +128,21 @@ def _entries(rows: Iterable[RowDemand]) -> int:
     return sum(row.entries for row in rows)
 
 
-class CaptureBudget(_Gate[int]):
+class _Sum(_Gate[int]):
+    """A gate of demands that add up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held = 0
+
+    def _take(self, demand: int) -> None:
+        self._held += demand
+
+    def _give_back(self, demand: int) -> None:
+        self._held -= demand
+
+
+class CaptureBudget(_Sum):
     """Limits the bytes of captured rows in flight, which stay in memory until the request has ended
     and its file is written.
 
@@ -144,19 +152,12 @@ class CaptureBudget(_Gate[int]):
     def __init__(self, limit: int) -> None:
         super().__init__()
         self._limit = limit
-        self._held = 0
 
     def _fits(self, demand: int) -> bool:
         return self._held == 0 or self._held + demand <= self._limit
 
-    def _take(self, demand: int) -> None:
-        self._held += demand
 
-    def _give_back(self, demand: int) -> None:
-        self._held -= demand
-
-
-class CellSlots(_Gate[int]):
+class CellSlots(_Sum):
     """Limits the cells of sweeps, or sequences of harvests, in the engine to `limit()`, which may
     change between calls and is at least 1.
     """
@@ -164,7 +165,6 @@ class CellSlots(_Gate[int]):
     def __init__(self, limit: Callable[[], int]) -> None:
         super().__init__()
         self._limit = limit
-        self._held = 0
 
     async def acquire(self) -> None:
         await self._acquire(1)
@@ -174,12 +174,6 @@ class CellSlots(_Gate[int]):
 
     def _fits(self, demand: int) -> bool:
         return self._held + demand <= self._limit()
-
-    def _take(self, demand: int) -> None:
-        self._held += demand
-
-    def _give_back(self, demand: int) -> None:
-        self._held -= demand
 
 
 class FairTurns:

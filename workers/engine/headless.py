@@ -5,6 +5,7 @@ import logging
 import socket
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -62,12 +63,12 @@ class RanksEnded(Exception):
     """The ranks of this machine ended before they served."""
 
 
+@dataclass(eq=False)
 class HeadlessRanks:
     """This machine's ranks, which end with rank 0: vLLM's would wait for it forever."""
 
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._end = leave
-        self._started = threading.Event()
+    _end: Callable[[], None]
+    _started: threading.Event = field(default_factory=threading.Event)
 
     def started(self, end: Callable[[], None]) -> None:
         """Note that the ranks run, and how they are ended from now on."""

@@ -38,18 +38,20 @@ class _Name(type):
         )
 
     def __getattr__(cls, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Name(name, (), {"__qualname__": f"{cls.__qualname__}.{name}"})
+        return _named(cls.__qualname__, name)
+
+
+def _named(owner: str, name: str) -> _Name:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    return _Name(name, (), {"__qualname__": f"{owner}.{name}"})
 
 
 class _StandIn(ModuleType):
     """A module whose every name exists."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Name(name, (), {"__qualname__": f"{self.__name__}.{name}"})
+        return _named(self.__name__, name)
 
 
 class _Finder(MetaPathFinder, Loader):

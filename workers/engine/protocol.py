@@ -8,7 +8,7 @@ from ...schemas.access.keys import DEFAULT_TENANT
 from ...schemas.artifacts.loras import LoraUse, StoredLora
 from ...schemas.artifacts.probes import StoredProbe
 from ...schemas.artifacts.saes import StoredSae
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import KindError, MidstreamError
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.jobs import Job, MessageDelta, Output, Prompted, Sampling, TokenLogprob
 from ...schemas.jobs.models import GradientInfo, ModelInfo, TokenizerBundle
@@ -72,13 +72,12 @@ class EngineRequest:
     fills: bool = False
 
 
-class NotYet(MidstreamError):
+class NotYet(KindError):
     """The engine cannot run the job now, and may later: the attempt ends without being counted, and
     another follows.
     """
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("unavailable", detail)
+    KIND = "unavailable"
 
 
 def check_lengths(job: Job, info: ModelInfo) -> None:
@@ -118,8 +117,9 @@ class NewOutput:
     stopped_by: str = ""  # with `finished`: the probe that ended the request
 
 
-class Runs(Protocol):
-    """Runs requests on one model, which is loaded once, from one event loop.
+class Engine(Protocol):
+    """What a worker requires of any engine: it runs requests on one model, which is loaded once,
+    from one event loop; it checks that all ranks are in the same state, and brings them into it.
 
     `info` and `tokenizer` are available after `start`.
     """
@@ -127,6 +127,11 @@ class Runs(Protocol):
     info: ModelInfo
     tokenizer: TokenizerBundle
     world: int  # number of ranks (tp x pp); a request with receipts gets this many
+    # set by `RankWatch`; called with the reason when the ranks may differ, before Quarantined is
+    # raised
+    on_quarantine: Callable[[str], None]
+    # why the ranks deliver no receipts, as of the last `steering_status`; empty: they do
+    trouble: str
 
     async def start(self) -> None:
         """Load the model; may take a minute. Raises MidstreamError("engine_failed")."""
@@ -165,9 +170,42 @@ class Runs(Protocol):
     async def failed(self) -> str:
         """Wait until the engine dies unexpectedly; return the reason."""
 
+    async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> None:
+        """Have every rank check that it could apply `steering`, whose tensors it loads first; they
+        may stay cached.
 
-class Holds(Protocol):
-    """Holds what requests need on the ranks, except tensors."""
+        Raises MidstreamError("intervention_failed") naming the ranks that cannot, and why;
+        Quarantined; and MidstreamError("engine_failed") when the engine has died.
+        """
+
+    async def steering_status(self) -> list[RankSteering]:
+        """Return every rank's ledger and occupancy, in rank order."""
+
+    async def restart_ledgers(self) -> None:
+        """Begin a resync: every rank drops all rows and tensors, fails the requests that it still
+        has, and resets its ledger to zero; cached blocks affected by interventions are not reused.
+
+        Raises Quarantined if a rank fails to reset.
+        """
+
+    async def same_content(self) -> bool:
+        """Finish a resync: return whether the ranks of every stage have the same bytes in their
+        tables.
+        """
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for rows of the steering table."""
+
+
+class GeneratingEngine(Engine, Protocol):
+    """An engine that generates, and holds what requests need on the ranks."""
+
+    # whether a forward pass may begin at `EngineRequest.entry`; if not, an entry changes only the
+    # cache keys
+    enters: bool
+    # the fields of `proof.comparison.Source`, for manifests of harvests; None: there is none
+    checkpoint: list[Any] | None
 
     async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
         """Load all rows of these source runs (`run_key`) on every rank of the stages that have
@@ -197,57 +235,6 @@ class Holds(Protocol):
 
     async def release_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
         """Release these artifacts; they may stay loaded."""
-
-
-class Checks(Protocol):
-    """Checks that all ranks are in the same state, and brings them into it."""
-
-    # set by `RankWatch`; called with the reason when the ranks may differ, before Quarantined is
-    # raised
-    on_quarantine: Callable[[str], None]
-    # why the ranks deliver no receipts, as of the last `steering_status`; empty: they do
-    trouble: str
-
-    async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> None:
-        """Have every rank check that it could apply `steering`, whose tensors it loads first; they
-        may stay cached.
-
-        Raises MidstreamError("intervention_failed") naming the ranks that cannot, and why;
-        Quarantined; and MidstreamError("engine_failed") when the engine has died.
-        """
-
-    async def steering_status(self) -> list[RankSteering]:
-        """Return every rank's ledger and occupancy, in rank order."""
-
-    async def restart_ledgers(self) -> None:
-        """Begin a resync: every rank drops all rows and tensors, fails the requests that it still
-        has, and resets its ledger to zero; cached blocks affected by interventions are not reused.
-
-        Raises Quarantined if a rank fails to reset.
-        """
-
-    async def same_content(self) -> bool:
-        """Finish a resync: return whether the ranks of every stage have the same bytes in their
-        tables.
-        """
-
-    @property
-    def waiting(self) -> int:
-        """The number of requests that wait for rows of the steering table."""
-
-
-class Engine(Runs, Checks, Protocol):
-    """Does all that a worker requires of any engine."""
-
-
-class GeneratingEngine(Engine, Holds, Protocol):
-    """An engine that generates."""
-
-    # whether a forward pass may begin at `EngineRequest.entry`; if not, an entry changes only the
-    # cache keys
-    enters: bool
-    # the fields of `proof.comparison.Source`, for manifests of harvests; None: there is none
-    checkpoint: list[Any] | None
 
     async def check(self, ask: EngineRequest) -> None:
         """Wait until the request's format, if it has one, is checked. Call this before the methods

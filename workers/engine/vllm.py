@@ -524,7 +524,7 @@ class VllmEngine(RankControl):
             await asyncio.sleep(_HEALTH_INTERVAL_S)
 
     async def _send_ends(self, ends: list[tuple[str, int]]) -> None:
-        """Notify the ranks where requests end, see `DataPlane.end`. The notice goes with the next
+        """Notify the ranks where requests end, see `Requests.end`. The notice goes with the next
         step, because a separate call would delay a step.
         """
         try:

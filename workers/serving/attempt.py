@@ -170,17 +170,17 @@ class Attempt:
             raise asyncio.CancelledError
 
 
+@dataclass(eq=False)
 class Bench(Generic[E]):
     """Holds what the jobs of a worker share. Only the engine's event loop uses it."""
 
-    def __init__(self, ledger: Ledger, engine: E, worker: str) -> None:
-        self.ledger = ledger
-        self.engine = engine
-        self.worker = worker
-        self.running: dict[str, Attempt] = {}  # by the job's id
-        self.side_jobs = 0  # that run or are about to run
-        #: Called with every heartbeat: they renew what jobs hold in the ledger.
-        self.renewals: list[Callable[[LedgerRuns], Awaitable[None]]] = []
+    ledger: Ledger
+    engine: E
+    worker: str
+    running: dict[str, Attempt] = field(default_factory=dict)  # by the job's id
+    side_jobs: int = 0  # that run or are about to run
+    #: Called with every heartbeat: they renew what jobs hold in the ledger.
+    renewals: list[Callable[[LedgerRuns], Awaitable[None]]] = field(default_factory=list)
 
     @cached_property
     def sources(self) -> SourceRunLeases:

@@ -200,7 +200,7 @@ class Attempts:
         crash_point("worker.claimed")
         try:
             outcome = await self._perform(attempt)
-            attempt.progress.set_outcome(outcome)
+            attempt.progress.outcome = outcome
             return outcome
         finally:
             attempt.progress.close()

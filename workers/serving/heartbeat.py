@@ -46,7 +46,6 @@ class Heartbeat:
         self._ledger = Ledger.connect(
             settings, answer_s=max(SHORTEST_TRY_S, settings.lease_s / TRIES_PER_LEASE)
         )
-        self._settings = settings
         self._sources = LedgerRuns(self._ledger)
         self._attempts = attempts
         self._period_s = settings.lease_s / RENEWALS_PER_LEASE

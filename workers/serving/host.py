@@ -14,6 +14,7 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -51,6 +52,17 @@ DISK_LOOK_S = 2.0
 DEATH_GRACE_S = 4.0
 
 
+@dataclass(frozen=True)
+class _Parts:
+    """What serves jobs once the engine has started."""
+
+    engine: Engine
+    attempts: Attempts
+    watch: RankWatch
+    metrics: WorkerMetrics
+    heartbeat: Heartbeat
+
+
 class EngineHost:
     """Owns the event-loop thread.
 
@@ -62,7 +74,6 @@ class EngineHost:
         settings: Settings,
         on_death: Callable[[str], None],
     ):
-        """`runs`: see `Attempts`."""
         self.settings = settings
         self.started_at = now()
         self.death = ""  # why the engine died; empty while it has not
@@ -73,12 +84,8 @@ class EngineHost:
         self._thread = threading.Thread(target=self._loop.run_forever, name="engine", daemon=True)
         self._background: list[asyncio.Task[None]] = []
         self.ready = False  # the engine has started
-        self._engine: Engine | None = None
-        self._attempts: Attempts | None = None
-        self._rank_watch: RankWatch | None = None
-        self._metrics: WorkerMetrics | None = None
+        self._parts: _Parts | None = None
         self._ledger = Ledger.connect(settings)
-        self._heartbeat: Heartbeat | None = None
 
     # Called from any thread
 
@@ -107,41 +114,38 @@ class EngineHost:
     @property
     def dtype(self) -> str:
         """Return what the model computes in, and why, once the engine is ready."""
-        if self._engine is None:
-            return ""
-        info = self._engine.info
+        info = self._started.engine.info
         return f"{info.dtype} ({info.dtype_reason})" if info.dtype_reason else info.dtype
 
     @property
     def caveats(self) -> list[str]:
         """Return the model's caveats, once the engine is ready."""
-        return self._engine.info.caveats if self._engine is not None else []
+        return self._started.engine.info.caveats
 
     def run(self, job_id: str, kind: str) -> AttemptOutcome:
         """Run a job of this kind on the engine's loop and wait for the end of its attempt.
 
         Raises JobFailed when it ended with a problem.
         """
-        assert self._attempts is not None, "start() first"
-        outcome: AttemptOutcome = self._schedule(self._attempts.run(job_id, kind)).result()
+        outcome: AttemptOutcome = self._schedule(self._started.attempts.run(job_id, kind)).result()
         return outcome
 
     def cancel(self, job_id: str) -> None:
         """Stop a job if it runs here; returns immediately."""
-        if self._attempts is not None:
-            self._loop.call_soon_threadsafe(self._attempts.stop, [job_id], AttemptOutcome.CANCELLED)
+        if self._parts is not None:
+            self._loop.call_soon_threadsafe(
+                self._parts.attempts.stop, [job_id], AttemptOutcome.CANCELLED
+            )
 
     def give_back(self) -> None:
         """Give the jobs back that do not end within `tuning.stop_grace_s`; returns immediately."""
-        if self._attempts is not None:
-            self._schedule(self._attempts.give_back(self.settings.tuning.stop_grace_s))
+        if self._parts is not None:
+            self._schedule(self._parts.attempts.give_back(self.settings.tuning.stop_grace_s))
 
     def describe(self) -> dict[str, Any]:
         """Return what `inspect midstream_engine` shows."""
-        assert self._engine is not None, "start() first"
-        assert self._attempts is not None, "start() first"
-        info = self._engine.info
-        stats = self._metrics.stats() if self._metrics is not None else None
+        parts = self._started
+        info = parts.engine.info
         return {
             "model": info.name,
             "architecture": info.architecture,
@@ -154,8 +158,8 @@ class EngineHost:
             "healthy": not self._trouble,
             "detail": self._trouble,
             "started": self.started_at,
-            "running": self._attempts.held,
-            "stats": msgspec.to_builtins(stats),
+            "running": parts.attempts.held,
+            "stats": msgspec.to_builtins(parts.metrics.stats()),
             "versions": versions(),
         }
 
@@ -190,12 +194,11 @@ class EngineHost:
         engine = await asyncio.to_thread(make_engine, settings)
         logger.info("engine starting: %s", settings.model)
         await engine.start()
-        self._engine = engine
         died = asyncio.Event()
-        watch = self._rank_watch = RankWatch(
+        watch = RankWatch(
             LedgerSteering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat()
         )
-        self._attempts = Attempts(
+        attempts = Attempts(
             ledger=self._ledger,
             engine=engine,
             watch=watch,
@@ -204,53 +207,59 @@ class EngineHost:
             engine_died=died,
             unreachable=lambda: self._store_trouble,
         )
-        self._metrics = WorkerMetrics(
-            engine.info.name, self._attempts, watch, lambda: engine.waiting
-        )
-        self._metrics.register()
-        heartbeat = self._heartbeat = Heartbeat(
-            settings, self._attempts, self._info, self._publish, self._published
-        )
+        metrics = WorkerMetrics(engine.info.name, attempts, watch, lambda: engine.waiting)
+        heartbeat = Heartbeat(settings, attempts, self._info, self._publish, self._published)
+        self._parts = _Parts(engine, attempts, watch, metrics, heartbeat)
+        metrics.register()
         await patiently(lambda: self._publish(starting=True), "start")
         await watch.start()  # before the first job
         await patiently(heartbeat.beat, "start")
+        watched = {
+            "engine watch": engine.failed(),
+            "heartbeat": heartbeat.run(),
+            "ranks": watch.run(),
+            "disks": self._watch_disks(),
+        }
         self._background = [
-            self._loop.create_task(self._watch(engine.failed(), died), name="engine watch"),
-            self._loop.create_task(self._watch(heartbeat.run(), died), name="heartbeat"),
-            self._loop.create_task(self._watch(watch.run(), died), name="ranks"),
-            self._loop.create_task(self._watch(self._watch_disks(), died), name="disks"),
+            self._loop.create_task(self._watch(work, died), name=name)
+            for name, work in watched.items()
         ]
+
+    @property
+    def _started(self) -> _Parts:
+        assert self._parts is not None, "start() first"
+        return self._parts
 
     async def _publish(self, starting: bool = False) -> None:
         """Publish the engine's model and its tokenizer.
 
         Raises MidstreamError("model_changed"), see `Ledger.publish_model`.
         """
-        assert self._engine is not None
+        engine = self._started.engine
         worker = self._info()
         if starting:
             worker = msgspec.structs.replace(worker, healthy=False, detail="starting")
         if self.settings.queue == GRADIENTS:
-            await self._ledger.publish_model(cast(PublishingEngine, self._engine).gradients, worker)
+            await self._ledger.publish_model(cast(PublishingEngine, engine).gradients, worker)
             return
-        name, raw = encode_bundle(self._engine.tokenizer)
+        name, raw = encode_bundle(engine.tokenizer)
         await self._ledger.put_blob(name, raw)
         await self._ledger.publish_model(
-            msgspec.structs.replace(self._engine.info, tokenizer=name), worker
+            msgspec.structs.replace(engine.info, tokenizer=name), worker
         )
 
     async def _published(self) -> bool:
         """Return whether Redis has what `_publish` stores."""
-        assert self._engine is not None
-        info = self._engine.info
+        engine = self._started.engine
+        info = engine.info
         if self.settings.queue == GRADIENTS:
             published = await self._ledger.gradients(info.name)
-            return published == cast(PublishingEngine, self._engine).gradients
+            return published == cast(PublishingEngine, engine).gradients
         return await self._ledger.serves(info.name, info.identity)
 
     def _info(self) -> WorkerInfo:
-        assert self._engine is not None
-        info = self._engine.info
+        parts = self._started
+        info = parts.engine.info
         return WorkerInfo(
             worker=self.settings.worker_id,
             boot=BOOT,
@@ -263,7 +272,7 @@ class EngineHost:
             pp=info.pp,
             healthy=not self._trouble,
             detail=self._trouble,
-            stats=self._metrics.stats() if self._metrics is not None else None,
+            stats=parts.metrics.stats(),
             identity=info.identity,
             queue=self.settings.queue,
         )
@@ -271,11 +280,11 @@ class EngineHost:
     @property
     def _trouble(self) -> str:
         """Return why no job begins here; empty when jobs may begin."""
-        ranks = self._engine.trouble if self._engine is not None else ""
-        trouble = self.death or self._disk_trouble or ranks
-        if trouble or self._rank_watch is None or self._rank_watch.state == "serving":
+        parts = self._started
+        trouble = self.death or self._disk_trouble or parts.engine.trouble
+        if trouble or parts.watch.state == "serving":
             return trouble
-        return f"{self._rank_watch.state}: {self._rank_watch.detail}"
+        return f"{parts.watch.state}: {parts.watch.detail}"
 
     async def _look_at_disks(self) -> None:
         """Check whether captures and receipts can be written; log each change."""
@@ -314,9 +323,9 @@ class EngineHost:
             await asyncio.sleep(DISK_LOOK_S)
             before = self._disk_trouble
             await self._look_at_disks()
-            if bool(before) != bool(self._disk_trouble) and self._heartbeat is not None:
+            if bool(before) != bool(self._disk_trouble):
                 with contextlib.suppress(MidstreamError):  # the next heartbeat is due soon
-                    await self._heartbeat.beat()
+                    await self._started.heartbeat.beat()
 
     async def _watch(self, watched: Coroutine[Any, Any, str], died: asyncio.Event) -> None:
         """Ends the worker when `watched` returns or raises: the worker can do no more work then."""
@@ -333,13 +342,12 @@ class EngineHost:
         logger.critical("engine died: %s", reason)
         self.death = reason
         died.set()
-        assert self._attempts is not None
-        assert self._rank_watch is not None
-        self._rank_watch.close()
+        parts = self._started
+        parts.watch.close()
         try:
             async with asyncio.timeout(DEATH_GRACE_S / 2):
-                self._attempts.stop(list(self._attempts.held), AttemptOutcome.RELEASED)
-                await self._attempts.drain()
+                parts.attempts.stop(list(parts.attempts.held), AttemptOutcome.RELEASED)
+                await parts.attempts.drain()
         except TimeoutError:
             logger.error("could not release the running jobs in time; their leases will expire")
         finally:
@@ -353,10 +361,8 @@ class EngineHost:
 
     async def _stop(self) -> None:
         await end_tasks(self._background)
-        if self._metrics is not None:
-            self._metrics.unregister()
-        if self._engine is not None:
-            await self._engine.shutdown()
-        if self._heartbeat is not None:
-            await self._heartbeat.close()
+        if (parts := self._parts) is not None:
+            parts.metrics.unregister()
+            await parts.engine.shutdown()
+            await parts.heartbeat.close()
         await self._ledger.close()

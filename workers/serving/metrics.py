@@ -25,6 +25,10 @@ from .rank_watch import RankWatch
 #: must not compute a rate over almost no time.
 SHORTEST_WINDOW_S = 4.0
 
+#: Counts of the ranks that a worker reports as the largest of theirs, or as their sum.
+_LARGEST = ("rows_used", "rows", "entries_used", "entries")
+_SUMS = ("outbox", "backlog", "captured_rows", "captured_bytes", "dropped_positions")
+
 
 class WorkerMetrics:
     """Metrics of one worker, while its engine runs."""
@@ -51,9 +55,9 @@ class WorkerMetrics:
         )
 
     def stats(self) -> WorkerStats:
-        ranks = self._watch.ranks
-        totals = self._attempts.totals
         watch = self._watch
+        ranks = watch.ranks
+        totals = self._attempts.totals
         at, prompt, generated = self._since
         passed = time.monotonic() - at
         if passed >= SHORTEST_WINDOW_S:
@@ -72,15 +76,8 @@ class WorkerMetrics:
             generated_tokens=totals.generated_tokens,
             cells=totals.cells,
             kv_cache=round(first.kv_cache, 4) if first else 0.0,
-            rows_used=max((rank.rows_used for rank in ranks), default=0),
-            rows=max((rank.rows for rank in ranks), default=0),
-            entries_used=max((rank.entries_used for rank in ranks), default=0),
-            entries=max((rank.entries for rank in ranks), default=0),
-            outbox=sum(rank.outbox for rank in ranks),
-            backlog=sum(rank.backlog for rank in ranks),
-            captured_rows=sum(rank.captured_rows for rank in ranks),
-            captured_bytes=sum(rank.captured_bytes for rank in ranks),
-            dropped_positions=sum(rank.dropped_positions for rank in ranks),
+            **{name: max((getattr(rank, name) for rank in ranks), default=0) for name in _LARGEST},
+            **{name: sum(getattr(rank, name) for rank in ranks) for name in _SUMS},
             desyncs=watch.desyncs,
             resyncs=watch.resyncs,
             last_desync=watch.last_desync,

@@ -25,14 +25,14 @@ class Totals:
     cells: int = 0
 
 
+@dataclass(eq=False)
 class PromptProgress:
     """One prompt in the engine."""
 
-    def __init__(self, attempt: "AttemptProgress", tokens: int, span: traces.TraceSpan) -> None:
-        self._attempt = attempt
-        self._tokens = tokens
-        self._span = span
-        self.first: float | None = None  # time of the first token
+    _attempt: "AttemptProgress"
+    _tokens: int
+    _span: traces.TraceSpan
+    first: float | None = None  # time of the first token
 
     def add_generated(self, tokens: int) -> None:
         """Count `tokens` more generated tokens."""
@@ -59,7 +59,7 @@ class AttemptProgress:
         self.totals = totals
         self.claimed = now()
         self._attempt = claim.attempt
-        self._outcome = "failed"
+        self.outcome = "failed"  # unless another is set
         metrics.QUEUE_WAIT.labels(job.model).observe(max(0.0, self.claimed - claim.queued))
         traces.record(
             "queue",
@@ -113,14 +113,11 @@ class AttemptProgress:
             metrics.DURABLE.labels(self.model).observe(0.0)
             traces.record("durable", self.span.traceparent, began, at, job=self._job.id)
 
-    def set_outcome(self, outcome: str) -> None:
-        self._outcome = outcome
-
     def close(self) -> None:
-        """End the span and log and count the outcome, which is `failed` unless it was set."""
-        if self._outcome == "failed":
+        """End the span and log and count the outcome, which is `failed` unless another was set."""
+        if self.outcome == "failed":
             self.span.fail("the job failed")
-        self.span.note(outcome=self._outcome)
+        self.span.note(outcome=self.outcome)
         self.span.end()
-        logger.info("attempt over: %s after %.3f s", self._outcome, now() - self.claimed)
-        metrics.ATTEMPTS.labels(self.model, self._outcome).inc()
+        logger.info("attempt over: %s after %.3f s", self.outcome, now() - self.claimed)
+        metrics.ATTEMPTS.labels(self.model, self.outcome).inc()

@@ -17,7 +17,7 @@ from functools import partial
 from typing import cast
 
 from ...broker.ledger.named.steering import LedgerSteering
-from ...schemas.base.errors import MidstreamError, Translated
+from ...schemas.base.errors import KindError, MidstreamError, Translated
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor, content_hash
 from ...schemas.requests.steering import (
@@ -49,11 +49,10 @@ DRAIN_S = 30.0
 DRAIN_CHECK_S = 0.02
 
 
-class ResyncFailed(MidstreamError):
+class ResyncFailed(KindError):
     """The resync of the ranks failed: the engine must be restarted."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("engine_failed", detail)
+    KIND = "engine_failed"
 
 
 class RankWatch:
@@ -75,7 +74,6 @@ class RankWatch:
     ) -> None:
         self._broker = broker
         self._engine = engine
-        self._settings = settings
         self._boot = boot
         self._publish = publish
         self._worker = settings.worker_id

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
-from ...schemas.base.errors import MidstreamError
+from ...schemas.base.errors import KindError, MidstreamError
 from ...schemas.jobs.receipts import READ_LATER
 from ...schemas.requests.source_runs import RunFiles, parse_key
 from ...storage.store import TRANSIENT, open_store
@@ -27,13 +27,12 @@ logger = logging.getLogger(__name__)
 LEASES = 4
 
 
-class StoreUnavailable(MidstreamError):
+class StoreUnavailable(KindError):
     """Rows could not be read from the artifact store, or written to it, because it is unavailable:
     the job waits for it.
     """
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("intervention_failed", detail)
+    KIND = "intervention_failed"
 
 
 class SourceRunLeases:

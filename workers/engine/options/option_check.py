@@ -125,14 +125,13 @@ def _members(value: Any, kind: Any) -> Any:
                 return item[value.upper()]
             suggested = suggestion(value.upper(), item.__members__)
             raise SettingsError(
-                "; ".join(
-                    filter(
-                        None,
-                        (f"{_shown(value)} is none of {', '.join(item.__members__)}", suggested),
-                    )
-                )
+                _clauses(f"{_shown(value)} is none of {', '.join(item.__members__)}", suggested)
             )
     return value
+
+
+def _clauses(problem: str, suggested: str | None) -> str:
+    return f"{problem}; {suggested}" if suggested else problem
 
 
 def _problems(error: ValidationError, kind: Any) -> Iterator[str]:
@@ -140,11 +139,7 @@ def _problems(error: ValidationError, kind: Any) -> Iterator[str]:
         where = ".".join(map(str, item["loc"]))
         text = item["msg"]
         if item["type"] == "unexpected_keyword_argument":
-            text = "; ".join(
-                filter(
-                    None, ("no such field", suggestion(str(item["loc"][-1]), _field_names(kind)))
-                )
-            )
+            text = _clauses("no such field", suggestion(str(item["loc"][-1]), _field_names(kind)))
         elif item["type"] == "string_type" and isinstance(item["input"], int | float):
             text += f": write '\"{item['input']}\"'"
         yield f"{where}: {text}" if where else text

@@ -40,7 +40,6 @@ class Expansion(NamedTuple):
     """An expanded prompt, and where its images are in it and in the prompt as written."""
 
     token_ids: list[int]
-    written: int  # number of tokens of the prompt as written
     images: list[tuple[ImageRef, ImageSpan]]  # in the order of the prompt
 
     def place(self, position: int, at: str) -> range:
@@ -148,7 +147,7 @@ def align(written: Sequence[int], images: Sequence[ImageRef], rendered: Any) -> 
         end = stop
     if token_ids[end:] != list(written[end_written:]):
         raise _changed()
-    return Expansion(token_ids, len(written), spans)
+    return Expansion(token_ids, spans)
 
 
 def _changed() -> MidstreamError:
@@ -197,42 +196,37 @@ def images_of(config: VllmConfig, limit: int) -> Images:
 
     The model's own processor is tried with a small image.
     """
-    model = config.model_config
-    if not model.is_multimodal_model:
-        return Images(0, [], "the model takes text only")
-    if not limit:
-        return Images(0, [], "the setting images_per_prompt is 0")
-    if model.architectures[0] not in COMPARED:
-        return Images(
-            0,
-            [],
-            (
-                "rows of prompts with images were compared with transformers' for "
-                f"{', '.join(sorted(COMPARED))} only"
-            ),
-        )
-    if model.is_mm_prefix_lm:
-        return Images(
-            0,
-            [],
-            (
-                "tokens of an image attend to later ones in transformers' model, which is not "
-                "proven of vLLM's"
-            ),
-        )
-    if untested := ", ".join(name for name, used in _untested(config).items() if used):
-        return Images(0, [], f"images are untested with {untested}")
-    try:
-        return Images(limit, _placeholder(model))
-    except Exception as error:  # a processor may raise any exception: it is the reason
-        return Images(
-            0,
-            [],
-            (
+    refused = _refusal(config, limit)
+    if not refused:
+        try:
+            return Images(limit, _placeholder(config.model_config))
+        except Exception as error:  # a processor may raise any exception: it is the reason
+            refused = (
                 "the model's image processor does not run here: "
                 f"{' '.join(str(error).split())[:300] or type(error).__name__}"
-            ),
+            )
+    return Images(0, [], refused)
+
+
+def _refusal(config: VllmConfig, limit: int) -> str:
+    """Return why no images are taken, whatever the model's processor does."""
+    model = config.model_config
+    if not model.is_multimodal_model:
+        return "the model takes text only"
+    if not limit:
+        return "the setting images_per_prompt is 0"
+    if model.architectures[0] not in COMPARED:
+        return (
+            "rows of prompts with images were compared with transformers' for "
+            f"{', '.join(sorted(COMPARED))} only"
         )
+    if model.is_mm_prefix_lm:
+        return (
+            "tokens of an image attend to later ones in transformers' model, which is not "
+            "proven of vLLM's"
+        )
+    untested = ", ".join(name for name, used in _untested(config).items() if used)
+    return f"images are untested with {untested}" if untested else ""
 
 
 def _untested(config: VllmConfig) -> dict[str, bool]:

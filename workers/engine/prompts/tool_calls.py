@@ -8,6 +8,7 @@ sampling parameters.
 import hashlib
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.jobs.jobs import CallDelta, Message, MessageDelta
-from ....schemas.prompts.chat import FunctionCall, ToolCall
+from ....schemas.prompts.chat import FunctionCall, ToolCall, ToolUse
 from ....schemas.settings.settings import SettingsError
 from ..protocol import EngineRequest
 from .tool_families import parser_for
@@ -75,25 +76,25 @@ class ToolParsers:
 
         Raises a 400 when vLLM refuses the tools.
         """
-        assert self._parser is not None
-        assert ask.tools is not None
+        tools = ask.tools
+        assert tools is not None, "only requests with tools are read"
         choice: Any = (
-            {"type": "function", "function": {"name": ask.tools.choice}}
-            if ask.tools.named
-            else ask.tools.choice
+            {"type": "function", "function": {"name": tools.choice}}
+            if tools.named
+            else tools.choice
         )
-        body = {
-            "messages": [],
-            "tools": msgspec.json.decode(ask.tools.tools),
-            "tool_choice": choice,
-            "stream": ask.stream,
-        }
         with Translated(
             (ValidationError, ValueError, TypeError, KeyError),
             lambda error: invalid("tools", f"the parser of tool calls refuses them: {error}"),
         ):
             request = ChatCompletionRequest.model_validate(
-                {**body, "parallel_tool_calls": ask.tools.parallel}
+                {
+                    "messages": [],
+                    "tools": msgspec.json.decode(tools.tools),
+                    "tool_choice": choice,
+                    "stream": ask.stream,
+                    "parallel_tool_calls": tools.parallel,
+                }
             )
             request.structured_outputs = params.structured_outputs
             parser = self._parser(
@@ -103,21 +104,22 @@ class ToolParsers:
                 request = parser.adjust_request(request)
         params.skip_special_tokens = params.skip_special_tokens and request.skip_special_tokens
         params.structured_outputs = request.extract_structured_outputs()
-        return ToolReader(parser, request, ask)
+        return ToolReader(parser, request, ask, tools)
 
 
+@dataclass
 class ToolReader:
     """Reads the tool calls of one output.
 
     A call's id is derived from its job, so that every attempt gives the same id.
     """
 
-    def __init__(self, parser: Parser, request: ChatCompletionRequest, ask: EngineRequest):
-        self._parser = parser
-        self._request = request
-        self._ask = ask
-        self._content: str | None = None
-        self._calls: list[CallDelta] = []
+    _parser: Parser
+    _request: ChatCompletionRequest
+    _ask: EngineRequest
+    _tools: ToolUse
+    _content: str | None = None
+    _calls: list[CallDelta] = field(default_factory=list)
 
     def read(self, text: str, token_ids: Sequence[int], finished: bool) -> MessageDelta:
         """Parse the next part of the text; return the new content and parts of calls."""
@@ -128,11 +130,10 @@ class ToolReader:
         )
         if parsed is None:
             return MessageDelta()
-        assert self._ask.tools is not None
         calls = [
             self._call_delta(call)
             for call in parsed.tool_calls or []
-            if self._ask.tools.parallel or call.index == 0
+            if self._tools.parallel or call.index == 0
         ]
         if parsed.content:
             self._content = (self._content or "") + parsed.content
@@ -155,30 +156,28 @@ class ToolReader:
                 text, self._request, enable_auto_tools=True, model_output_token_ids=list(token_ids)
             )
         )
-        assert self._ask.tools is not None
         calls = [
             _call(self._id(index, call.id), call.name, call.arguments)
             for index, call in enumerate(result or [])
         ]
-        forced = self._ask.tools.named or self._ask.tools.choice == "required"
+        forced = self._tools.named or self._tools.choice == "required"
         return Message(
             content=(content or "") if forced else content,
-            tool_calls=calls if self._ask.tools.parallel else calls[:1],
+            tool_calls=calls if self._tools.parallel else calls[:1],
         )
 
     def finish_reason(self, message: Message, reason: str) -> str:
         """Return `tool_calls` in place of `stop` for a text with calls, as OpenAI's API does; after
         a call of a tool that the request names, the reason stays.
         """
-        assert self._ask.tools is not None
-        if self._ask.tools.named or self._ask.tools.choice == "none":
+        if self._tools.named or self._tools.choice == "none":
             return reason
         if self._ask.stream:
             called = bool(message.tool_calls) and reason == "stop"
+        elif self._tools.choice == "auto":
+            called = bool(message.tool_calls)
         else:
-            called = (
-                bool(message.tool_calls) if self._ask.tools.choice == "auto" else reason == "stop"
-            )
+            called = reason == "stop"
         return "tool_calls" if called else reason
 
     def _checked(self, parse: Any) -> Any:
@@ -215,12 +214,8 @@ class ToolReader:
         """Return the parser's id of a call, or a derived one where the parser's is random."""
         if parsed and not parsed.startswith("chatcmpl-tool-"):
             return parsed
-        return (
-            "chatcmpl-tool-"
-            + hashlib.sha256(f"{self._ask.job} {self._ask.request} {index}".encode()).hexdigest()[
-                :16
-            ]
-        )
+        place = f"{self._ask.job} {self._ask.request} {index}"
+        return f"chatcmpl-tool-{hashlib.sha256(place.encode()).hexdigest()[:16]}"
 
 
 def _call(call_id: str, name: str, arguments: str) -> ToolCall:

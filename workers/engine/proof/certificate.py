@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ....broker.processes.private_files import private_folder
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import KindError, MidstreamError
 from ....schemas.base.records import to_json
 from ....schemas.base.tensors import Tensor, content_hash, from_numpy
 from ....schemas.jobs.certificates import Certificate, LawFigure
@@ -50,7 +50,6 @@ from ..requests import trial_request
 from .comparison import (
     BEYOND,
     STREAM_TENSORS,
-    Checkpoint,
     ComparedPrompt,
     Comparison,
     Difference,
@@ -61,6 +60,7 @@ from .comparison import (
     suspects,
     verdict as compared_verdict,
 )
+from .reference import Checkpoint
 
 #: The job of all requests of the run. No job of a user has this id.
 JOB = "certificate"
@@ -75,11 +75,10 @@ TIMEOUT_S = 60.0
 _SEED = 1
 
 
-class Uncertified(MidstreamError):
+class Uncertified(KindError):
     """The residual stream could not be proven: the engine must not start."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("engine_failed", detail)
+    KIND = "engine_failed"
 
 
 @dataclass(frozen=True)
@@ -228,18 +227,24 @@ class _Run:
                 f"max_model_len {info.max_model_len} leaves no room for the certification run, "
                 f"which needs {least}"
             )
-        # Special tokens, such as those that stand for images, are at either end of a vocabulary.
-        self._prompt = (
-            np.random.default_rng(_SEED)
-            .integers(info.vocab_size // 8, info.vocab_size // 2, size=length)
-            .tolist()
-        )
+        self._prompt = self._tokens(_SEED, length)
         self._first = length - 1
         self._compared = sorted({1, *range(length - 1, 1, -max(1, length // COMPARED))})
         self._generated: list[int] = []
         self._positions: list[int] = []  # captured positions of the base request
         self._number = MIXED
         self.readings: dict[str, str] = {}  # kind of reading → why it is not served
+
+    def _tokens(self, seed: int, length: int) -> list[int]:
+        # Special tokens, such as those that stand for images, are at either end of a vocabulary.
+        size = self._info.vocab_size
+        draws = np.random.default_rng(seed).integers(size // 8, size // 2, size=length)
+        tokens: list[int] = draws.tolist()
+        return tokens
+
+    async def _ask(self, action: str, **arguments: Any) -> list[Any]:
+        """Make a call of the certification on every rank."""
+        return await self._access.call("midstream_certify", (action, arguments))
 
     async def findings(self) -> tuple[list[LawFinding], dict[str, str]]:
         """Run the requests; return the findings, and law → why it was not compared."""
@@ -248,7 +253,7 @@ class _Run:
             *range(len(self._prompt), len(self._prompt) + GENERATED - 1),
         ]
         everything = self._capture({hook: self._layers for hook in self._hooks}, positions, "base")
-        await self._access.call("midstream_certify", ("watch", {"request": BASE}))
+        await self._ask("watch", request=BASE)
         inside = {hook: self._layers for hook in INSIDE if hook in self._info.inside}
         inside_captures = [
             StoredCapture(
@@ -263,11 +268,9 @@ class _Run:
             BASE, self._prompt, [everything, *inside_captures], max_tokens=GENERATED
         )
         await self._ended([BASE])
-        await self._access.call("midstream_certify", ("unwatch", {}))
+        await self._ask("unwatch")
         self._generated = base.token_ids
-        answers = await self._access.call(
-            "midstream_certify", ("sizes", {"request": BASE, "positions": positions})
-        )
+        answers = await self._ask("sizes", request=BASE, positions=positions)
         sizes: dict[str, dict[int, float]] = {hook: {} for hook in self._hooks}
         for rank in answers:
             for hook, of_layers in rank.items():
@@ -281,9 +284,7 @@ class _Run:
             edits=[],
         )
         await self._run_batch(plan, everything, sizes)
-        judged = await self._access.call(
-            "midstream_certify", ("judge", msgspec.to_builtins(plan, builtin_types=(bytes,)))
-        )
+        judged = await self._ask("judge", **msgspec.to_builtins(plan, builtin_types=(bytes,)))
         judgements = [msgspec.convert(judgement, Judgement) for judgement in judged]
         self.readings = {
             kind: why for judgement in judgements for kind, why in judgement.readings.items()
@@ -311,7 +312,7 @@ class _Run:
             )
         if (reference := await comparing.plan()) is None:
             return [], {}
-        kept, kinds, missing, _ = reference.truncation
+        kept, kinds, missing = reference.truncation
         layers = self._layers[:kept]
         skipped = {}
         base = [*self._prompt, *self._generated]
@@ -340,15 +341,8 @@ class _Run:
             )
         head = None
         later = [position for position in self._positions if position >= self._first]
-        logits = next(
-            filter(
-                None,
-                await self._access.call(
-                    "midstream_certify", ("logits", {"request": BASE, "positions": later})
-                ),
-            ),
-            None,
-        )
+        of_ranks = await self._ask("logits", request=BASE, positions=later)
+        logits = next(filter(None, of_ranks), None)
         if "post_block" in hooks and logits:
             rows = await self._rows_of(BASE, later, ["post_block"], self._layers[-1:])
             head = FinalLogits(
@@ -362,11 +356,7 @@ class _Run:
         return await comparing.judge(prompts, head), skipped
 
     async def _long(self, length: int, layers: Sequence[int]) -> ComparedPrompt:
-        tokens = (
-            np.random.default_rng(_SEED + 1)
-            .integers(self._info.vocab_size // 8, self._info.vocab_size // 2, size=length)
-            .tolist()
-        )
+        tokens = self._tokens(_SEED + 1, length)
         positions = list(range(length - BEYOND, length + 1))
         number = self._next()
         captured = self._capture({hook: list(layers) for hook in self._hooks}, positions, "long")
@@ -381,13 +371,13 @@ class _Run:
     async def _rows_of(
         self, request: int, positions: Sequence[int], hooks: Sequence[Hook], layers: Sequence[int]
     ) -> RowsOfSites:
-        selection = {
-            "request": request,
-            "positions": list(positions),
-            "hooks": list(hooks),
-            "layers": list(layers),
-        }
-        ranks = await self._access.call("midstream_certify", ("rows", selection))
+        ranks = await self._ask(
+            "rows",
+            request=request,
+            positions=list(positions),
+            hooks=list(hooks),
+            layers=list(layers),
+        )
         return {(hook, layer): self._rows(raw) for rank in ranks for hook, layer, raw in rank}
 
     async def _run_batch(
@@ -458,13 +448,11 @@ class _Run:
                     [sizes["post_block"][last]],
                 )
                 capture = self._capture({"post_block": [last]}, [self._first], "final")
-                await self._access.call(
-                    "midstream_certify", ("watch", {"request": plan.final.request})
-                )
+                await self._ask("watch", request=plan.final.request)
                 await self._generate(
                     plan.final.request, self._prompt, [capture], self._steering(plan.final, name)
                 )
-                await self._access.call("midstream_certify", ("unwatch", {}))
+                await self._ask("unwatch")
         finally:
             await self._access.release([name])
         await self._ended(
@@ -568,7 +556,7 @@ class _Run:
         """
         deadline = time.monotonic() + TIMEOUT_S
         while True:
-            ranks = await self._access.call("midstream_certify", ("ended", {}))
+            ranks = await self._ask("ended")
             for rank, ended in enumerate(ranks):
                 for request, why in ended.items():
                     if why:

@@ -19,7 +19,7 @@ from ....schemas.jobs.certificates import LawFigure
 from ....schemas.prompts.selectors import HOOKS, INSIDE, Hook
 from ....schemas.settings.settings import Settings
 from ...runner.hooks.config_rules import as_served
-from .reference import NamedTensors, NotComparableError, TransformersReference
+from .reference import Checkpoint, NamedTensors, NotComparableError, TransformersReference
 
 #: Tolerance, in multiples of the error that transformers' own model has in that dtype against
 #: float32: both implementations round, but in different places. The error depends
@@ -58,18 +58,6 @@ _NO_SUSPECTS = re.compile(
 )
 
 RowsOfSites = Mapping[tuple[Hook, int], torch.Tensor]  # float32 `[positions, hidden]`
-
-
-class Checkpoint(NamedTuple):
-    """The served checkpoint, for transformers to load; `refused`: why it is not compared."""
-
-    path: str = ""
-    architecture: str = ""
-    revision: str | None = None
-    overrides: Mapping[str, Any] = {}  # fields of its config
-    limit_gib: float = 0.0  # memory that transformers' model may use
-    refused: str = ""
-    content: str = ""  # see `model_identity.content_of`; empty: not read
 
 
 class ComparedPrompt(NamedTuple):
@@ -144,7 +132,7 @@ class Comparison:
     async def _prepare(self) -> None:
         try:
             if not self.refused:
-                self.reference = await asyncio.to_thread(reference_of, self._source)
+                self.reference = await asyncio.to_thread(TransformersReference, self._source)
                 self._planned.set()
                 await asyncio.to_thread(self.reference.load)
         except NotComparableError as error:
@@ -201,28 +189,21 @@ def source_of(settings: Settings, config: Any, quantization: str) -> Checkpoint:
     )
 
 
-def reference_of(source: Checkpoint) -> TransformersReference:
-    return TransformersReference(
-        source.path,
-        architecture=source.architecture,
-        revision=source.revision,
-        overrides=source.overrides,
-        limit_gib=source.limit_gib,
-    )
-
-
 def differences(
     reference: Traced, prompts: Sequence[ComparedPrompt], head: FinalLogits | None, dtype: str
 ) -> list[Difference]:
     """Return all differences, in order of layers and hooks. Raises NotComparableError."""
-    exact = [reference.trace(prompt.tokens, prompt.positions) for prompt in prompts]
-    logits = reference.logits(head.rows) if head else None
+
+    def computed() -> tuple[list[Sequence[NamedTensors]], torch.Tensor | None]:
+        traces = [reference.trace(prompt.tokens, prompt.positions) for prompt in prompts]
+        return traces, reference.logits(head.rows) if head else None
+
+    exact, logits = computed()
     rounded: Sequence[Sequence[NamedTensors] | None] = [None] * len(prompts)
-    rounded_logits = None
+    near = logits
     if dtype != "float32":
         reference.round(getattr(torch, dtype))
-        rounded = [reference.trace(prompt.tokens, prompt.positions) for prompt in prompts]
-        rounded_logits = reference.logits(head.rows) if head else None
+        rounded, near = computed()
     worst: dict[tuple[int, str], Difference] = {}
     for prompt, exact_layers, rounded_layers in zip(prompts, exact, rounded, strict=True):
         for layer, tensors in enumerate(exact_layers):
@@ -240,10 +221,9 @@ def differences(
                 known = worst.setdefault((layer, item.hook), item)
                 worst[layer, item.hook] = max(known, item, key=lambda one: one.share)
     differing = list(worst.values())
-    if head and logits is not None:
+    if head and logits is not None and near is not None:
         # a vocabulary may be padded, by further or by infinite logits
         count = min(logits.shape[1], head.logits.shape[1])
-        near = logits if rounded_logits is None else rounded_logits
         parts = [part[:, :count] for part in (head.logits, logits, near)]
         finite = parts[0].isfinite().all(0) & parts[1].isfinite().all(0)
         served, defined, near = (part[:, finite] for part in parts)

@@ -43,6 +43,18 @@ class NotComparableError(Exception):
     """transformers cannot compute this checkpoint here; the message says why."""
 
 
+class Checkpoint(NamedTuple):
+    """The served checkpoint, for transformers to load; `refused`: why it is not compared."""
+
+    path: str = ""
+    architecture: str = ""
+    revision: str | None = None
+    overrides: Mapping[str, Any] = {}  # fields of its config
+    limit_gib: float = 0.0  # memory that transformers' model may use
+    refused: str = ""
+    content: str = ""  # see `model_identity.content_of`; empty: not read
+
+
 class _LastLayerDone(Exception):
     """The last kept layer has run. The pass ends here, because the logits of a whole prompt would
     take more memory and time than the layers.
@@ -55,7 +67,6 @@ class Truncation(NamedTuple):
     layers: int
     kinds: int  # kinds of layers in the whole model
     missing: int  # kinds that no kept layer has
-    bytes: int  # approximate memory
 
 
 def truncation(
@@ -70,7 +81,7 @@ def truncation(
     for kept in range(min(requested, MOST_LAYERS), 0, -1):
         needed = int(_LOADING * (rest + sum(sizes[:kept])))
         if needed <= limit:
-            return Truncation(kept, len(set(kinds)), len(set(kinds) - set(kinds[:kept])), needed)
+            return Truncation(kept, len(set(kinds)), len(set(kinds) - set(kinds[:kept])))
     raise NotComparableError(
         f"its first layer, embedding and output matrix take {needed / 2**30:.1f} GiB in "
         f"float32, and {limit / 2**30:.1f} GiB may be used "
@@ -118,28 +129,17 @@ def _plain(module: nn.Module) -> Hashable:
 class TransformersReference:
     """One checkpoint in transformers. Every method may raise NotComparableError."""
 
-    def __init__(
-        self,
-        path: str,
-        *,
-        architecture: str,
-        revision: str | None,
-        overrides: Mapping[str, Any],
-        limit_gib: float,
-    ) -> None:
-        """Reads only the config. `overrides`: fields that replace the config's; `limit_gib`: memory
-        that the model may use.
-        """
-        self._path = path
-        self._revision = revision
-        self.config, self._class = configured(path, architecture, revision, overrides)
+    def __init__(self, source: Checkpoint) -> None:
+        """Reads only the config."""
+        self._source = source
+        self.config, self._class = configured(source)
         with torch.device("meta"):
             bare = _attempt("its class", lambda: self._class(copy.deepcopy(self.config)))
         self._layers, stack = _stack(bare, self.config.get_text_config().num_hidden_layers)
         _without_encoders(bare, self._layers)
         sizes = [4 * sum(weight.numel() for weight in layer.parameters()) for layer in stack]
         rest = 4 * sum(weight.numel() for weight in bare.parameters()) - sum(sizes)
-        limit = min(int(limit_gib * 2**30), free_bytes() // 2)
+        limit = min(int(source.limit_gib * 2**30), free_bytes() // 2)
         self.truncation = truncation(
             kinds_of(stack, self.config.get_text_config()), sizes, rest, limit
         )
@@ -171,9 +171,9 @@ class TransformersReference:
             self._model, report = _attempt(
                 "its weights",
                 lambda: Truncated.from_pretrained(
-                    self._path,
+                    self._source.path,
                     config=self.config,
-                    revision=self._revision,
+                    revision=self._source.revision,
                     dtype=torch.float32,
                     attn_implementation="eager",
                     output_loading_info=True,
@@ -258,17 +258,17 @@ def _recorder(
     return record
 
 
-def configured(
-    path: str, architecture: str, revision: str | None, overrides: Mapping[str, Any]
-) -> tuple[Any, Any]:
-    """Returns a checkpoint's config, with `overrides` in place of its fields, and transformers'
-    class of the model. Raises NotComparableError, also for a quantised checkpoint.
+def configured(source: Checkpoint) -> tuple[Any, Any]:
+    """Returns a checkpoint's config, with its `overrides`, and transformers' class of the model.
+    Raises NotComparableError, also for a quantised checkpoint.
     """
-    config = _attempt("its config", lambda: AutoConfig.from_pretrained(path, revision=revision))
+    config = _attempt(
+        "its config", lambda: AutoConfig.from_pretrained(source.path, revision=source.revision)
+    )
     text = config.get_text_config()
-    for name, value in overrides.items():
+    for name, value in source.overrides.items():
         (config if name in config.to_dict() else text).update({name: value})
-    model_class = _class_of(architecture, config)
+    model_class = _class_of(source.architecture, config)
     if getattr(config, "quantization_config", None) is not None:
         raise NotComparableError("it is quantised, and transformers computes other kernels")
     return config, model_class

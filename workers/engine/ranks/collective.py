@@ -7,9 +7,10 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import KindError
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -19,18 +20,16 @@ logger = logging.getLogger(__name__)
 CollectiveCall = Callable[[str, tuple[Any, ...]], Awaitable[Sequence[Any]]]
 
 
-class Refused(MidstreamError):
+class Refused(KindError):
     """A rank refused an action requested of all."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("intervention_failed", detail)
+    KIND = "intervention_failed"
 
 
-class Quarantined(MidstreamError):
+class Quarantined(KindError):
     """The state of the ranks may differ: no job may run here until they are resynced."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("intervention_failed", detail)
+    KIND = "intervention_failed"
 
 
 class Undo(NamedTuple):
@@ -56,19 +55,17 @@ def check_apply_results(action: str, results: Sequence[tuple[bool, str]], world:
         raise Refused(f"{action} failed on {'; '.join(failures)}")
 
 
+@dataclass(eq=False)
 class Ranks:
     """All ranks of an engine.
 
-    `on_quarantine(reason)` is called, in addition to the exception, if the ranks may differ from
+    `_on_quarantine(reason)` is called, in addition to the exception, if the ranks may differ from
     now on.
     """
 
-    def __init__(
-        self, call: CollectiveCall, world: int, on_quarantine: Callable[[str], None]
-    ) -> None:
-        self._call = call
-        self._world = world
-        self._on_quarantine = on_quarantine
+    _call: CollectiveCall
+    _world: int
+    _on_quarantine: Callable[[str], None]
 
     async def check(self, action: str, method: str, *arguments: Any) -> None:
         """Call a method that changes nothing. Raises Refused with rank and reason."""

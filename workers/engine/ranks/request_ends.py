@@ -4,22 +4,23 @@ with the engine's next step.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 #: Takes (`RankSpec.key`, number of tokens or -1) of each request; returns once the engine core has
 #: stored them.
 Send = Callable[[list[tuple[str, int]]], Awaitable[None]]
 
 
+@dataclass(eq=False)
 class Ends:
     """One per engine. Ends within one turn of the event loop are one message."""
 
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self._due: list[tuple[str, int]] = []
-        self._sending: set[asyncio.Task[None]] = set()
+    _send: Send
+    _due: list[tuple[str, int]] = field(default_factory=list)
+    _sending: set[asyncio.Task[None]] = field(default_factory=set)
 
     def notify(self, key: str, num_tokens: int) -> Awaitable[None]:
-        """Send a notice, see `DataPlane.end`; it is sent whether or not the result is awaited.
+        """Send a notice, see `Requests.end`; it is sent whether or not the result is awaited.
 
         Await the result to continue only after the engine core has the notice.
         """

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -47,8 +47,7 @@ class Finish:
         return len(self.token_ids) if self.stopped_by else len(self.token_ids) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLoad:
+class EngineLoad(NamedTuple):
     """Load of the whole engine: requests in this step, waiting requests, and the share of the KV
     cache in use.
     """

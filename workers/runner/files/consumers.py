@@ -35,14 +35,13 @@ BUILT_IN = ("filesystem", "memory", "logging")  # built-in consumers that reques
 PATIENCE_S = 10.0
 
 
+@dataclasses.dataclass(eq=False)
 class MemoryConsumer:
     """The consumer `memory`: returns the rows in the receipt, as a safetensors blob, and writes
     nothing.
     """
 
-    def __init__(self, limit: int) -> None:
-        """`limit`: bytes of one capture, counted by `memory_bytes` as at its admission."""
-        self._limit = limit
+    _limit: int  # bytes of one capture, counted by `memory_bytes` as at its admission
 
     def consume(self, captures: Sequence[FinishedCapture]) -> list[Outcome]:
         return [self._consume(capture) for capture in captures]

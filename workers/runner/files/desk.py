@@ -31,10 +31,10 @@ from ..base.backlog import Backlog
 from ..base.config import PlaneConfig
 from ..base.shared_memory import SharedMemory
 from .edit_sizes import RecordedSizes
-from .finished_rows import Consumer, FinishedCapture, Origin
+from .finished_rows import FinishedCapture, Origin
 from .receipt_outbox import ReceiptOutbox
 from .recorded import BlockPlace, CaptureShape, ExtentPlace, MemoryRows, Recorded, RowBlock
-from .streams import RecordingFile, StreamFiles, StreamOpened
+from .streams import RecordingFile, StreamOpened, begin_file
 from .writer import InterventionError, WriteJob, make_writer
 
 logger = logging.getLogger(__name__)
@@ -261,12 +261,9 @@ class Desk:
         config: PlaneConfig,
         outbox: ReceiptOutbox,
         backlog: Backlog,
-        *,
-        begin: Callable[[], None] = lambda: None,
-        readings: Consumer | None = None,
-        works: tuple[WriterWork, ...] = ("writer", "placed", "reading"),
+        **options: Any,
     ) -> None:
-        """`backlog`, `begin`, `readings`, `works`: see `Writer`."""
+        """`backlog`, `options`: see `CaptureWriter`."""
         store = open_store(config.capture_root)
         self._memory = memory
         self.outbox = outbox
@@ -278,12 +275,12 @@ class Desk:
             boot=config.boot,
             outbox=outbox,
             threads=config.writer_threads,
-            begin=begin,
-            readings=readings,
             backlog=backlog,
-            works=works,
+            **options,
         )
-        self._files = StreamFiles(store, partial(scratch, Path(config.spill_dir)), self._of_rank)
+        self._begin_file = partial(
+            begin_file, store, partial(scratch, Path(config.spill_dir)), self._of_rank
+        )
         self._streams: dict[int, RecordingFile] = {}
 
     def _of_rank(self) -> Origin:
@@ -330,7 +327,7 @@ class Desk:
         """
         try:
             if rows.opened is not None:
-                stream = RecordingFile(rows.opened, self._files.begin, self._memory.wait)
+                stream = RecordingFile(rows.opened, self._begin_file, self._memory.wait)
                 self._streams[rows.stream] = stream
             stream = self._streams[rows.stream]
             stream.push([RowBlock(memory, place) for place in rows.blocks], rows.landing)

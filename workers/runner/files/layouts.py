@@ -56,16 +56,15 @@ class StoreConfig:
     quota: int = 0  # limit of the whole store; 0: none
 
 
-#: Layout → its blobs, as (suffix of the name, sites). Only blobs of `segment` share a file.
-LAYOUTS: dict[str, Callable[[FinishedCapture], list[tuple[str, FileSites]]]] = {
-    "packed": lambda capture: [("", capture.sites)],
-    "per_file": lambda capture: [
+def _files(capture: FinishedCapture, layout: str) -> list[tuple[str, FileSites]]:
+    """Return the separate files of a capture: the suffix of its name, and the sites."""
+    if layout == "packed":
+        return [("", capture.sites)]
+    return [
         (f".{hook}.{layer}", {hook: [layer]})
         for hook, layers in capture.sites.items()
         for layer in layers
-    ],
-    "segment": lambda capture: [("", capture.sites)],
-}
+    ]
 
 
 def blob_of(capture: FinishedCapture, sites: FileSites) -> FileBytes:
@@ -203,7 +202,7 @@ class Filesystem:
         files = [
             [
                 (file_name(capture, suffix), self._blob(capture, sites))
-                for suffix, sites in LAYOUTS[self._layout(capture)](capture)
+                for suffix, sites in _files(capture, self._layout(capture))
             ]
             for capture in captures
         ]

@@ -14,6 +14,7 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -29,7 +30,6 @@ from .recorded import (
     CaptureShape,
     Extent,
     Recorded,
-    RecordedPort,
     RowBlock,
     as_array,
     bytes_of,
@@ -149,11 +149,10 @@ class RecordingFile:
                 dtype: [(int(self.order[at]), place) for at, place in np.argwhere(found).tolist()]
                 for dtype, found in self._bad.items()
             }
-            return (
-                positions,
-                reused,
-                SealedRows(draft, self._ports, positions, self._row_bytes, self._header, bad),
-            )
+            sites = [(hook, layer) for hook, layer, _ in self._ports]
+            tensor = len(positions) * self._row_bytes
+            sealed = SealedRows(draft, sites, positions, tensor, self._header, bad)
+            return positions, reused, sealed
 
     def _begun(self) -> Draft:
         """Return the file, which the first rows create."""
@@ -217,30 +216,20 @@ class RecordingFile:
         draft.truncate(to)
 
 
+@dataclass(eq=False)
 class SealedRows:
     """Rows of an ended request in its file: the finished capture's `rows`, and its blob if the
     store can adopt the file.
     """
 
-    def __init__(
-        self,
-        draft: Draft,
-        ports: Sequence[RecordedPort],
-        positions: list[int],
-        row_bytes: int,
-        header: int,
-        bad: dict[str, list[tuple[int, int]]],
-    ) -> None:
-        """`bad`: dtype → position and index of the port of rows that are not finite in that dtype,
-        among others.
-        """
-        self._draft = draft
-        self._positions = positions
-        self._sites = [(hook, layer) for hook, layer, _ in ports]
-        self._tensor = len(positions) * row_bytes
-        self._header = header
-        self._bad = bad
-        self._view: memoryview | None = None
+    _draft: Draft
+    _sites: list[tuple[str, int]]  # (hook, layer), in the order of the file
+    _positions: list[int]
+    _tensor: int  # bytes of a site's rows
+    _header: int
+    # dtype → position and index of the site of rows that are not finite in that dtype, among others
+    _bad: dict[str, list[tuple[int, int]]]
+    _view: memoryview | None = None
 
     def unsound(self, dtype: str) -> Iterator[tuple[str, int, int]]:
         """Yield (hook, layer, position) of the rows that are not finite as `dtype`."""
@@ -284,41 +273,32 @@ class SealedRows:
         return FileBytes(manifest, [], size, crc, self._draft)
 
 
-class StreamFiles:
-    """Opens the files of streams."""
-
-    def __init__(
-        self, store: ArtifactStore, scratch: Callable[[], Draft], origin: Callable[[], Origin]
-    ) -> None:
-        """`scratch()` creates a temporary file, for captures that the store cannot adopt.
-        `origin()`: that of the rows.
-        """
-        self._store = store
-        self._scratch = scratch
-        self._origin = origin
-
-    def begin(self, stream: RecordingFile) -> tuple[Draft, int]:
-        """Create the file of a stream; return it with the bytes reserved for its header."""
-        opened = stream.opened
-        capture = stream.capture
-        most = stream.order.tolist()
-        largest = opened.shape.finished(  # with the longest manifest that is possible
-            opened.spec,
-            self._origin(),
-            positions=most,
-            token_ids=[_LARGEST] * len(most),
-            rows=lambda hook, layer: [],
-            reused=_LARGEST,
-            non_finite={(hook, layer): _LARGEST for hook, layer, _ in opened.shape.ports},
-        )
-        header = encode_header(_tensors_of(largest), largest.manifest(largest.sites))
-        streamable = "filesystem" in capture.consumers and capture.layout in ("auto", "packed")
-        draft = (
-            self._store.draft(file_name(largest))
-            if streamable and isinstance(self._store, Drafts)
-            else None
-        )
-        return draft if draft is not None else self._scratch(), len(header)
+def begin_file(
+    store: ArtifactStore,
+    scratch: Callable[[], Draft],
+    origin: Callable[[], Origin],
+    stream: RecordingFile,
+) -> tuple[Draft, int]:
+    """Create the file of a stream; return it with the bytes reserved for its header. `scratch()`
+    creates a temporary file, for captures that the store cannot adopt. `origin()`: that of the
+    rows.
+    """
+    opened = stream.opened
+    capture = stream.capture
+    most = stream.order.tolist()
+    largest = opened.shape.finished(  # with the longest manifest that is possible
+        opened.spec,
+        origin(),
+        positions=most,
+        token_ids=[_LARGEST] * len(most),
+        rows=lambda hook, layer: [],
+        reused=_LARGEST,
+        non_finite={(hook, layer): _LARGEST for hook, layer, _ in opened.shape.ports},
+    )
+    header = encode_header(_tensors_of(largest), largest.manifest(largest.sites))
+    streamable = "filesystem" in capture.consumers and capture.layout in ("auto", "packed")
+    draft = store.draft(file_name(largest)) if streamable and isinstance(store, Drafts) else None
+    return draft if draft is not None else scratch(), len(header)
 
 
 def _tensors_of(capture: FinishedCapture) -> list[tuple[str, str, list[int], int]]:

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
@@ -17,7 +17,7 @@ from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import WriterWork
 from ....storage.capture_usage import CaptureUsage
 from ....storage.store import ArtifactStore
-from ..base.backlog import Backlog
+from ..base.backlog import WORKS, Backlog
 from .consumers import BUILT_IN, PLACING, Logging, MemoryConsumer, installed, placing
 from .finished_rows import Consumer, FinishedCapture, Outcome
 from .layouts import Filesystem, StoreConfig, each
@@ -158,7 +158,7 @@ class CaptureWriter:
         begin: Callable[[], None] = lambda: None,
         readings: Consumer | None = None,
         backlog: Backlog | None = None,
-        works: Sequence[WriterWork] = ("writer", "placed", "reading"),
+        works: Sequence[WriterWork] = WORKS,
     ) -> None:
         """`threads`: of each kind of work. `memory_limit`: bytes that the consumer `memory` may put
         into a receipt. `begin`: called first in each thread. `readings`: the consumer that computes
@@ -178,7 +178,6 @@ class CaptureWriter:
             work: _Turns() if work == "reading" else queue.SimpleQueue() for work in works
         }
         self._first = works[0]
-        self._pending = 0
         self.backlog = backlog or Backlog()
         self._sends = backlog is None
         # counts since the start
@@ -244,15 +243,10 @@ class CaptureWriter:
 
     def _put(self, item: WriteJob | _Part, work: WriterWork) -> None:
         of = self.done_as(work)
-        with self._lock:
-            self._pending += 1
-            if self._sends:  # else another process adds to it, which may lose what it adds
+        if self._sends:  # else another process adds to it, which may lose what it adds
+            with self._lock:
                 self.backlog.send(item.size, of)
         self._queues[of].put(item)
-
-    def busy(self) -> bool:
-        """Return whether anything remains to be written."""
-        return self._pending > 0
 
     def close(self) -> None:
         """Write everything that is queued, and stop."""
@@ -267,12 +261,10 @@ class CaptureWriter:
         while group := self._gather(work):
             for receipt in self._write(group, consumers):
                 self._deliver(receipt)
-            count = len(group)
             size = sum(job.size for job in group)
             # free the rows' memory before the job is counted as written
             group.clear()
             with self._lock:
-                self._pending -= count
                 self.backlog.free(size, work)
         filesystem.close()
 
@@ -305,7 +297,6 @@ class CaptureWriter:
         except Exception:  # the build of the request's capture will find the missing rows
             logger.exception("rows of a capture could not be written")
         with self._lock:
-            self._pending -= 1
             self.backlog.free(part.size, work)
 
     def _write(self, group: Sequence[WriteJob], consumers: Mapping[str, Consumer]) -> list[Receipt]:
@@ -457,12 +448,12 @@ def make_writer(
     boot: str,
     outbox: ReceiptOutbox,
     threads: int,
-    begin: Callable[[], None] = lambda: None,
-    readings: Consumer | None = None,
-    backlog: Backlog | None = None,
-    works: Sequence[WriterWork] = ("writer", "placed", "reading"),
+    works: Sequence[WriterWork] = WORKS,
+    **options: Any,
 ) -> CaptureWriter:
-    """Return the writer of a rank, whose rows go to `captures`; see `CaptureWriter`."""
+    """Return the writer of a rank, whose rows go to `captures`. `options`: as `works`, further
+    arguments of `CaptureWriter`.
+    """
     store = StoreConfig(
         store=captures,
         # a rank may have a second writer, of readings alone
@@ -476,8 +467,6 @@ def make_writer(
         outbox=outbox,
         threads=threads,
         memory_limit=sizes.memory_limit_kib << 10,
-        begin=begin,
-        readings=readings,
-        backlog=backlog,
         works=works,
+        **options,
     )

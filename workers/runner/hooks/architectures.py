@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base.errors import KindError, Translated
 from ....schemas.prompts.selectors import HOOKS, Hook
 from .config_rules import DifferentNumbersError, caveats
 
@@ -35,11 +35,11 @@ class Tap:
 Taps = dict[Hook, Tap]
 
 
-class UnsupportedArchitectureError(MidstreamError):
+class UnsupportedArchitectureError(KindError):
     """The model's architecture, or this configuration of it, is not served."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("invalid_request", detail, field="model")
+    KIND = "invalid_request"
+    FIELD = "model"
 
 
 @dataclass(frozen=True)

@@ -299,7 +299,7 @@ class DataPlane:
     def begin(
         self,
         new: Sequence[NewRequest],
-        finished: dict[str, Finish],
+        finished: Mapping[str, Finish],
         preempted: int,
         keeping: Keeping | None = None,
         resumed: dict[str, int] | None = None,
@@ -311,7 +311,8 @@ class DataPlane:
 
         `preempted`: number of requests that lost their KV cache before this step; their rows stay
         recorded. `resumed`: request that resumes now → tokens that the prefix cache serves. `ends`:
-        arguments of `end`. `waiting`: packed specs of requests that will begin in a later step.
+        arguments of `Requests.end`. `waiting`: packed specs of requests that will begin in a later
+        step.
         """
         requests = self._requests
         requests.step += 1
@@ -363,10 +364,6 @@ class DataPlane:
         if keeping is not None or self._delivery.held:
             for prepare in self._prepares:
                 prepare(keeping)
-
-    def end(self, request_id: str, num_tokens: int) -> None:
-        """See `Requests.end`."""
-        self._requests.end(request_id, num_tokens)
 
     def choose(self, windows: Iterable[tuple[str, int, int]]) -> int:
         """Return the family of graphs (see `kernels.ops`) for the forward of these (request, first

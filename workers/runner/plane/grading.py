@@ -28,6 +28,7 @@ class _Due(NamedTuple):
     tracked: Tracked
     grade: Grade
     row: int  # row of the step's logits: that of the prompt's last token
+    number: int  # among those that are due
 
 
 class Grading(StepPart):
@@ -59,7 +60,8 @@ class Grading(StepPart):
             # vLLM may pad a prompt's last chunk with drafts
             drafts = rows.first_position + rows.num_rows - tracked.spec.prompt_tokens
             if tracked.spec.grade is not None and 0 <= drafts < rows.num_rows:
-                self._due.append(_Due(tracked, tracked.spec.grade, self._rows - 1 - drafts))
+                row = self._rows - 1 - drafts
+                self._due.append(_Due(tracked, tracked.spec.grade, row, len(self._due)))
 
     def take(self, logits: torch.Tensor) -> list[tuple[Tracked, str]]:
         """Grade the requests that are due with their step's logits `[rows, vocabulary]`; return
@@ -86,20 +88,21 @@ class Grading(StepPart):
             logits.index_select(0, _on_device([item.row for item in due], logits.device)).float(),
             dim=-1,
         )
-        for number, item in enumerate(due):
+        for item in due:
             if item.grade.keep:
-                self._kept[item.grade.keep] = logprobs[number].clone()
+                self._kept[item.grade.keep] = logprobs[item.number].clone()
                 self._kept.move_to_end(item.grade.keep)
-        wrong = {
-            number: why
-            for number, item in enumerate(due)
-            if (why := self._refusal(item.grade, logits.shape[1]))
-        }
-        numbers = [number for number in range(len(due)) if number not in wrong]
-        self._grade([due[number] for number in numbers], numbers, logprobs)
+        graded = list[_Due]()
+        refused = list[tuple[Tracked, str]]()
+        for item in due:
+            if why := self._refusal(item.grade, logits.shape[1]):
+                refused.append((item.tracked, why))
+            else:
+                graded.append(item)
+        self._grade(graded, logprobs)
         while len(self._kept) > KEPT:
             self._kept.popitem(last=False)
-        return [(due[number].tracked, why) for number, why in wrong.items()]
+        return refused
 
     def forget(self) -> None:
         """Drop all kept distributions."""
@@ -114,11 +117,9 @@ class Grading(StepPart):
             return f"the reference distribution {grade.against!r} is no longer stored"
         return ""
 
-    def _grade(self, due: Sequence[_Due], numbers: Sequence[int], logprobs: torch.Tensor) -> None:
-        """Set `graded` of the requests in `due`; `due[i]` has the row `logprobs[numbers[i]]`."""
-        rows = [
-            number for item, number in zip(due, numbers, strict=True) for _ in item.grade.token_ids
-        ]
+    def _grade(self, due: Sequence[_Due], logprobs: torch.Tensor) -> None:
+        """Set `graded` of the requests in `due`, each of which has the row of its number."""
+        rows = [item.number for item in due for _ in item.grade.token_ids]
         tokens = [token for item in due for token in item.grade.token_ids]
         places = _on_device([rows, tokens], logprobs.device)
         parts = [logprobs[places[0], places[1]].double()]
@@ -133,7 +134,7 @@ class Grading(StepPart):
                 _divergence(
                     self._kept[name],
                     logprobs.index_select(
-                        0, _on_device([numbers[place] for place in of_name], logprobs.device)
+                        0, _on_device([due[place].number for place in of_name], logprobs.device)
                     ),
                 )
             )

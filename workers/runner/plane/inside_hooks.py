@@ -9,9 +9,9 @@ the down projection, and `router` is the output of the experts' gate.
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -64,6 +64,14 @@ class Group:
     hidden_size: int
 
 
+class _Linear(NamedTuple):
+    """A linear module of a layer."""
+
+    name: str  # in the module that has it
+    module: nn.Module  # as the layer calls it: LoRA's wrapper, if it has one
+    base: Any  # without that wrapper
+
+
 class _Layer:
     """One loaded layer."""
 
@@ -90,61 +98,53 @@ class _Layer:
         return Inner(self._own_cache(), 2, self._keys(self._only_attention().head_size_v))
 
     def q_proj(self) -> Inner:
-        module = self._projection("q")
         columns = self._query(self._only_attention().head_size)
-        return Inner(module, "output", columns)
+        return Inner(self._projection("q").module, "output", columns)
 
     def k_proj(self) -> Inner:
-        module = self._projection("k")
-        columns = self._keys(self._only_attention().head_size)
-        fused = isinstance(_base(module), QKVParallelLinear)
-        return Inner(
-            module,
-            "output",
-            columns,
-            self._query(self._only_attention().head_size).size if fused else 0,
-        )
+        linear = self._projection("k")
+        width = self._only_attention().head_size
+        first = self._query(width).size if isinstance(linear.base, QKVParallelLinear) else 0
+        return Inner(linear.module, "output", self._keys(width), first)
 
     def z(self) -> Inner:
         columns = self._query(
             self._only_attention().head_size_v if self._latent is None else self._latent.v_head_dim
         )
-        fitting = {
-            path: part
-            for path, part in self._linears(attention=True).items()
-            if _base(part).output_size == self._group.hidden_size
-            and _base(part).input_size == columns.row.size
-        }
-        module = _only(fitting, _OUTPUT, "output projection")
-        self._check_split(module)
-        return Inner(module, 0, columns)
+        fitting = [
+            each
+            for each in self._linears(attention=True)
+            if each.base.output_size == self._group.hidden_size
+            and each.base.input_size == columns.row.size
+        ]
+        linear = _only(fitting, _OUTPUT, "output projection")
+        self._check_split(linear)
+        return Inner(linear.module, 0, columns)
 
     def mlp_act(self) -> Inner:
         if self._experts():
             raise MissingHookError("its experts are fused")
-        linears = {
-            path: part
-            for path, part in self._linears(attention=False).items()
-            if _base(part).output_size == self._group.hidden_size
-        }
-        module = _only(
-            {path: part for path, part in linears.items() if not _reads_stream(path, linears)},
-            _DOWN,
-            "down projection",
-        )
-        self._check_split(module)
+        linears = [
+            each
+            for each in self._linears(attention=False)
+            if each.base.output_size == self._group.hidden_size
+        ]
+        if len(linears) > 1:  # a square matrix among others is no down projection
+            linears = [each for each in linears if each.base.input_size != each.base.output_size]
+        linear = _only(linears, _DOWN, "down projection")
+        self._check_split(linear)
         if (
             fused_act_quant._FUSED_ACT_QUANT
-            and fused_act_quant.get_input_quant_key(_base(module)) is not None
+            and fused_act_quant.get_input_quant_key(linear.base) is not None
         ):
             raise MissingHookError(
                 "one kernel computes and quantises what enters its down projection"
             )
-        width = _base(module).input_size
-        size = width // (self._group.size if isinstance(_base(module), RowParallelLinear) else 1)
+        width = linear.base.input_size
+        size = width // (self._group.size if isinstance(linear.base, RowParallelLinear) else 1)
         first = self._group.rank * size if size < width else 0
         return Inner(
-            module,
+            linear.module,
             0,
             BankColumns(
                 RowShape(heads=1, width=width),
@@ -158,18 +158,18 @@ class _Layer:
         if not (experts := self._experts()):
             raise MissingHookError("it has no experts")
         gates = [
-            part
-            for path, part in self._linears(attention=False).items()
-            if isinstance(_base(part), ReplicatedLinear) and _base(part).output_size in experts
+            each
+            for each in self._linears(attention=False)
+            if isinstance(each.base, ReplicatedLinear) and each.base.output_size in experts
         ]
         if len(gates) != 1:
             raise MissingHookError(f"{len(gates)} modules could be its router")
-        gate = _base(gates[0])
+        gate = gates[0].base
         if (dtype := getattr(gate, "out_dtype", None)) not in (None, gate.params_dtype):
             raise MissingHookError(f"its router returns {dtype}, not the model's dtype")
         width = gate.output_size
         return Inner(
-            gates[0],
+            gates[0].module,
             "output",
             BankColumns(RowShape(heads=1, width=width), 0, width, self._group.rank == 0),
         )
@@ -205,12 +205,8 @@ class _Layer:
     def _keys(self, width: int) -> BankColumns:
         heads = self._only_attention().num_kv_heads
         group = self._group
-        fused = [
-            _base(part)
-            for part in self._linears(attention=True).values()
-            if isinstance(_base(part), QKVParallelLinear)
-        ]
-        total = fused[0].total_num_kv_heads if fused else heads * group.size
+        fused = self._fused()
+        total = fused[0].base.total_num_kv_heads if fused else heads * group.size
         replicas = max(1, heads * group.size // total)
         first = group.rank // replicas * heads * width
         return BankColumns(
@@ -220,43 +216,48 @@ class _Layer:
             group.rank % replicas == 0,
         )
 
-    def _projection(self, letter: str) -> nn.Module:
-        attention = self._only_attention()
+    def _fused(self) -> list[_Linear]:
+        """Return the projections of queries, keys and values together."""
         linears = self._linears(attention=True)
-        fused = [part for part in linears.values() if isinstance(_base(part), QKVParallelLinear)]
+        return [each for each in linears if isinstance(each.base, QKVParallelLinear)]
+
+    def _projection(self, letter: str) -> _Linear:
+        attention = self._only_attention()
+        fused = self._fused()
         if len(fused) == 1:
             size = attention.num_heads * attention.head_size + attention.num_kv_heads * (
                 attention.head_size + attention.head_size_v
             )
-            if sum(_base(fused[0]).output_partition_sizes) != size:
+            if sum(fused[0].base.output_partition_sizes) != size:
                 raise MissingHookError("its projection gives more than queries, keys and values")
             return fused[0]
         heads = attention.num_heads if letter == "q" else attention.num_kv_heads
         width = heads * attention.head_size * self._group.size
         named = [
-            part
-            for path, part in linears.items()
-            if path.rpartition(".")[2] in (f"{letter}_proj", letter, f"w{letter}")
+            each
+            for each in self._linears(attention=True)
+            if each.name in (f"{letter}_proj", letter, f"w{letter}")
         ]
-        if len(named) != 1 or _base(named[0]).output_size != width:
+        if len(named) != 1 or named[0].base.output_size != width:
             raise MissingHookError("no separate projections compute its queries and keys")
         return named[0]
 
-    def _linears(self, *, attention: bool) -> dict[str, nn.Module]:
-        """Return path → linear module, in the layer's attention or outside of it."""
+    def _linears(self, *, attention: bool) -> list[_Linear]:
+        """Return the linear modules in the layer's attention, or outside of it."""
         within = {path.partition(".")[0] for path in self._attention if "." in path}
         within |= {
             name
             for name, _ in self._layer.named_children()
             if not within and _ATTENTION.search(name)
         }
-        return {
-            path: part
-            for path, part in self._parts.items()
+        found = list[_Linear]()
+        for path, part in self._parts.items():
             # LoRA wraps a linear module, and the layer calls the wrapper
-            if isinstance(_base(part), LinearBase) and not path.endswith(".base_layer")
-            if (path.partition(".")[0] in within) == attention
-        }
+            base = getattr(part, "base_layer", part)
+            here = (path.partition(".")[0] in within) == attention
+            if isinstance(base, LinearBase) and here and not path.endswith(".base_layer"):
+                found.append(_Linear(path.rpartition(".")[2], part, base))
+        return found
 
     def _experts(self) -> set[int]:
         """Return the number of experts of each mixture-of-experts module in the layer."""
@@ -264,33 +265,21 @@ class _Layer:
         numbers = {config.num_logical_experts for config in configs if config is not None}
         return {number for number in numbers if isinstance(number, int)}
 
-    def _check_split(self, module: nn.Module) -> None:
+    def _check_split(self, linear: _Linear) -> None:
         """Raises MissingHookError unless each rank calls the module with its part of the input."""
         if self._group.size > 1 and not (
-            isinstance(_base(module), RowParallelLinear) and _base(module).input_is_parallel
+            isinstance(linear.base, RowParallelLinear) and linear.base.input_is_parallel
         ):
             raise MissingHookError("the ranks do not split the module's input before the hook")
 
 
-def _base(part: nn.Module) -> Any:
-    """Return a linear module without LoRA's wrapper."""
-    inner = getattr(part, "base_layer", part)
-    return inner if isinstance(inner, LinearBase) else part
-
-
-def _reads_stream(path: str, linears: Mapping[str, nn.Module]) -> bool:
-    """Return whether the matrix, being square and not the only one, is no down projection."""
-    square = _base(linears[path]).input_size == _base(linears[path]).output_size
-    return square and len(linears) > 1
-
-
-def _only(linears: Mapping[str, nn.Module], names: re.Pattern[str], role: str) -> nn.Module:
+def _only(linears: Sequence[_Linear], names: re.Pattern[str], role: str) -> _Linear:
     """Return the only row-parallel module, else the only one with a name in `names`.
 
     Raises MissingHookError.
     """
-    rows = [part for part in linears.values() if isinstance(_base(part), RowParallelLinear)]
-    named = [part for path, part in linears.items() if names.search(path.rpartition(".")[2])]
+    rows = [each for each in linears if isinstance(each.base, RowParallelLinear)]
+    named = [each for each in linears if names.search(each.name)]
     for candidates in (rows, named):
         if len(candidates) == 1:
             return candidates[0]

@@ -5,6 +5,7 @@ Only forwards that run as Python can. Reasons, design and gain:
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -27,15 +28,14 @@ from .step_parts import RanStep, StepBatch, StepPart
 _Member = tuple[Tracked, RequestRows]
 
 
+@dataclass(eq=False)
 class ReentryGate:
     """The entry layer of the rank's next forward; layers below it only return their input."""
 
-    def __init__(self, layers: Sequence[int]) -> None:
-        """`layers`: absolute numbers of the layers that the rank holds, ascending."""
-        self.layers = layers
-        self.begin = 0  # absolute number of the first computed layer; 0: all are computed
-        # the stream that enters this layer, `[rows of the step, hidden_size]`, if the rank holds it
-        self.stream: torch.Tensor | None = None
+    layers: Sequence[int]  # absolute numbers of the layers that the rank holds, ascending
+    begin: int = 0  # absolute number of the first computed layer; 0: all are computed
+    # the stream that enters this layer, `[rows of the step, hidden_size]`, if the rank holds it
+    stream: torch.Tensor | None = None
 
     def open(self, begin: int) -> int:
         """Have the next forward begin at a layer; return how many of the rank's layers it skips."""
@@ -150,28 +150,19 @@ def _may_enter(spec: RankSpec, rows: RequestRows, block_size: int) -> bool:
     return all(layer >= spec.entry.layer for entry in spec.steering for layer in entry.layers)
 
 
+@dataclass(eq=False)
 class Reentry(StepPart):
     """Step part for re-entry: opens the gate before the forward, closes it after."""
 
-    def __init__(
-        self,
-        requests: Requests,
-        gate: ReentryGate,
-        runs: RunStore,
-        hidden_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """`hidden_size` and `dtype`: of the stream."""
-        self._requests = requests
-        self._gate = gate
-        self._runs = runs
-        self._hidden_size = hidden_size
-        self._dtype = dtype
-        self._device = device
-        self.block_size = 1  # tokens of a KV cache block; set once it is known
-        self.steps = 0  # steps that began above the first layer
-        self.skipped = 0  # (token row, layer of this rank) pairs that were not computed
+    _requests: Requests
+    _gate: ReentryGate
+    _runs: RunStore
+    _hidden_size: int  # of the stream, as its dtype and device
+    _dtype: torch.dtype
+    _device: torch.device
+    block_size: int = 1  # tokens of a KV cache block; set once it is known
+    steps: int = 0  # steps that began above the first layer
+    skipped: int = 0  # (token row, layer of this rank) pairs that were not computed
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
         """Open the gate; fail the requests whose rows this rank lacks."""

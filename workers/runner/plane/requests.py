@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -33,17 +34,15 @@ class WrongAdapterError(RuntimeError):
     """
 
 
+@dataclass(eq=False, slots=True)
 class Guard:
     """Context in which an error fails the given requests and nothing else, except for
     `WrongAdapterError`.
     """
 
-    __slots__ = ("_concerned", "_kind", "_requests")
-
-    def __init__(self, requests: "Requests", concerned: Collection[Tracked], kind: str) -> None:
-        self._requests = requests
-        self._concerned = concerned
-        self._kind = kind
+    _requests: "Requests"
+    _concerned: Collection[Tracked]
+    _kind: str
 
     def __enter__(self) -> None:
         return

@@ -1,6 +1,7 @@
 """Edits in a rank's step: acquires table rows for new requests and releases those of ended ones."""
 
 import logging
+from dataclasses import dataclass, field
 
 from ....kernels.plan import ROWS_PER_TOKEN
 from ....schemas.requests.specs import HOOK, LAYERS
@@ -19,26 +20,20 @@ from .step_parts import StepBatch, StepPart
 logger = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)
 class EditsPart(StepPart):
     """Step part for edits."""
 
-    def __init__(
-        self,
-        requests: Requests,
-        banks: Banks,
-        state: RankState,
-        runs: RunStore,
-        actions: ActionLedger,
-        scorer: Scorer,
-    ) -> None:
-        self._requests = requests
-        self._banks = banks
-        self._scorer = scorer
-        self._state = state
-        self._runs = runs
-        self._actions = actions
-        self._rows = banks.table
-        self._searches = SearchTable()
+    _requests: Requests
+    _banks: Banks
+    _state: RankState
+    _runs: RunStore
+    _actions: ActionLedger
+    _scorer: Scorer
+    _searches: SearchTable = field(default_factory=SearchTable)
+
+    def __post_init__(self) -> None:
+        self._rows = self._banks.table
 
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
         with self._requests.guard([tracked], "intervention_failed"):

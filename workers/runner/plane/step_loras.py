@@ -1,5 +1,6 @@
 """LoRA adapters in a rank's step: checks that each row was computed with its request's adapter."""
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ....schemas.jobs.receipts import BY_REQUEST
@@ -11,13 +12,13 @@ if TYPE_CHECKING:
     from .loras import LoadedAdapters
 
 
+@dataclass(eq=False)
 class Adapters(StepPart):
     """Step part of a rank that serves LoRA adapters."""
 
-    def __init__(self, requests: Requests, loras: "LoadedAdapters", actions: ActionLedger) -> None:
-        self._requests = requests
-        self._loras = loras
-        self._actions = actions
+    _requests: Requests
+    _loras: "LoadedAdapters"
+    _actions: ActionLedger
 
     def drain(self, step: RanStep) -> None:
         """Compare adapters. Raises WrongAdapterError."""

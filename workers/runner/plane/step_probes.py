@@ -1,6 +1,7 @@
 """Probes in a rank's step: attaches them to recordings, and scores the recorded rows."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ..base.engine_step import NewRequest
 from ..base.row_index import Keeping
@@ -12,13 +13,13 @@ from .requests import Requests
 from .step_parts import RanStep, StepPart
 
 
+@dataclass(eq=False)
 class ProbesPart(StepPart):
     """Step part for probes."""
 
-    def __init__(self, requests: Requests, scorer: Scorer) -> None:
-        self._requests = requests
-        self._scorer = scorer
-        self._serves = False  # stored rows were served since the last scores
+    _requests: Requests
+    _scorer: Scorer
+    _serves: bool = False  # stored rows were served since the last scores
 
     def begin(self, ended: Mapping[str, int]) -> None:
         """Score the rows that ended requests need."""

@@ -3,6 +3,7 @@ same prompt, and passes them on.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -34,37 +35,26 @@ class _Edited(NamedTuple):
     places: np.ndarray  # of each in the step
 
 
+@dataclass(eq=False)
 class RowsPart(StepPart):
     """Step part for captured rows."""
 
-    def __init__(
-        self,
-        requests: Requests,
-        place: RankPlace,
-        banks: Banks,
-        state: RankState,
-        streams: Streams,
-        overloads: Overloads,
-        arena: Arena,
-        delivery: RowDelivery,
-        block_size: Callable[[], int],
-    ) -> None:
-        """`block_size`: returns the tokens in a KV block, the unit in which rows are kept."""
-        self._requests = requests
-        self._place = place
-        self._banks = banks
-        self._grades = place.grades
-        self._state = state
-        self._streams = streams
-        self._block_size = block_size
-        self._overloads = overloads
-        self._arena = arena
-        self._delivery = delivery
-        self.store = RowStore(arena)
-        self._keeping: Keeping | None = None  # the scheduler's orders for this step
-        self._edited: dict[str, _Edited] = {}  # by bank
-        # the last step in which rows were not kept although the scheduler assumes so; 0: none
-        self.unkept = 0
+    requests: Requests
+    place: RankPlace
+    banks: Banks
+    state: RankState
+    streams: Streams
+    overloads: Overloads
+    arena: Arena
+    delivery: RowDelivery
+    block_size: Callable[[], int]  # the tokens in a KV block, the unit in which rows are kept
+    # the last step in which rows were not kept although the scheduler assumes so; 0: none
+    unkept: int = 0
+    _keeping: Keeping | None = None  # the scheduler's orders for this step
+    _edited: dict[str, _Edited] = field(default_factory=dict)  # by bank
+
+    def __post_init__(self) -> None:
+        self.store = RowStore(self.arena)
 
     def begin(self, ended: Mapping[str, int]) -> None:
         self._settle(ended)
@@ -77,10 +67,10 @@ class RowsPart(StepPart):
         try:
             for capture in spec.captures:
                 for hook, layers in capture.sites.items():
-                    self._state.check_sites(hook, layers)
-            first = self._place.tp == 0
+                    self.state.check_sites(hook, layers)
+            first = self.place.tp == 0
             recordings = [
-                self._banks.recording(capture, spec.prompt_tokens, first)
+                self.banks.recording(capture, spec.prompt_tokens, first)
                 for capture in spec.captures
             ]
             tracked.recordings = {
@@ -89,17 +79,15 @@ class RowsPart(StepPart):
                 if recording is not None
             }
         except ValueError as error:
-            self._requests.fail(tracked, str(error), "capture_failed")
+            self.requests.fail(tracked, str(error), "capture_failed")
             return
-        with self._requests.guard([tracked], "capture_failed"):
+        with self.requests.guard([tracked], "capture_failed"):
             for number, recording in tracked.recordings.items():
-                self._streams.prepare(
-                    spec, number, recording, request.max_tokens, self._block_size()
-                )
+                self.streams.prepare(spec, number, recording, request.max_tokens, self.block_size())
 
     def release(self, tracked: Tracked) -> None:
         for recording in tracked.recordings.values():
-            recording.landing = self._arena.landing.number
+            recording.landing = self.arena.landing.number
 
     def prepare(self, keeping: Keeping | None) -> None:
         """Serve stored rows for tokens that the prefix cache skips; fail captures if the writers
@@ -109,39 +97,39 @@ class RowsPart(StepPart):
         if keeping is not None:
             for block in keeping.serve:
                 self._with_recording(block, self.store.serve)
-        if not self._delivery.held:  # nothing waits for the writers: they have read all messages
+        if not self.delivery.held:  # nothing waits for the writers: they have read all messages
             return
-        for work, stored in self._requests.kinds.stored.items():
+        for work, stored in self.requests.kinds.stored.items():
             try:
-                self._overloads[work].check()
+                self.overloads[work].check()
             except Exception as error:
-                self._requests.blame(error, stored, "capture_failed")
+                self.requests.blame(error, stored, "capture_failed")
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
         """Plan the captures, and commit them with the edits."""
         try:
-            self._banks.plan_capture(batch.tokens)
+            self.banks.plan_capture(batch.tokens)
         except Exception as error:
-            self._requests.blame(error, batch.recording, "capture_failed")
+            self.requests.blame(error, batch.recording, "capture_failed")
         try:
-            self._banks.commit()
+            self.banks.commit()
         except Exception as error:
-            self._requests.blame(error, batch.planned, BY_REQUEST)
+            self.requests.blame(error, batch.planned, BY_REQUEST)
 
     def drain(self, step: RanStep) -> None:
-        requests = self._requests
-        busy = self._banks.busy
+        requests = self.requests
+        busy = self.banks.busy
         # rows of requests that no edit reaches are finite if the model's are
-        checked = step.hidden is not None and self._grades and requests.kinds.edits
-        if busy or checked or (self._banks.again and requests.kinds.edits):
+        checked = step.hidden is not None and self.place.grades and requests.kinds.edits
+        if busy or checked or (self.banks.again and requests.kinds.edits):
             try:
-                self._banks.take(requests.step, step.view, step.hidden if checked else None)
+                self.banks.take(requests.step, step.view, step.hidden if checked else None)
             except Exception as error:
                 requests.blame(error, requests.tracked.values(), BY_REQUEST)
         if busy:
             step.recorded = []
             try:
-                step.recorded = self._banks.drain()
+                step.recorded = self.banks.drain()
             except Exception as error:
                 requests.blame(error, requests.kinds.recorded, "capture_failed")
 
@@ -150,16 +138,16 @@ class RowsPart(StepPart):
         if (keeping := self._keeping) is not None:
             for block in keeping.keep:
                 self._with_recording(block, self.store.keep)
-                tracked = self._requests.tracked.get(block.request_id)
+                tracked = self.requests.tracked.get(block.request_id)
                 if tracked is not None and tracked.reported:
-                    self.unkept = self._requests.step
+                    self.unkept = self.requests.step
             self.store.drop(keeping.drop)
             self._keeping = None
-        if self._banks.begun:
+        if self.banks.begun:
             try:
-                self._banks.leave()
+                self.banks.leave()
             except Exception as error:
-                self._requests.blame(error, self._requests.kinds.recorded, "capture_failed")
+                self.requests.blame(error, self.requests.kinds.recorded, "capture_failed")
 
     def forget_failures(self, step: int) -> None:
         """Clear `unkept` if the prefix cache was reset at `step`, after those rows were lost."""
@@ -172,7 +160,7 @@ class RowsPart(StepPart):
         self.unkept = 0
 
     def close(self) -> None:
-        self._delivery.close()
+        self.delivery.close()
 
     def _settle(self, ended: Mapping[str, int] | None = None) -> None:
         """Fail requests whose edits made rows non-finite, or whose sites deviated from the plan;
@@ -181,7 +169,7 @@ class RowsPart(StepPart):
         `ended`: wait for the steps of these requests.
         """
         try:
-            for bank, item in self._banks.settle(ended):
+            for bank, item in self.banks.settle(ended):
                 if isinstance(item, Miscount):
                     self._miscounted(item)
                 elif isinstance(item, StepSizes):
@@ -189,10 +177,10 @@ class RowsPart(StepPart):
                 else:
                     self._not_finite(item)
         except Exception as error:
-            self._requests.blame(error, self._requests.tracked.values(), BY_REQUEST)
+            self.requests.blame(error, self.requests.tracked.values(), BY_REQUEST)
 
     def _not_finite(self, item: NonFiniteRow) -> None:
-        tracked = self._requests.tracked.get(item.id)
+        tracked = self.requests.tracked.get(item.id)
         if tracked is None or tracked.reported:
             return
         place = (item.site.hook, item.site.layer) if item.site is not None else None
@@ -203,24 +191,24 @@ class RowsPart(StepPart):
         ):
             tracked.unsound = True
         else:
-            why = f"{reason(tracked.spec, item)} (rank {self._place.rank})"
-            self._requests.fail(tracked, why, "intervention_failed", since=item.step)
+            why = f"{reason(tracked.spec, item)} (rank {self.place.rank})"
+            self.requests.fail(tracked, why, "intervention_failed", since=item.step)
 
     def _sized(self, bank: Bank, item: StepSizes) -> None:
         """Keep the sizes of a step's edits with their requests."""
-        key = self._requests.changes, item.edited, item.view.ids
+        key = self.requests.changes, item.edited, item.view.ids
         known = self._edited.get(bank.name)
         if known is None or known.key != key:
             known = self._edited[bank.name] = self._edited_in(bank, item, key)
         if bank.sizes.add(item, known.slots, known.places):
-            for tracked in list(self._requests.tracked.values()):
-                self._requests.check_sizes(tracked)
+            for tracked in list(self.requests.tracked.values()):
+                self.requests.check_sizes(tracked)
 
     def _edited_in(self, bank: Bank, item: StepSizes, key: tuple[object, ...]) -> _Edited:
         found = [
             (tracked, place)
             for place, request in enumerate(item.view.ids)
-            if (tracked := self._requests.tracked.get(request)) is not None and not tracked.reported
+            if (tracked := self.requests.tracked.get(request)) is not None and not tracked.reported
             if request in item.edited or bank.name in tracked.sizes
         ]
         for tracked, _ in found:
@@ -236,7 +224,7 @@ class RowsPart(StepPart):
         """Fail the request; if its rows were not captured as planned, also requests that may have
         been served stored rows of that step.
         """
-        requests = self._requests
+        requests = self.requests
         counted = requests.tracked.get(miscount.id)
         concerned = [] if counted is None else [counted]
         # Rows may have been kept for later requests before their step was judged.
@@ -249,16 +237,16 @@ class RowsPart(StepPart):
                 if any(recording.reused for recording in item.recordings.values())
             ]
         for tracked in concerned:
-            why = f"{miscount} (rank {self._place.rank})"
+            why = f"{miscount} (rank {self.place.rank})"
             requests.fail(tracked, why, miscount.kind, since=miscount.step)
 
     def _with_recording(
         self, block: KeptBlock, action: Callable[[int, Recording, int, int], None]
     ) -> None:
         """Call `action` of the row store for the recording of a block, if this rank has it."""
-        tracked = self._requests.tracked.get(block.request_id)
+        tracked = self.requests.tracked.get(block.request_id)
         if tracked is None or tracked.reported:
             return
         if (recording := tracked.recordings.get(block.capture)) is not None:
-            with self._requests.guard([tracked], "capture_failed"):
+            with self.requests.guard([tracked], "capture_failed"):
                 action(block.number, recording, block.first, block.stop)

@@ -67,22 +67,15 @@ class Ports:
         }
 
 
+@dataclass(eq=False)
 class RowStream:
     """Rows of a capture that leave before its request ends."""
 
-    def __init__(
-        self,
-        send: Callable[[DeskMessage, Sequence[object]], None],
-        opened: StreamOpened,
-        part: int,
-    ) -> None:
-        """`send`: that of the channel to what writes them, see `delivery`. `part`: bytes of rows
-        that leave together, at least.
-        """
-        self._send = send
-        self._opened = opened
-        self.part = part
-        self.begun = 0  # the stream's number, once rows have left
+    # that of the channel to what writes them, see `delivery`
+    _send: Callable[[DeskMessage, Sequence[object]], None]
+    _opened: StreamOpened
+    part: int  # bytes of rows that leave together, at least
+    begun: int = 0  # the stream's number, once rows have left
 
     def push(self, blocks: list[RecordedBlock], landing: Landing) -> None:
         """Have these blocks written, whose rows are `landing`."""

@@ -15,6 +15,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 from ....schemas.base.records import from_msgpack, to_msgpack
@@ -113,9 +114,7 @@ class Link:
 
     def begun(self) -> None:
         """Wait until the process serves. Raises RuntimeError if it cannot."""
-        ready = select.poll()  # of descriptors above 1023, too
-        ready.register(self._answers, select.POLLIN)
-        while ready.poll(_START_S * 1000):
+        while _ready(self._answers, select.POLLIN, _START_S):
             for begun in [each for each in self._hear() if isinstance(each, Begun)]:
                 if begun.error:
                     raise RuntimeError(begun.error)
@@ -144,9 +143,7 @@ class Link:
                 os.write(self._commands, COMMAND.pack(number, start, len(raw)))
                 return
             except BlockingIOError:  # the process makes room between two messages
-                room = select.poll()
-                room.register(self._commands, select.POLLOUT)
-                if not room.poll(self._patience_s * 1000):
+                if not _ready(self._commands, select.POLLOUT, self._patience_s):
                     self._give_up(RuntimeError(_SILENT))
 
     def turn(self) -> None:
@@ -203,17 +200,26 @@ class Link:
             yield answer
 
 
+def _ready(descriptor: int, event: int, patience_s: float) -> bool:
+    """Wait until a descriptor, which may be above 1023, can be read or written."""
+    ready = select.poll()
+    ready.register(descriptor, event)
+    return bool(ready.poll(patience_s * 1000))
+
+
+@dataclass(eq=False)
 class Near:
     """The channel to a desk in this process. Its messages are what they are to another process."""
 
     silent_s = 0.0
 
-    def __init__(self, arena: Arena, desk: Desk, held: dict[int, object] | None = None) -> None:
-        """`held`: that of another channel, whose numbers are positive."""
-        self._arena = arena
-        self.desk = desk
+    _arena: Arena
+    desk: Desk
+    # may be that of another channel, whose numbers are positive
+    held: dict[int, object] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
         self._numbers = itertools.count(-1, -1)
-        self.held: dict[int, object] = {} if held is None else held
 
     def send(
         self,
@@ -245,13 +251,13 @@ class Near:
 RowChannel = Link | Near
 
 
+@dataclass(eq=False)
 class ForwardedReceipts:
     """The outbox of a desk whose receipts another process keeps."""
 
-    def __init__(self, worker: str, rank: int, channel: RowChannel) -> None:
-        self.worker = worker
-        self.rank = rank
-        self._channel = channel
+    worker: str
+    rank: int
+    _channel: RowChannel
 
     def append(self, receipt: Receipt) -> None:
         self._channel.send(Delivered(receipt))

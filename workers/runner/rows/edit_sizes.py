@@ -11,6 +11,7 @@ steps, so its cost must not grow with the number of requests.
 
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -26,16 +27,15 @@ _OF = ("first", "stop", "ahead", "reached", "beyond", "site")
 _NONE = sys.maxsize
 
 
+@dataclass(eq=False)
 class RequestSizes:
     """The sizes of one request in one bank."""
 
-    def __init__(self, table: "SizeTable", slot: int) -> None:
-        """`slot`: of the request in the table."""
-        self._table = table
-        self.slot = slot
-        self.too_large = ""  # the first edit that exceeded its limit, by position and site
-        # number → the block's place in the arena, and its memory
-        self.blocks: dict[int, tuple[int, np.ndarray]] = {}
+    _table: "SizeTable"
+    slot: int  # of the request in the table
+    too_large: str = ""  # the first edit that exceeded its limit, by position and site
+    # number → the block's place in the arena, and its memory
+    blocks: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
 
     @property
     def recorded(self) -> RecordedSizes:

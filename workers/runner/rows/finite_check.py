@@ -156,32 +156,20 @@ class _Seen(NamedTuple):
     sums: np.ndarray | None = None  # float32 [rows]
 
 
+@dataclass(eq=False)
 class _Finding:
     """The observations of a step, complete once `event` has occurred."""
 
-    def __init__(
-        self,
-        step: int,
-        view: StepView,
-        due: Due | None,
-        expected: np.ndarray,
-        record: torch.Tensor,
-        parts: Mapping[str, torch.Tensor],
-        event: "torch.cuda.Event | None" = None,
-    ) -> None:
-        """`due`: the work planned for its sites. `expected`: the counts of all work planned up to
-        this step. `record`: after the event, the observations one after the other, int32, in the
-        shapes of `parts`.
-        """
-        self.step = step
-        self.view = view
-        self.due = due
-        self.expected = expected
-        self.event = event
-        self._record = record
-        self._parts = parts
-        self._seen: _Seen | None = None
-        self.sound = True  # all rows are finite, once `read`
+    step: int
+    view: StepView
+    due: Due | None  # the work planned for its sites
+    expected: np.ndarray  # the counts of all work planned up to this step
+    # after the event, the observations one after the other, int32, in the shapes of `parts`
+    record: torch.Tensor
+    parts: Mapping[str, torch.Tensor]
+    event: "torch.cuda.Event | None" = None
+    sound: bool = True  # all rows are finite, once `read`
+    _seen: _Seen | None = None
 
     def read(self) -> _Seen:
         """Return the observations. Waits for the event."""
@@ -191,8 +179,8 @@ class _Finding:
             values = dict[str, np.ndarray]()
             at = 0
             sound = True
-            for name, part in self._parts.items():
-                bits = self._record[at : at + part.numel()].numpy()
+            for name, part in self.parts.items():
+                bits = self.record[at : at + part.numel()].numpy()
                 values[name] = bits.view(_DTYPES[name]).reshape(part.shape)
                 at = at + len(bits)
             if self.due is not None and self.due.edits:

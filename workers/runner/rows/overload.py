@@ -9,6 +9,7 @@ result reports it.
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 from ....schemas.requests.specs import WriterWork
 from ..base.backlog import WORKS, Backlog
@@ -17,33 +18,29 @@ from ..base.backlog import WORKS, Backlog
 PATIENCE_S = 30.0
 
 
+@dataclass(eq=False)
 class Overload:
     """Applies a policy while a rank's backlog of one kind of work exceeds `limit`. The scheduler
     has them for each rank, beside the rank's own.
     """
 
-    def __init__(
-        self,
-        policy: str,
-        limit: int,
-        backlog: Backlog,
-        work: WriterWork = "writer",
-        patience_s: float = PATIENCE_S,
-    ) -> None:
-        self._policy = policy
-        self._limit = limit
-        self._patience_s = patience_s
-        self._backlog = backlog
-        self._work = work
-        self.dropping = policy == "drop"
-        # what was freed when the backlog last exceeded the limit, and since when nothing more is
-        self._freed = -1
-        self._since = 0.0
-        self._gave_up = False
+    _policy: str
+    _limit: int
+    _backlog: Backlog
+    _work: WriterWork = "writer"
+    # what was freed when the backlog last exceeded the limit, and since when nothing more is
+    _freed: int = -1
+    _since: float = 0.0
+    _gave_up: bool = False
+
+    @property
+    def dropping(self) -> bool:
+        """Return whether rows may be dropped."""
+        return self._policy == "drop"
 
     @property
     def behind(self) -> bool:
-        """Return whether, with `block`, the writers freed nothing for `patience_s` while the
+        """Return whether, with `block`, the writers freed nothing for `PATIENCE_S` while the
         backlog exceeded the limit, and it still does: then captures fail, and the worker admits
         none.
         """
@@ -54,7 +51,7 @@ class Overload:
         elif freed != self._freed:
             self._freed = freed
             self._since = now
-        elif now - self._since > self._patience_s:
+        elif now - self._since > PATIENCE_S:
             self._gave_up = self._policy == "block"
         return self._gave_up
 
@@ -73,7 +70,7 @@ class Overload:
             self._gave_up = False
         elif self.behind:
             raise TimeoutError(
-                f"the writers did not catch up within {self._patience_s:g} s: "
+                f"the writers did not catch up within {PATIENCE_S:g} s: "
                 f"{self._size >> 20} MiB of captured rows wait; "
                 f"the limit is {self._limit >> 20} MiB (tuning.capture_queue_mib)"
             )

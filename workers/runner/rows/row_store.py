@@ -3,12 +3,14 @@
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from ..files.recorded import Extent
 from .arena import Arena
 from .capture import Recording
 
 
+@dataclass(eq=False)
 class RowStore:
     """Captured rows that are kept, on the CPU. The scheduler decides which are kept and dropped.
 
@@ -16,9 +18,8 @@ class RowStore:
     the recording, not copied.
     """
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._kept: dict[int, list[Extent]] = {}
+    _arena: Arena
+    _kept: dict[int, list[Extent]] = field(default_factory=dict)
 
     @property
     def held(self) -> int:

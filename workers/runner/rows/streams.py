@@ -2,6 +2,8 @@
 only a window of its rows in memory.
 """
 
+from dataclasses import dataclass
+
 from ....schemas.requests.specs import RankSpec
 from .capture import SPAN, Recording
 from .delivery import RowDelivery
@@ -11,13 +13,12 @@ from .delivery import RowDelivery
 _PARTS = 8
 
 
+@dataclass(eq=False)
 class Streams:
     """Prepares the recordings of one rank."""
 
-    def __init__(self, window: int, delivery: RowDelivery) -> None:
-        """`window`: bytes of a capture's rows that may stay in memory."""
-        self._window = window
-        self._delivery = delivery
+    _window: int  # bytes of a capture's rows that may stay in memory
+    _delivery: RowDelivery
 
     def prepare(
         self, spec: RankSpec, number: int, recording: Recording, max_tokens: int, block: int

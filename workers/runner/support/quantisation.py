@@ -30,7 +30,7 @@ from vllm.model_executor.kernels.linear.scaled_mm.ScaledMMLinearKernel import (
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.platforms import current_platform
 
-from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base.errors import KindError, Translated
 from ....schemas.jobs.certificates import UNPROVEN
 
 #: (vLLM's method, weights, activations) whose rows tests compared with transformers', on a CPU.
@@ -47,11 +47,11 @@ W4A8 = "VLLM_CPU_INT4_W4A8"
 _GGUF_NAME = re.compile(r":(I?Q\d\w*|BF16|F16|F32)$")
 
 
-class UnsupportedQuantisationError(MidstreamError):
+class UnsupportedQuantisationError(KindError):
     """The checkpoint's quantisation is not served, or not on this machine."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("invalid_request", detail, field="model")
+    KIND = "invalid_request"
+    FIELD = "model"
 
 
 class Rounding(NamedTuple):

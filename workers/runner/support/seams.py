@@ -78,17 +78,8 @@ def main(arguments: list[str]) -> int:
     source = VllmFolder(Path(arguments[0])) if arguments else installed()
     result = list(mismatches(source))
     names = sum(len(seam.has) or 1 for seam in SEAMS)
-    print(
-        "\n".join(
-            [
-                *result,
-                (
-                    f"vLLM {source.version}: {len(result)} of {names} names in {len(SEAMS)} places "
-                    "differ"
-                ),
-            ]
-        )
-    )
+    total = f"{len(result)} of {names} names in {len(SEAMS)} places differ"
+    print(*result, f"vLLM {source.version}: {total}", sep="\n")
     return 1 if result else 0
 
 

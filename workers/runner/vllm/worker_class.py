@@ -148,7 +148,7 @@ class MidstreamWorker(PlatformWorker):
                     dtype=model.dtype,
                     device=self.device,
                 )
-            self._found = Found(
+            found = Found(
                 hooks=list(adapter.hooks),
                 absent={str(hook): why for hook, why in adapter.variant.absent.items()},
                 multiplied=list(adapter.multiplied),
@@ -156,24 +156,27 @@ class MidstreamWorker(PlatformWorker):
         except (UnsupportedArchitectureError, UnsupportedQuantisationError) as error:
             # The worker reads this and ends the engine with the reason; an exception here would
             # end the engine without one.
-            self._found = Found(refused=error.detail)
+            found = Found(refused=error.detail)
+        refused = found.refused
         pp = get_pp_group()
         tp = get_tp_group()
-        if not self._found.refused:
-            kinds = attention_kinds(
+        kinds = (
+            []
+            if refused
+            else attention_kinds(
                 self.get_model(),
                 adapter,
                 lambda values: tp.all_gather(values, 0),
                 tp.world_size,
             )
-            self._found = msgspec.structs.replace(self._found, attention=kinds)
+        )
         traced = self.vllm_config.compilation_config.mode != CompilationMode.NONE or not (
             model.enforce_eager or current_platform.is_cpu()
         )
         hooks = tuple(
             hook
             for hook in adapter.hooks
-            if hook in self._found.hooks and (not config.hooks or hook in config.hooks)
+            if hook in found.hooks and (not config.hooks or hook in config.hooks)
         )
         loaded = self.get_model()
         sites, buffers = install(
@@ -189,7 +192,7 @@ class MidstreamWorker(PlatformWorker):
             loaded,
             adapter,
             [hook for hook in INSIDE if hook in config.inside],
-            Group(get_tp_group().rank_in_group, get_tp_group().world_size, adapter.hidden_size),
+            Group(tp.rank_in_group, tp.world_size, adapter.hidden_size),
             partial(_sizes, config),
             dtype=model.dtype,
             device=self.device,
@@ -197,17 +200,12 @@ class MidstreamWorker(PlatformWorker):
         )
         self._use_families([*sites, *(site for part in inside for site in part.sites)])
         shapes = {str(hook): places[0].columns.row for hook, places in inner.items()}
-        self._found = msgspec.structs.replace(
-            self._found, inside=shapes, absent=self._found.absent | absent
-        )
         try:
             check_loaded(
                 self.model_runner.drafting_model(), read_between_layers(loaded, adapter), adapter
             )
         except UnsupportedDrafterError as error:
-            self._found = msgspec.structs.replace(
-                self._found, refused=self._found.refused or str(error)
-            )
+            refused = refused or str(error)
         for of_bank, its_buffers in [
             (sites, buffers),
             *((part.sites, part.buffers) for part in inside),
@@ -228,9 +226,7 @@ class MidstreamWorker(PlatformWorker):
             installed = load_readers(offers, adapter.hidden_size, adapter.num_layers, hooks)
             ops = load_ops(offers, adapter.hidden_size, cpu=self.device.type == "cpu")
         except ExtensionError as error:
-            self._found = msgspec.structs.replace(
-                self._found, refused=self._found.refused or str(error)
-            )
+            refused = refused or str(error)
         readers, readings = readers_of(
             loaded,
             adapter,
@@ -244,7 +240,14 @@ class MidstreamWorker(PlatformWorker):
         )
         extensions = [*(reader.facts for reader in installed.values()), *ops]
         self._found = msgspec.structs.replace(
-            self._found, enters=enters, readings=readings, extensions=extensions
+            found,
+            inside=shapes,
+            absent=found.absent | absent,
+            refused=refused,
+            readings=readings,
+            extensions=extensions,
+            enters=enters,
+            attention=kinds,
         )
         gate = install_gate(loaded, adapter) if enters else None
         with threads_elsewhere(set(config.cores)):
@@ -262,7 +265,7 @@ class MidstreamWorker(PlatformWorker):
                 inside=inside,
             )
         self._plane.describe(
-            attention=tuple(self._found.attention),
+            attention=tuple(kinds),
             routing=tuple(routing_kinds(loaded, adapter)) if "router" in inner else (),
         )
         self._certified = adapter, hooks, traced, inner

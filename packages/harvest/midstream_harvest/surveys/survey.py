@@ -10,8 +10,11 @@ import torch
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_json
 from midstream.workers.engine.model_identity import digests_in
-from midstream.workers.engine.proof.comparison import Checkpoint, reference_of
-from midstream.workers.engine.proof.reference import NotComparableError, TransformersReference
+from midstream.workers.engine.proof.reference import (
+    Checkpoint,
+    NotComparableError,
+    TransformersReference,
+)
 from midstream.workers.runner.readings.sae import CHUNK_BYTES, Autoencoder, load_registered
 
 from ..files.shards import Harvest, open as open_harvest, put, shard_buffers
@@ -122,7 +125,7 @@ def _head(harvest: Harvest, data_dir: str) -> TransformersReference:
         kept = digests_in(data_dir)
         if "@" not in source.content and kept.of(Path(source.path)) != source.content:
             raise NotComparableError(f"the files in {source.path} have changed since")
-        model = reference_of(source)
+        model = TransformersReference(source)
         model.load()
     except (NotComparableError, MidstreamError) as error:
         raise MidstreamError(

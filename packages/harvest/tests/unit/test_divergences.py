@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.workers.engine.model_identity import content_of, digests_in
-from midstream.workers.engine.proof.comparison import Checkpoint
+from midstream.workers.engine.proof.reference import Checkpoint
 from midstream_harvest.files.shards import RowOrigins
 from midstream_harvest.records.work import Survey
 from midstream_harvest.surveys.survey import divergences, heads

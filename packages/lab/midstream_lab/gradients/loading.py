@@ -14,8 +14,12 @@ import numpy as np
 import torch
 
 from midstream.schemas.base.errors import MidstreamError, Translated
-from midstream.workers.engine.proof.comparison import Checkpoint
-from midstream.workers.engine.proof.reference import NotComparableError, configured, free_bytes
+from midstream.workers.engine.proof.reference import (
+    Checkpoint,
+    NotComparableError,
+    configured,
+    free_bytes,
+)
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError
 
 from .points import ATTENTION, Points, SiteKey
@@ -89,9 +93,7 @@ def bare_points(source: Checkpoint, dtype: str) -> tuple[Any, Any, Points]:
     with Translated(
         (NotComparableError, UnsupportedArchitectureError), lambda error: refused(str(error))
     ):
-        config, model_class = configured(
-            source.path, source.architecture, source.revision, source.overrides
-        )
+        config, model_class = configured(source)
         with torch.device("meta"):
             return config, model_class, Points(model_class(copy.deepcopy(config)))
 

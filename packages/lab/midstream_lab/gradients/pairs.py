@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.functional import cross_entropy
 
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.errors import KindError
 from midstream.schemas.base.records import by_key
 from midstream.schemas.prompts.selectors import resolve_layers
 
@@ -20,18 +20,16 @@ from ..results.sweep_metrics import LEAST_DIFFERENCE
 from .points import ForwardPass, Points, SiteKey
 
 
-class PairError(MidstreamError):
+class PairError(KindError):
     """A pair has no estimates; the message gives the reason. Other pairs are not affected."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("useless_baseline", detail)
+    KIND = "useless_baseline"
 
 
-class NonFiniteGradient(MidstreamError):
+class NonFiniteGradient(KindError):
     """A value or gradient is infinite or not a number; the message names the first site."""
 
-    def __init__(self, detail: str) -> None:
-        super().__init__("reading_failed", detail)
+    KIND = "reading_failed"
 
 
 class PairMetric:

@@ -103,7 +103,7 @@ def test_receipts_say_that_the_store_is_away(
     s3.fault("503", "PUT")
     desk.submit(capture(), request=0)
     desk.submit(capture(consumers=["filesystem", "nobody"]), request=1)
-    wait_until(lambda: not desk.writer.busy())
+    wait_until(lambda: not desk.writer.backlog.size)
     late = Receipt(
         version="1",
         worker="w",

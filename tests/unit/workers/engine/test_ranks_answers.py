@@ -116,7 +116,7 @@ async def test_rows_beyond_the_table_wait_in_order_and_shared_rows_do_not_count_
     )
     assert order[:2] == ["a", "b"]
     assert order.index("c") < order.index("d")  # first come, first served
-    assert admission.used == 0
+    assert not admission._in_use
     assert admission.waiting == 0
 
 
@@ -130,7 +130,7 @@ async def test_a_cancelled_waiter_gives_up_its_place() -> None:
     assert admission.waiting == 0
     done.set()
     await asyncio.gather(first, third)
-    assert admission.used == 0
+    assert not admission._in_use
 
 
 async def test_a_request_that_alone_needs_too_many_rows_is_refused() -> None:

@@ -13,6 +13,7 @@ from tiny import checkpoint
 
 from midstream.workers.engine.proof.reference import (
     MOST_LAYERS,
+    Checkpoint,
     NotComparableError,
     TransformersReference,
     kinds_of,
@@ -128,11 +129,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def reference(path: Path, limit_gib: float = 1.0, **overrides: Any) -> TransformersReference:
     return TransformersReference(
-        str(path),
-        architecture="LlamaForCausalLM",
-        revision=None,
-        overrides=overrides,
-        limit_gib=limit_gib,
+        Checkpoint(
+            path=str(path),
+            architecture="LlamaForCausalLM",
+            overrides=overrides,
+            limit_gib=limit_gib,
+        )
     )
 
 

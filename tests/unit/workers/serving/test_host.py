@@ -71,5 +71,6 @@ def test_an_engine_that_holds_the_loop_does_not_hold_the_stop(
 
 def test_no_job_begins_while_a_rank_writes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     made = EngineHost(Settings(redis_url="redis://127.0.0.1:1/0"), lambda _: None)
-    monkeypatch.setattr(made, "_engine", SimpleNamespace(trouble="has not answered for 7 s"))
+    engine = SimpleNamespace(trouble="has not answered for 7 s")
+    monkeypatch.setattr(made, "_parts", SimpleNamespace(engine=engine))
     assert made._trouble == "has not answered for 7 s"

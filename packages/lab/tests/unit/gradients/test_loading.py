@@ -10,7 +10,7 @@ from refusal_kit import refuses
 from transformers import CTRLConfig
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.workers.engine.proof.comparison import Checkpoint
+from midstream.workers.engine.proof.reference import Checkpoint
 from midstream_lab.gradients import loading
 from midstream_lab.gradients.loading import device_for, load_points
 

@@ -85,7 +85,7 @@ class Desk:
 
     def close(self) -> dict[int, Receipt]:
         self.writer.close()
-        assert not self.writer.busy()
+        assert not self.writer.backlog.size
         self.outbox.close()
         return {receipt.request: receipt for receipt in self.receipts}
 
@@ -319,7 +319,7 @@ def test_a_receipt_does_not_wait_for_what_comes_after_it(desk: Desk) -> None:
     wait_until(lambda: desk.receipts)
     desk.submit(late(free, request=1), request=1)
     assert [receipt.request for receipt in desk.receipts] == [0]
-    assert desk.writer.busy()
+    assert desk.writer.backlog.size
     free.set()
     assert sorted(desk.close()) == [0, 1]
 
@@ -585,6 +585,6 @@ def test_row_memory_is_freed_once_the_receipt_is_queued(desk: Desk) -> None:
 
     for request in range(5):
         desk.submit(build, request=request)
-    wait_until(lambda: not desk.writer.busy())
+    wait_until(lambda: not desk.writer.backlog.size)
     assert [ref() for ref in made] == [None] * 5
     desk.close()

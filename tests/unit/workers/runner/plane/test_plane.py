@@ -35,7 +35,7 @@ from midstream.workers.runner.base.packed_spec import unpack
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.base.shared_memory import HostMemoryError
 from midstream.workers.runner.plane.requests import WrongAdapterError
-from midstream.workers.runner.rows import finite_check
+from midstream.workers.runner.rows import finite_check, overload
 from midstream.workers.runner.rows.arena import BankRows
 from midstream.workers.runner.rows.buffers import Staging
 from midstream.workers.runner.rows.capture import SPAN, Recording
@@ -65,7 +65,7 @@ def test_a_request_that_is_removed_and_added_again_while_it_lives_is_recorded_on
 def test_a_cancelled_request_is_not_reported_and_leaves_nothing(rig: Rig) -> None:
     request = steered(1, captures=capturing(1).captures)
     rig.step((request, 0, 6), new=[request])
-    rig.plane.end("j1.0.1", -1)
+    rig.plane._requests.end("j1.0.1", -1)
     rig.step(aborted=[request])
     status = rig.plane.status()
     assert status["requests"] == 0
@@ -146,12 +146,14 @@ def test_rows_dropped_under_overload_make_the_capture_partial_and_are_named(tmp_
     assert reader.dropped() == [4, 5, 6]
 
 
-def test_readings_that_are_behind_fail_no_capture_of_files(tmp_path: Path) -> None:
+def test_readings_that_are_behind_fail_no_capture_of_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(overload, "PATIENCE_S", -1.0)
     rig = Rig(tmp_path)
     files = capturing(1)
     reading = capturing(2, consumers=[READER], reading=StoredLens(top_k=1))
     rig.writer.backlog.send(2 << 20, "reading")
-    rig.plane._overloads["reading"]._patience_s = -1.0
     rig.step((files, 0, 6), (reading, 0, 6), new=[files, reading])
     rig.step((files, 6, 1), (reading, 6, 1))
     assert rig.plane.status()["behind"] == ["reading"]
@@ -358,7 +360,7 @@ FAILURES: list[tuple[str | type, str, str]] = [
     ("banks.first.finite", "settle", ""),
     (finite_check, "_flat", ""),
     (Overload, "check", "capture_failed"),
-    ("_rows._streams", "prepare", "capture_failed"),
+    ("_rows.streams", "prepare", "capture_failed"),
     ("loras", "account", ""),
     ("_arena", "take", "capture_failed"),
     (BankRows, "take", "capture_failed"),
@@ -508,7 +510,7 @@ def test_writers_wait_for_rows_that_have_not_landed_and_steps_do_not(rig: Rig) -
     rig.plane._arena.landing = SimpleNamespace(number=1, done=go.is_set)
     for number in (1, 2):
         run(rig, capturing(number))
-    assert rig.writer.busy()
+    assert rig.writer.backlog.size
     go.set()
     rig.plane._arena.memory.landed[0] = 1
     assert [receipt.status for receipt in rig.receipts()] == ["ok", "ok"]

@@ -366,9 +366,9 @@ def test_requests_present_when_a_rank_restarts_fail_with_the_reason(rig: Rig) ->
     assert edit(rig, 1).tolist() == [0] * 6, "not half of it"
     assert rig.plane.status()["actions"] == 0
     assert rig.plane.status()["tainted"] == 1, "it fills blocks that claim its edit"
-    rig.plane.end("j1.0.1", -1)
+    rig.plane._requests.end("j1.0.1", -1)
     rig.step(finished=[plain], aborted=[live])
-    rig.plane.end("j3.0.1", 8)
+    rig.plane._requests.end("j3.0.1", 8)
     assert rig.plane.status()["requests"] == 0
     told = rig.told()
     assert {job: (receipt.status, receipt.epoch) for job, receipt in told.items()} == dict.fromkeys(

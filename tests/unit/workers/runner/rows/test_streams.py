@@ -45,7 +45,7 @@ def narrow(
 ) -> Rig:
     """A rank that holds a window of 8 positions, and lets rows go one position at a time."""
     rig = Rig(folder, **{"row_store_mib": 0} | options)
-    monkeypatch.setattr(rig.plane._rows._streams, "_window", window)
+    monkeypatch.setattr(rig.plane._rows.streams, "_window", window)
     return rig
 
 
@@ -158,7 +158,7 @@ def test_a_streamed_file_equals_one_written_at_the_end(
 
 def test_scattered_positions_lie_together(rig: Rig) -> None:
     request = long(sites={"post_block": [0, 1]}, positions="all", every_n=3)
-    rig.plane._rows._streams._window = 20
+    rig.plane._rows.streams._window = 20
     run(rig, request)
     assert rig.ended(request).status == "ok"
     check(rig, request, [*range(20), *range(20, 49, 3)], {"post_block": [0, 1]})
@@ -243,7 +243,7 @@ def test_a_cancelled_capture_leaves_nothing_on_the_disk(rig: Rig) -> None:
     wait_for(rig)
     stream = written(rig, request)
     held = FileStore(rig.directory / "captures").used()
-    rig.plane.end("j1.0.1", -1)
+    rig.plane._requests.end("j1.0.1", -1)
     rig.step(aborted=[request])
     descriptor = stream._draft._descriptor
     assert os.fstat(descriptor).st_size > held
@@ -266,7 +266,7 @@ def test_values_that_are_not_finite_are_counted_in_streamed_rows(
         sites={"post_block": [1]}, positions="all", tag="t", dtype="float16", layout="packed"
     )
     request = Request(400, 20, 50, [huge], max_tokens=40)  # its rows are beyond 65504
-    rig.plane._rows._streams._window = 20
+    rig.plane._rows.streams._window = 20
     run(rig, request)
     receipt = rig.ended(request)
     assert receipt.status == "ok"
@@ -396,7 +396,7 @@ def test_a_head_counts_captured_positions(
     """Blocks have 16 positions, and the prompt comes in chunks of whole blocks."""
     rig = Rig(tmp_path)
     window = Span(head_and_tail=HeadAndTail(head=head, tail=3))
-    monkeypatch.setattr(rig.plane._rows, "_block_size", lambda: 16)
+    monkeypatch.setattr(rig.plane._rows, "block_size", lambda: 16)
     request = windowed(window, positions=positions, every_n=every_n)
     run(rig, request, [*((at, 48) for at in range(0, 288, 48)), (288, 48), (336, 23)])
     assert rig.ended(request).status == "ok"
@@ -418,7 +418,7 @@ def test_a_tail_counts_captured_positions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: Span, every_n: int, block: int
 ) -> None:
     rig = Rig(tmp_path)
-    monkeypatch.setattr(rig.plane._rows, "_block_size", lambda: block)
+    monkeypatch.setattr(rig.plane._rows, "block_size", lambda: block)
     request = windowed(window, 30, every_n=every_n)
     run(rig, request, [(0, 30), *((at, 1) for at in range(30, TOTAL - 1))])
     held = request_recording(rig, request).nbytes
@@ -442,7 +442,7 @@ def test_a_stop_string_that_is_found_late_finds_its_rows(
     recording = request_recording(rig, request)
     most = recording.capture.count_held(100, request.max_tokens, ends_late=True)
     assert recording.nbytes <= most * 2 * HIDDEN * 4, "of two layers"
-    rig.plane.end("j1.0.1", kept)
+    rig.plane._requests.end("j1.0.1", kept)
     rig.step(aborted=[request])
     assert rig.told()["j1"].status == "ok"
     head, tail = window.ends

@@ -105,7 +105,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_an_idle_engine_has_a_step_that_carries_the_ends_once(scheduler: Any) -> None:
     from vllm.v1.engine.core import EngineCore
 
-    from midstream.workers.runner.vllm.scheduler import _accept_ends, ends
+    from midstream.workers.runner.vllm.scheduler import _accept_ends, orders_of
 
     assert not scheduler.has_finished_requests()
     _accept_ends()
@@ -114,13 +114,13 @@ def test_an_idle_engine_has_a_step_that_carries_the_ends_once(scheduler: Any) ->
     core.midstream_end([["j1.0.1", 7]])  # type: ignore[attr-defined] # as it is decoded
     core.midstream_end([["j2.0.1", -1], ["j3.0.1", 9]])  # type: ignore[attr-defined]
     assert scheduler.has_finished_requests()
-    assert ends(scheduler.schedule()) == [("j1.0.1", 7), ("j2.0.1", -1), ("j3.0.1", 9)]
+    assert orders_of(scheduler.schedule()).ends == [("j1.0.1", 7), ("j2.0.1", -1), ("j3.0.1", 9)]
     assert not scheduler.has_finished_requests()
-    assert ends(scheduler.schedule()) == []
+    assert orders_of(scheduler.schedule()).ends == []
 
 
 def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(scheduler: Any) -> None:
-    from midstream.workers.runner.vllm.scheduler import waiting
+    from midstream.workers.runner.vllm.scheduler import orders_of
 
     def came(name: str, *tensors: str) -> bytes:
         steering = [
@@ -146,8 +146,8 @@ def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(sched
     came("plain")
     came("cell", row_name(RunRow("job_s.0.tag", "pre_attn", 0, 1, ())))
     scheduler.scheduled = {"now": 3}
-    assert waiting(scheduler.schedule()) == [later]
-    assert waiting(scheduler.schedule()) == [], "once"
+    assert orders_of(scheduler.schedule()).waiting == [later]
+    assert orders_of(scheduler.schedule()).waiting == [], "once"
 
 
 @pytest.mark.parametrize(("entries", "running", "waits"), [(65, 1, 1), (64, 1, 0), (65, 0, 0)])
