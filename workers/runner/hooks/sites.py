@@ -86,7 +86,7 @@ class Buffers:
     site_rows: torch.Tensor  # int32 [sites, families, 1 + configurations]
     pool: torch.Tensor  # [1 + entries, hidden] model dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
-    # written by the sites: see `kernels.plan.Planned`
+    # written by the sites: see `kernels.plan.OpInputs`
     counts: torch.Tensor  # int32 [sites, COUNTS]
     sizes: torch.Tensor  # float32 [sites, capacity]
 
