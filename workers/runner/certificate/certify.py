@@ -33,9 +33,10 @@ from .laws import (
     judge_edit,
     judge_layer,
     judge_same,
+    places,
     rowwise,
 )
-from .module_laws import JudgedStage, ModuleLaws, first_output
+from .module_laws import JudgedStage, ModuleLaws, first_output, normed, norms_behind
 from .observed import ObservedRequests
 from .together import StageRanks
 
@@ -53,81 +54,69 @@ class InsideLaws:
     def __init__(
         self,
         inners: Mapping[Hook, Sequence[Inner]],
-        layers: Mapping[int, nn.Module],
-        shape: JudgedShape,
+        stage: JudgedStage,
         *,
         held: HeldRows,
-        compared: RowsAt | None,
+        compared: RowsAt,
         places: Sequence[int],
         shared: Shared,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         """`inners`: the hooks' locations. `compared`: rows of the residual hooks at the positions
         `places`, on the rank that records them.
         """
         self._inners = inners
-        self._layers = layers
-        self._shape = shape
+        self._stage = stage
+        self._layers = stage.layers
+        self._shape = stage.shape
         self._held = held
         self._compared = compared
         self._places = list(places)
         self._shared = shared
-        self._dtype = dtype
-        self._device = device
 
     def findings(self, together: StageRanks) -> Iterator[LawFinding]:
         """Yield the findings of all laws whose hooks are present.
 
         If a module raises on all ranks, its law has no finding, and the run continues.
         """
-        for law in [
-            self._output,
-            self._down,
-            self._router,
-            self._attention,
-            self._projections,
-        ]:
+        laws: dict[str, Callable[[int, int], Iterator[LawFinding]]] = {
+            "output": partial(self._through, "z", "attn_out"),
+            "down": partial(self._through, "mlp_act", "mlp_out"),
+            "router": self._router,
+            "attention": self._attention,
+            "projections": self._projections,
+        }
+        for name, law in laws.items():
             for place, number in enumerate(self._layers):
                 found: list[LawFinding] = []
                 judge = partial(_judge, law, place, number, found)
-                together.attempt(f"{law.__name__.strip('_')} of layer {number}", judge)
+                together.attempt(f"{name} of layer {number}", judge)
                 yield from found
 
-    def _rows(self, hook: Hook, number: int) -> torch.Tensor | None:
-        """Return the rows in the model's dtype, on its device."""
-        rows = self._held(hook, number)
-        return None if rows is None else rows.to(self._dtype).to(self._device)
+    def _all_held(self, hooks: Sequence[Hook], number: int) -> list[torch.Tensor]:
+        """Return the rows of these hooks; none if one is absent, or another rank records it."""
+        if not set(hooks) <= self._inners.keys():
+            return []
+        held = [row for hook in hooks if (row := self._held(hook, number)) is not None]
+        return held if len(held) == len(hooks) else []
 
     def _through(self, hook: Hook, into: Hook, place: int, number: int) -> Iterator[LawFinding]:
         """Judge whether the projection after `hook` computes the rows of `into`, directly or with a
         norm after the branch.
         """
-        rows = self._rows(hook, number) if hook in self._inners else None
+        rows = self._held(hook, number) if hook in self._inners else None
         if rows is None or into not in self._shape.hooks:
             return
-        output = first_output(self._inners[hook][place].module(rows[self._places]))
-        if self._compared is None:
+        given = self._stage.loaded(rows)[self._places]
+        output = first_output(self._inners[hook][place].module(given))
+        if not self._stage.records:
             return
         expected = self._compared(into, number)
-        norms = [
-            child
-            for name, child in self._layers[number].named_children()
-            if name.startswith("post") and "norm" in name
-        ]
-        candidates = [output, *(first_output(norm(output.clone())) for norm in norms)]
         tolerance = self._shape.tolerance("module")
         figure = min(
-            rowwise(item.float().cpu(), expected, tolerance, median=self._shape.routes(number))
-            for item in candidates
+            rowwise(item, expected, tolerance, median=self._shape.routes(number))
+            for item in normed(output, norms_behind(self._layers[number]))
         )
         yield LawFinding(f"projection({hook}) = {into}", (hook,), number, figure, "module")
-
-    def _output(self, place: int, number: int) -> Iterator[LawFinding]:
-        yield from self._through("z", "attn_out", place, number)
-
-    def _down(self, place: int, number: int) -> Iterator[LawFinding]:
-        yield from self._through("mlp_act", "mlp_out", place, number)
 
     def _router(self, place: int, number: int) -> Iterator[LawFinding]:
         if "router" not in self._inners or "mlp_in" not in self._shape.hooks:
@@ -140,12 +129,9 @@ class InsideLaws:
             yield LawFinding("gate(mlp_in) = router", ("router",), number, figure, "module")
 
     def _attention(self, place: int, number: int) -> Iterator[LawFinding]:
-        hooks: tuple[Hook, ...] = ("q", "k", "v", "z")
-        if not set(hooks) <= self._inners.keys():
+        if not (rows := self._all_held(("q", "k", "v", "z"), number)):
             return
-        query, key, value, z = (self._held(hook, number) for hook in hooks)
-        if query is None or key is None or value is None or z is None:
-            return
+        query, key, value, z = rows
         # with one rank and no gathering: the kind of this rank's heads
         kind = attention_of(number, self._layers[number], lambda values: values, 1)
         if kind is None or kind.refused:
@@ -160,13 +146,7 @@ class InsideLaws:
         )
 
     def _projections(self, place: int, number: int) -> Iterator[LawFinding]:
-        if not {"q_proj", "k_proj", "q", "k"} <= self._inners.keys():
-            return
-        rows = [
-            row for hook in ("q_proj", "k_proj") if (row := self._rows(hook, number)) is not None
-        ]
-        projections = [row for hook in ("q", "k") if (row := self._held(hook, number)) is not None]
-        if len(rows) + len(projections) < 4:
+        if not (rows := self._all_held(("q_proj", "k_proj", "q", "k"), number)):
             return
         layer = self._layers[number]
         attention = self._inners["q"][place].module
@@ -180,10 +160,11 @@ class InsideLaws:
         )
         norms = _norms(parent)
         width = self._inners["q"][place].columns.row.width
-        normed = [
-            _normed(norms.get(letter), row, width) for letter, row in zip("qk", rows, strict=True)
-        ]
-        candidates = [tuple(normed)]
+        query, key = (
+            _normed(norms.get(letter), self._stage.loaded(row), width)
+            for letter, row in zip("qk", rows[:2], strict=True)
+        )
+        candidates = [(query, key)]
         rotary = next(
             (
                 child
@@ -193,11 +174,11 @@ class InsideLaws:
             None,
         )
         if rotary is not None:
-            positions = torch.arange(len(normed[0]), device=self._device)
-            candidates.append(tuple(rotary(positions, normed[0].clone(), normed[1].clone())))
+            positions = torch.arange(len(query), device=self._stage.device)
+            candidates.append(rotary(positions, query.clone(), key.clone()))
         tolerance = self._shape.tolerance("module")
         for place_of, (hook, rows_of) in enumerate(
-            zip(("q_proj", "k_proj"), projections, strict=True)
+            zip(("q_proj", "k_proj"), rows[2:], strict=True)
         ):
             figure = min(
                 rowwise(row[place_of].reshape(rows_of.shape).float().cpu(), rows_of, tolerance)
@@ -270,7 +251,6 @@ def _normed(norm: nn.Module | None, rows: torch.Tensor, width: int) -> torch.Ten
 if TYPE_CHECKING:
     from ..hooks.architectures import Adapter
     from ..plane.data_plane import DataPlane
-    from ..plane.inside_hooks import Inner
 
 
 class Certifier:
@@ -283,7 +263,7 @@ class Certifier:
         adapter: "Adapter",
         config: Any,
         hooks: Sequence[Hook],
-        inside: "Mapping[Hook, Sequence[Inner]]",
+        inside: Mapping[Hook, Sequence[Inner]],
         *,
         traced: bool,
     ) -> None:
@@ -408,14 +388,11 @@ class Certifier:
 
         laws = InsideLaws(
             self._inside,
-            self._layers,
-            self._shape,
+            self._stage,
             held=held,
-            compared=rows if self._records else None,
+            compared=rows,
             places=compared,
             shared=shared,
-            dtype=self._stage.dtype,
-            device=next(self._stage.parent.parameters()).device,
         )
         self._findings += laws.findings(self._together)
 
@@ -452,9 +429,7 @@ class Certifier:
 
     def _edits(self, plan: CertificatePlan, edges: dict[str, bytes]) -> None:
         for edit in plan.edits:
-            for layer, position, scale in zip(
-                edit.layers, edit.positions, edit.scales, strict=True
-            ):
+            for layer, (request, position, scale) in places(edit):
                 if layer not in self._layers:
                     if (
                         edit.hook == "post_block"
@@ -462,10 +437,10 @@ class Certifier:
                         and "pre_attn" in self._shape.hooks
                     ):
                         edges[f"entered {layer}"] = self._raw(
-                            self._kept.of(edit.request, [position])("pre_attn", layer + 1)
+                            self._kept.of(request, [position])("pre_attn", layer + 1)
                         )
                     continue
-                edited = self._kept.of(edit.request, [position])
+                edited = self._kept.of(request, [position])
                 added = self._stage.added(scale)
                 entered = (
                     edited("pre_attn", layer + 1)
