@@ -17,6 +17,8 @@ from .base.records import Published
 from .readings.installed import ArrayDType, OptionValue, ReaderSpec
 from .requests.artifact_kinds import ARTIFACTS
 
+ExtensionKind = Literal["reader", "op"]
+
 
 class Option(Published):
     """An option of a reader.
@@ -106,7 +108,7 @@ class OpTerms(Published):
 class Extension(Published):
     """An extension that a model's ranks have loaded, all in the same version."""
 
-    kind: Literal["reader", "op"]
+    kind: ExtensionKind
     name: str  # as requests name it
     package: str
     version: str  # of the package

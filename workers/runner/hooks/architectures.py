@@ -228,6 +228,11 @@ POST_NORM: Taps = {
 }
 PARALLEL = "attention and MLP both read the stream that enters the layer (parallel residual)"
 
+#: vLLM's own files of models whose layers are built like Llama's, and like Gemma 2's.
+_LIKE_LLAMA = (Variant("model.layers", PRE_NORM, chained=True),)
+_LIKE_GEMMA2 = (Variant("model.layers", SANDWICH, chained=True),)
+#: Models with transformers' pre-norm layer that vLLM's Transformers backend serves.
+_ON_BACKEND = (Variant("model.layers", BACKEND_PRE_NORM, backend=True),)
 #: HF `architectures[0]` → its variants; the first whose `when` holds is taken.
 ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
     "GPT2LMHeadModel": (
@@ -243,12 +248,12 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
         ),
         Variant("model.layers", NEOX, backend=True),
     ),
-    "Gemma2ForCausalLM": (Variant("model.layers", SANDWICH, chained=True),),
-    "Gemma3ForCausalLM": (Variant("model.layers", SANDWICH, chained=True),),
-    "GemmaForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "LlamaForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "MistralForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "MixtralForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
+    "Gemma2ForCausalLM": _LIKE_GEMMA2,
+    "Gemma3ForCausalLM": _LIKE_GEMMA2,
+    "GemmaForCausalLM": _LIKE_LLAMA,
+    "LlamaForCausalLM": _LIKE_LLAMA,
+    "MistralForCausalLM": _LIKE_LLAMA,
+    "MixtralForCausalLM": _LIKE_LLAMA,
     "OPTForCausalLM": (
         Variant(
             "model.decoder.layers",
@@ -272,13 +277,13 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
             backend=True,
         ),
     ),
-    "OlmoForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
-    "Phi3ForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "Qwen2ForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "Qwen3ForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "Qwen3MoeForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "SmolLM3ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
-    "Starcoder2ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
+    "OlmoForCausalLM": _ON_BACKEND,
+    "Phi3ForCausalLM": _LIKE_LLAMA,
+    "Qwen2ForCausalLM": _LIKE_LLAMA,
+    "Qwen3ForCausalLM": _LIKE_LLAMA,
+    "Qwen3MoeForCausalLM": _LIKE_LLAMA,
+    "SmolLM3ForCausalLM": _ON_BACKEND,
+    "Starcoder2ForCausalLM": _ON_BACKEND,
 }
 #: vLLM's class for most models that its Transformers backend serves, and the common prefix of all
 #: of its classes.
