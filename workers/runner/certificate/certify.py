@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
 
-from ....schemas.model.attention import AttentionKind
+from ....schemas.model.attention import AttentionKind, weights
 from ....schemas.prompts.selectors import HOOKS, Hook
 from ....schemas.readings.lens import StoredLens
 from ..hooks.layer_kinds import attention_of, choosers
@@ -204,31 +205,24 @@ def attend(
     """Return causal attention of `kind` over a whole prompt, float32 `[tokens, heads × value
     width]`. `width`: of query and key heads.
     """
-    count = len(query)
-    heads = query.shape[1] // width
-    q = query.view(count, heads, width).transpose(0, 1)
-    shared = heads // (key.shape[1] // width)
-    k, v = (
-        rows.view(count, heads // shared, -1).transpose(0, 1).repeat_interleave(shared, dim=0)
-        for rows in (key, value)
-    )
-    scores = kind.scale * q @ k.transpose(1, 2)
-    if kind.softcap:
-        scores = kind.softcap * torch.tanh(scores / kind.softcap)
-    distance = torch.arange(count)[:, None] - torch.arange(count)[None]
-    if kind.slopes:
-        scores = scores - torch.tensor(kind.slopes)[:, None, None] * distance
-    attended = (distance >= 0) & ((distance < kind.window) if kind.window else torch.tensor(True))
-    if kind.chunk:
-        attended &= (
-            torch.arange(count)[:, None] // kind.chunk == torch.arange(count)[None] // kind.chunk
+    queries, keys, values = (rows.double().numpy() for rows in (query, key, value))
+    heads = queries.shape[1] // width
+    key_heads = keys.shape[1] // width
+    positions = np.arange(len(queries))
+    values = values.reshape(len(values), key_heads, -1)
+    outputs = []
+    for head in range(heads):
+        shared = head * key_heads // heads
+        pattern = weights(
+            queries[:, head * width : (head + 1) * width],
+            keys[:, shared * width : (shared + 1) * width],
+            kind,
+            head,
+            positions,
+            positions,
         )
-    scores = scores.masked_fill(~attended, float("-inf"))
-    if kind.sinks:
-        scores = torch.cat(
-            [scores, torch.tensor(kind.sinks)[:, None, None].expand(-1, count, 1)], dim=2
-        )
-    return (scores.softmax(dim=2)[:, :, :count] @ v).transpose(0, 1).reshape(count, -1)
+        outputs.append(pattern @ values[:, shared])
+    return torch.from_numpy(np.concatenate(outputs, axis=1)).float()
 
 
 def _norms(parent: nn.Module) -> dict[str, nn.Module]:

@@ -163,7 +163,7 @@ def elementwise(total: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: f
     """Return an element's largest |total − Σ parts|, over `tolerance` · (|total| + Σ |parts|)."""
     size = total.abs() + sum(part.abs() for part in parts)
     error = (total - sum(parts)).abs()
-    return _worst(error / (tolerance * size).clamp_min(torch.finfo(torch.float32).tiny))
+    return _worst(error, tolerance * size)
 
 
 def sumwise(
@@ -173,10 +173,7 @@ def sumwise(
     of the norms of total and parts.
     """
     size = total.norm(dim=-1) + sum(part.norm(dim=-1) for part in parts)
-    errors = (total - sum(parts)).norm(dim=-1) / (tolerance * size).clamp_min(
-        torch.finfo(torch.float32).tiny
-    )
-    return _worst(errors, median)
+    return _worst((total - sum(parts)).norm(dim=-1), tolerance * size, median)
 
 
 def rowwise(
@@ -185,13 +182,12 @@ def rowwise(
     """Return the largest (or median) norm of a row's error, over `tolerance` · the row's norm."""
     if got.shape != expected.shape:
         return math.inf
-    errors = (got - expected).norm(dim=-1) / (tolerance * expected.norm(dim=-1)).clamp_min(
-        torch.finfo(torch.float32).tiny
-    )
-    return _worst(errors, median)
+    return _worst((got - expected).norm(dim=-1), tolerance * expected.norm(dim=-1), median)
 
 
-def _worst(values: torch.Tensor, median: bool = False) -> float:
+def _worst(errors: torch.Tensor, allowed: torch.Tensor, median: bool = False) -> float:
+    """Return the largest (or median) error, over what is allowed."""
+    values = errors / allowed.clamp_min(torch.finfo(torch.float32).tiny)
     judged = np.median(values.cpu()) if median and values.numel() else values
     worst = float(judged.max()) if values.numel() else math.inf
     return worst if math.isfinite(worst) else math.inf
