@@ -903,32 +903,14 @@ def single_site(
     ring: torch.Tensor,
     plan: torch.Tensor,
     lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    capture_slots: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    counts: torch.Tensor,
-    sizes: torch.Tensor,
+    *others: torch.Tensor,
 ) -> None:
     """Run sites like `reference.single_site`, but read `capture_slots` instead of `lists`.
 
-    Raises ValueError for tensors that are not contiguous.
+    `others`: those of `pair_site` after `lists`. Raises ValueError for tensors that are not
+    contiguous.
     """
-    tensors = (
-        stream,
-        stream,
-        ring,
-        plan,
-        token_rows,
-        capture_slots,
-        site_rows,
-        pool,
-        scalars,
-        counts,
-        sizes,
-    )
-    _launch(tensors, branches=0, pair=False)
+    _launch((stream, stream, ring, plan, *others), branches=0, pair=False)
 
 
 def _launch(tensors: Sequence[torch.Tensor], *, branches: int, pair: bool) -> None:

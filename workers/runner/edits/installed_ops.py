@@ -119,13 +119,13 @@ def _check(edit: InstalledEdit, facts: Extension, hidden_size: int) -> None:
     rows = generator.standard_normal((_ROWS, hidden_size), dtype=np.float32)
     vector = generator.standard_normal(hidden_size, dtype=np.float32)
     defaults = [float(option.default) for option in facts.op.options.values()]
-    numbers = (*defaults, 0.0, 0.0)[0], (*defaults, 0.0, 0.0)[1]
+    padded = (*defaults, 0.0, 0.0)
 
     def call(given: np.ndarray) -> np.ndarray:
         held = given.copy()
         along = vector.copy()
         held.flags.writeable = along.flags.writeable = False
-        new = edit(held, along, numbers)
+        new = edit(held, along, (padded[0], padded[1]))
         if not isinstance(new, np.ndarray) or new.dtype != np.float32 or new.shape != given.shape:
             shown = (
                 f"{new.dtype} of shape {new.shape}"

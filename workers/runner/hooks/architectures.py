@@ -46,7 +46,8 @@ class UnsupportedArchitectureError(MidstreamError):
 class Variant:
     """An architecture, for HF text configs whose fields equal `when`."""
 
-    layers: str  # attribute path of the decoder layers in vLLM's language model
+    # attribute path of the decoder layers in vLLM's language model, see `sites.language_model`
+    layers: str
     taps: Taps = field(default_factory=dict)
     absent: Mapping[Hook, str] = field(default_factory=dict)  # hook that does not exist → why
     backend: bool = False  # served by vLLM's Transformers backend, on transformers' own module
@@ -114,13 +115,6 @@ class Adapter:
     def of(self, layer: int) -> Variant:
         """Return the variant of `layer`."""
         return self.kinds.get(layer, self.variant)
-
-    @property
-    def layers(self) -> str:
-        """Return the path of the decoder layers in vLLM's language model, see
-        `sites.language_model`.
-        """
-        return self.variant.layers
 
     def tap(self, hook: Hook, layer: int) -> Tap:
         """Return the tap of `hook` in `layer`.

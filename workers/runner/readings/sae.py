@@ -5,7 +5,7 @@ al. 2024, arXiv:2404.16014; JumpReLU, Rajamanoharan et al. 2024, arXiv:2407.1443
 2024, arXiv:2406.04093.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -142,14 +142,12 @@ class Autoencoder:
         """Return the most active features of rows `[n, d_in]` of any dtype, encoded in chunks of
         `CHUNK_BYTES`.
         """
-        parts = [self._top(chunk.float(), min(k, self.form.d_sae)) for chunk in self._chunks(rows)]
+        chunks = rows.split(max(1, CHUNK_BYTES // (4 * self.form.d_sae)))
+        parts = [self._top(chunk.float(), min(k, self.form.d_sae)) for chunk in chunks]
         indices, activations, active, errors = (
             torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
         )
         return TopFeatures(indices, activations, active, errors)
-
-    def _chunks(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-        yield from rows.split(max(1, CHUNK_BYTES // (4 * self.form.d_sae)))
 
     def _top(self, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
         scaled = NORMALISATIONS[self.form.normalize_activations](rows)
