@@ -37,7 +37,7 @@ from .laws import (
     places,
     rowwise,
 )
-from .module_laws import JudgedStage, ModuleLaws, first_output, normed, norms_behind
+from .module_laws import JudgedStage, ModuleLaws, after_norms, first_output, norms_behind
 from .observed import ObservedRequests
 from .together import StageRanks
 
@@ -115,7 +115,7 @@ class InsideLaws:
         tolerance = self._shape.tolerance("module")
         figure = min(
             rowwise(item, expected, tolerance, median=self._shape.routes(number))
-            for item in normed(output, norms_behind(self._layers[number]))
+            for item in after_norms(output, norms_behind(self._layers[number]))
         )
         yield LawFinding(f"projection({hook}) = {into}", (hook,), number, figure, "module")
 
@@ -178,12 +178,12 @@ class InsideLaws:
             positions = torch.arange(len(query), device=self._stage.device)
             candidates.append(rotary(positions, query.clone(), key.clone()))
         tolerance = self._shape.tolerance("module")
-        for place_of, (hook, rows_of) in enumerate(
-            zip(("q_proj", "k_proj"), rows[2:], strict=True)
-        ):
+        hooks = ("q_proj", "k_proj")
+        computed = zip(*candidates, strict=True)
+        for hook, expected, given in zip(hooks, rows[2:], computed, strict=True):
             figure = min(
-                rowwise(row[place_of].reshape(rows_of.shape).float().cpu(), rows_of, tolerance)
-                for row in candidates
+                rowwise(item.reshape(expected.shape).float().cpu(), expected, tolerance)
+                for item in given
             )
             yield LawFinding(
                 f"norm and rotary embedding of {hook}", (hook,), number, figure, "module"

@@ -223,7 +223,7 @@ class ModuleLaws:
         if len(outputs) > 1:
             outputs.append(sum(outputs))
         for output in outputs:
-            yield from normed(output, norms_behind(layer))
+            yield from after_norms(output, norms_behind(layer))
 
     def embedding(self, plan: CertificatePlan) -> None:
         """Compare the embedded tokens, up to one factor, with the first `pre_attn`."""
@@ -242,7 +242,7 @@ class ModuleLaws:
         # some models normalise the embedding
         figure = min(
             rowwise(rows, factor_of(item, rows) * item, self._shape.tolerance("module"))
-            for item in normed(embedded, self._norms())
+            for item in after_norms(embedded, self._norms())
         )
         finding = LawFinding("pre_attn[0] = embedding", ("pre_attn",), 0, figure, "module")
         names = [
@@ -372,7 +372,7 @@ def norms_behind(layer: nn.Module) -> list[nn.Module]:
     ]
 
 
-def normed(output: torch.Tensor, norms: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+def after_norms(output: torch.Tensor, norms: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
     """Yield `output`, and what each norm makes of it, in float32 on the CPU."""
     for norm in [nn.Identity(), *norms]:
         # a module may overwrite its input
