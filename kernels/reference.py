@@ -57,7 +57,7 @@ from .plan import (
 Rewritten = tuple[torch.Tensor, torch.Tensor | None]
 #: Formula of a rewriting family: (rows, entries, pool, scalars) → `Rewritten`. rows: float32
 #: `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, the first entry of each row's
-#: application in pool and scalars, see `plan.Planned`.
+#: application in pool and scalars, see `plan.OpInputs`.
 Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rewritten]
 #: Formula of a shifting family: (entries, pool, scalars) → the vectors to add, `[n, hidden_size]`,
 #: in float32 or the model's dtype.
@@ -266,7 +266,7 @@ def pair_site(
     `plan` has one row for each site; sites run in this order. The first `branches` sites are on a
     branch: their stream is `hidden` alone. `ring`: `[ring_rows, hidden_size]` of the same dtype;
     captured rows are written to `ring[first row + slot]`, other rows keep their contents. For the
-    other arguments see `plan.Planned`.
+    other arguments see `plan.OpInputs`.
     """
     planned: list[list[int]] = plan.tolist()
     if planned[0][SITE]:
@@ -588,9 +588,7 @@ def _capture(
                 else:
                     torch.add(hidden[first:last], stream[first:last], out=rows)
             return count
-    rows = stream.index_select(0, tokens)
-    if hidden is not None:
-        rows.add_(hidden.index_select(0, tokens))
+    rows = _rows(hidden, stream, tokens)
     # numpy copies whole rows, torch's `index_copy_` each element, which takes five times as long
     bits = _BITS[rows.itemsize]
     ring.view(bits).numpy()[places.numpy()] = rows.view(bits).numpy()
@@ -667,11 +665,8 @@ def _rewrite(
     )
     for block in with_rewrite.split(_rows_at_a_time(stream)):
         places = tokens.index_select(0, block)
-        rows = stream.index_select(0, places)
-        if hidden is not None:
-            rows += hidden.index_select(0, places)
-        original = rows
-        rows = rows.float() if rows.dtype != torch.float32 else rows.clone()
+        original = _rows(hidden, stream, places)
+        rows = original.clone() if original.dtype == torch.float32 else original.float()
         acted = torch.zeros(len(block), dtype=torch.bool)
         for family, entries in live:
             part = entries.index_select(0, block)

@@ -8,6 +8,7 @@ all sites of the group, again if it is rewritten, and written only if it changed
 slot names are never written.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -894,7 +895,7 @@ def pair_site(
         counts,
         sizes,
     )
-    _launch(*tensors, branches=branches, pair=True)
+    _launch(tensors, branches=branches, pair=True)
 
 
 def single_site(
@@ -902,69 +903,25 @@ def single_site(
     ring: torch.Tensor,
     plan: torch.Tensor,
     lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    capture_slots: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    counts: torch.Tensor,
-    sizes: torch.Tensor,
+    *others: torch.Tensor,
 ) -> None:
     """Run sites like `reference.single_site`, but read `capture_slots` instead of `lists`.
 
-    Raises ValueError for tensors that are not contiguous.
+    `others`: those of `pair_site` after `lists`. Raises ValueError for tensors that are not
+    contiguous.
     """
-    tensors = (
-        stream,
-        stream,
-        ring,
-        plan,
-        token_rows,
-        capture_slots,
-        site_rows,
-        pool,
-        scalars,
-        counts,
-        sizes,
-    )
-    _launch(*tensors, branches=0, pair=False)
+    _launch((stream, stream, ring, plan, *others), branches=0, pair=False)
 
 
-def _launch(
-    hidden: torch.Tensor,
-    stream: torch.Tensor,
-    ring: torch.Tensor,
-    plan: torch.Tensor,
-    token_rows: torch.Tensor,
-    capture_slots: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    counts: torch.Tensor,
-    sizes: torch.Tensor,
-    *,
-    branches: int,
-    pair: bool,
-) -> None:
-    tensors = (
-        hidden,
-        stream,
-        ring,
-        plan,
-        token_rows,
-        capture_slots,
-        site_rows,
-        pool,
-        scalars,
-        counts,
-        sizes,
-    )
+def _launch(tensors: Sequence[torch.Tensor], *, branches: int, pair: bool) -> None:
+    """Launch the kernel for `tensors`, its first arguments."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError(
                 f"a tensor {list(tensor.shape)} with strides {list(tensor.stride())} is not "
                 "contiguous"
             )
+    _, stream, ring, plan, _, capture_slots, site_rows, *_ = tensors
     width = ring.shape[1]
     capacity = capture_slots.shape[1]
     # padding rows beyond the buffers' capacity are never planned

@@ -18,6 +18,8 @@ from .prompts.selectors import SelectorError
 from .readings.installed import ArrayDType, OptionValue, OptionValues, ReaderSpec
 from .requests.artifact_kinds import ARTIFACTS
 
+ExtensionKind = Literal["reader", "op"]
+
 
 class Option(Published):
     """An option of a reader.
@@ -107,7 +109,7 @@ class OpTerms(Published):
 class Extension(Published):
     """An extension that a model's ranks have loaded, all in the same version."""
 
-    kind: Literal["reader", "op"]
+    kind: ExtensionKind
     name: str  # as requests name it
     package: str
     version: str  # of the package

@@ -127,7 +127,7 @@ def pattern(
             ),
         )
     needed = np.arange(len(places)) if rows is None else _rows_at(places, rows)
-    lows = _lowest(places[needed], kind)
+    lows = attention.lowest(places[needed], kind)
     _complete(places, places[needed], lows)
     shape = len(chosen), len(needed), len(places)
     if (size := 4 * math.prod(shape)) > MAX_BYTES:
@@ -145,67 +145,10 @@ def pattern(
         for start in range(0, len(needed), step):
             block = slice(start, start + step)
             of_queries = queries[needed[block], columns].astype(np.float64)
-            result[at, block] = _softmax(
-                _scores(
-                    of_queries,
-                    of_keys,
-                    kind,
-                    head=head,
-                    places=places,
-                    query_places=places[needed[block]],
-                    lows=lows[block],
-                ),
-                kind,
-                head,
+            result[at, block] = attention.weights(
+                of_queries, of_keys, kind, head, places, places[needed[block]]
             )
     return result
-
-
-def _scores(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    kind: AttentionKind,
-    head: int,
-    places: np.ndarray,
-    query_places: np.ndarray,
-    lows: np.ndarray,
-) -> np.ndarray:
-    """Return the scores of one head, float64 `[queries, keys]`, -inf where a query does not see a
-    key.
-
-    `query_places`, `lows`: each query's position, and the first position that it sees.
-    """
-    # float64, because it is closer to the model's arithmetic than either order of float32 sums. It
-    # takes twice the time of a float32 softmax.
-    scores: np.ndarray = queries @ keys.T
-    scores *= kind.scale
-    if kind.softcap:
-        scores = kind.softcap * np.tanh(scores / kind.softcap)
-    if kind.slopes:
-        scores += kind.slopes[head] * (places[None, :] - query_places[:, None])
-    scores[(places[None, :] > query_places[:, None]) | (places[None, :] < lows[:, None])] = -np.inf
-    return scores
-
-
-def _softmax(scores: np.ndarray, kind: AttentionKind, head: int) -> np.ndarray:
-    """Apply softmax over keys, in place; the head's sink takes a share but has no column."""
-    most = scores.max(axis=1, keepdims=True)
-    sink = kind.sinks[head] if kind.sinks else -np.inf
-    most = np.maximum(most, sink)
-    scores -= most
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=1, keepdims=True) + np.exp(sink - most)
-    return scores
-
-
-def _lowest(places: np.ndarray, kind: AttentionKind) -> np.ndarray:
-    """Return the first position that each query sees, int64 `[queries]`."""
-    lows = np.zeros_like(places)
-    if kind.window:
-        lows = np.maximum(lows, places - kind.window + 1)
-    if kind.chunk:
-        lows = np.maximum(lows, places // kind.chunk * kind.chunk)
-    return lows
 
 
 def _complete(places: np.ndarray, queries: np.ndarray, lows: np.ndarray) -> None:

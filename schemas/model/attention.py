@@ -1,4 +1,8 @@
-"""Kinds of attention: how layers of the loaded model turn queries and keys into patterns."""
+"""Kinds of attention: how layers of the loaded model turn queries and keys into patterns, and the
+arithmetic.
+"""
+
+import numpy as np
 
 from .layer_kinds import LayerKind
 
@@ -34,3 +38,44 @@ class AttentionKind(LayerKind):
     text_only: bool = False
     refused: str = ""  # why patterns of these layers cannot be computed; empty: they can
     version: int = VERSION
+
+
+def weights(
+    queries: np.ndarray,
+    keys: np.ndarray,
+    kind: AttentionKind,
+    head: int,
+    places: np.ndarray,
+    query_places: np.ndarray,
+) -> np.ndarray:
+    """Return the pattern of one head, float64 `[queries, keys]`; its sink has no column.
+
+    `queries`, `keys`: float64 rows of the head and of its key head; `query_places`, `places`: their
+    positions. At least one key that a query sees is needed.
+    """
+    # float64, because it is closer to the model's arithmetic than either order of float32 sums. It
+    # takes twice the time of a float32 softmax.
+    scores: np.ndarray = queries @ keys.T
+    scores *= kind.scale
+    if kind.softcap:
+        scores = kind.softcap * np.tanh(scores / kind.softcap)
+    if kind.slopes:
+        scores += kind.slopes[head] * (places[None, :] - query_places[:, None])
+    lows = lowest(query_places, kind)
+    scores[(places[None, :] > query_places[:, None]) | (places[None, :] < lows[:, None])] = -np.inf
+    sink = kind.sinks[head] if kind.sinks else -np.inf
+    most = np.maximum(scores.max(axis=1, keepdims=True), sink)
+    scores -= most
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=1, keepdims=True) + np.exp(sink - most)
+    return scores
+
+
+def lowest(places: np.ndarray, kind: AttentionKind) -> np.ndarray:
+    """Return the first position that a query at each of `places` sees, int64 `[queries]`."""
+    lows = np.zeros_like(places)
+    if kind.window:
+        lows = np.maximum(lows, places - kind.window + 1)
+    if kind.chunk:
+        lows = np.maximum(lows, places // kind.chunk * kind.chunk)
+    return lows

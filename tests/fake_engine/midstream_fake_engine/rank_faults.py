@@ -226,9 +226,10 @@ def _content(faults: Faults, tables: Any, original: Callable[..., Any], row: Any
     table = tables.of(row)
     if "skip_action" in faults:  # the ledger, which is called next, consumes it
         return table._join({})
-    if joined.content and faults.once("alter_action"):
+    if len(joined.runs) and faults.once("alter_action"):
+        content = table.content(row)
         return table._join(
-            {place: (-vectors, scalars) for place, (vectors, scalars) in joined.content.items()}
+            {place: (-vectors, scalars) for place, (vectors, scalars) in content.items()}
         )
     return joined
 

@@ -199,7 +199,7 @@ def keep(certificate: Certificate, folder: Path) -> Path:
 
 
 def _figure(law: LawFindings) -> LawFigure:
-    tolerance, _ = TOLERANCES[law.kind]
+    tolerance = TOLERANCES[law.kind]
     figure = law.figure * tolerance
     return LawFigure(
         law=law.law,

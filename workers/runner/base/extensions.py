@@ -12,7 +12,8 @@ package has a name, a version and a digest, which certificate, receipts and resu
 import hashlib
 import importlib.util
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import EntryPoint, PackageNotFoundError, distribution
 from itertools import pairwise
 from pathlib import Path
@@ -22,14 +23,14 @@ import msgspec
 import numpy as np
 
 from ....schemas.base.errors import MidstreamError, Translated
-from ....schemas.extensions import Extension, OpTerms, ReaderTerms
+from ....schemas.extensions import Extension, ExtensionKind, OpTerms, ReaderTerms
 from ....schemas.packages import entries
 from ....schemas.settings.settings import SettingsError
 
 Terms = TypeVar("Terms", ReaderTerms, OpTerms)
 
 #: Entry point group → kind of extension.
-GROUPS = {"midstream.readers": "reader", "midstream.ops": "op"}
+GROUPS: dict[str, ExtensionKind] = {"midstream.readers": "reader", "midstream.ops": "op"}
 #: Files and bytes of the largest package whose digest is computed.
 MAX_FILES = 10_000
 MAX_BYTES = 256 << 20
@@ -42,7 +43,7 @@ class ExtensionError(Exception):
 class Offer(NamedTuple):
     """Extension that an installed package offers; the package has not been imported."""
 
-    kind: str
+    kind: ExtensionKind
     name: str
     package: str
     version: str
@@ -50,6 +51,17 @@ class Offer(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name} of {self.package} {self.version}"
+
+    def facts(self, digest: str, **more: Any) -> Extension:
+        """Return what is published about the extension once it is loaded."""
+        return Extension(
+            kind=self.kind,
+            name=self.name,
+            package=self.package,
+            version=self.version,
+            digest=digest,
+            **more,
+        )
 
 
 def normal(package: str) -> str:
@@ -185,6 +197,20 @@ def code_of(offer: Offer) -> Any:
         raise
     except BaseException as error:  # a module that calls sys.exit() must not end the rank
         raise ExtensionError(f"{offer}: {error!r}") from error
+
+
+@contextmanager
+def loading(offer: Offer) -> Iterator[None]:
+    """Have what is raised while an offer is loaded and checked name the offer: as an
+    ExtensionError.
+    """
+    try:
+        yield
+    except ExtensionError:
+        raise
+    except Exception as error:
+        why = error if isinstance(error, ValueError) else repr(error)
+        raise ExtensionError(f"{offer}: {why}") from error
 
 
 def declared(code: object, terms: type[Terms]) -> Terms:

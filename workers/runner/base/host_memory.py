@@ -17,7 +17,7 @@ def locked_like(values: torch.Tensor) -> torch.Tensor:
     try:  # each step calls this, and a context would be two calls more
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     except (RuntimeError, MemoryError) as error:
-        raise _none(values.numel() * values.itemsize, "page-locked memory", error) from error
+        raise _none(values.numel() * values.itemsize, error) from error
 
 
 def locked_copy(values: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ def locked_copy(values: torch.Tensor) -> torch.Tensor:
     try:  # each step calls this, and a context would be two calls more
         return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values)
     except (RuntimeError, MemoryError) as error:
-        raise _none(values.numel() * values.itemsize, "page-locked memory", error) from error
+        raise _none(values.numel() * values.itemsize, error) from error
 
 
 def lock(memory: np.ndarray) -> None:
@@ -38,7 +38,7 @@ def lock(memory: np.ndarray) -> None:
     register = torch.cuda.cudart().cudaHostRegister
     if code := int(register(memory.ctypes.data, len(memory), 0)):
         error = RuntimeError(f"cudaHostRegister: error {code}")
-        raise _none(len(memory), "page-locked memory", error)
+        raise _none(len(memory), error)
 
 
 def on_device(values: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ def on_device(values: torch.Tensor) -> torch.Tensor:
     return torch.ops._C.get_cuda_view_from_cpu_tensor(values)
 
 
-def _none(size: int, kind: str, error: BaseException) -> HostMemoryError:
+def _none(size: int, error: BaseException) -> HostMemoryError:
     return HostMemoryError(
-        f"cannot allocate {size} bytes of {kind} for captured rows and plans: {error}"
+        f"cannot allocate {size} bytes of page-locked memory for captured rows and plans: {error}"
     )

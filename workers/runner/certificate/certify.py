@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.forward_context import set_forward_context
 
-from ....schemas.model.attention import AttentionKind
+from ....schemas.model.attention import AttentionKind, weights
 from ....schemas.prompts.selectors import HOOKS, Hook
 from ....schemas.readings.lens import StoredLens
 from ..hooks.layer_kinds import attention_of, choosers
@@ -33,9 +34,10 @@ from .laws import (
     judge_edit,
     judge_layer,
     judge_same,
+    places,
     rowwise,
 )
-from .module_laws import JudgedStage, ModuleLaws, first_output
+from .module_laws import JudgedStage, ModuleLaws, after_norms, first_output, norms_behind
 from .observed import ObservedRequests
 from .together import StageRanks
 
@@ -53,81 +55,69 @@ class InsideLaws:
     def __init__(
         self,
         inners: Mapping[Hook, Sequence[Inner]],
-        layers: Mapping[int, nn.Module],
-        shape: JudgedShape,
+        stage: JudgedStage,
         *,
         held: HeldRows,
-        compared: RowsAt | None,
+        compared: RowsAt,
         places: Sequence[int],
         shared: Shared,
-        dtype: torch.dtype,
-        device: torch.device,
     ) -> None:
         """`inners`: the hooks' locations. `compared`: rows of the residual hooks at the positions
         `places`, on the rank that records them.
         """
         self._inners = inners
-        self._layers = layers
-        self._shape = shape
+        self._stage = stage
+        self._layers = stage.layers
+        self._shape = stage.shape
         self._held = held
         self._compared = compared
         self._places = list(places)
         self._shared = shared
-        self._dtype = dtype
-        self._device = device
 
     def findings(self, together: StageRanks) -> Iterator[LawFinding]:
         """Yield the findings of all laws whose hooks are present.
 
         If a module raises on all ranks, its law has no finding, and the run continues.
         """
-        for law in [
-            self._output,
-            self._down,
-            self._router,
-            self._attention,
-            self._projections,
-        ]:
+        laws: dict[str, Callable[[int, int], Iterator[LawFinding]]] = {
+            "output": partial(self._through, "z", "attn_out"),
+            "down": partial(self._through, "mlp_act", "mlp_out"),
+            "router": self._router,
+            "attention": self._attention,
+            "projections": self._projections,
+        }
+        for name, law in laws.items():
             for place, number in enumerate(self._layers):
                 found: list[LawFinding] = []
                 judge = partial(_judge, law, place, number, found)
-                together.attempt(f"{law.__name__.strip('_')} of layer {number}", judge)
+                together.attempt(f"{name} of layer {number}", judge)
                 yield from found
 
-    def _rows(self, hook: Hook, number: int) -> torch.Tensor | None:
-        """Return the rows in the model's dtype, on its device."""
-        rows = self._held(hook, number)
-        return None if rows is None else rows.to(self._dtype).to(self._device)
+    def _all_held(self, hooks: Sequence[Hook], number: int) -> list[torch.Tensor]:
+        """Return the rows of these hooks; none if one is absent, or another rank records it."""
+        if not set(hooks) <= self._inners.keys():
+            return []
+        held = [row for hook in hooks if (row := self._held(hook, number)) is not None]
+        return held if len(held) == len(hooks) else []
 
     def _through(self, hook: Hook, into: Hook, place: int, number: int) -> Iterator[LawFinding]:
         """Judge whether the projection after `hook` computes the rows of `into`, directly or with a
         norm after the branch.
         """
-        rows = self._rows(hook, number) if hook in self._inners else None
+        rows = self._held(hook, number) if hook in self._inners else None
         if rows is None or into not in self._shape.hooks:
             return
-        output = first_output(self._inners[hook][place].module(rows[self._places]))
-        if self._compared is None:
+        given = self._stage.loaded(rows)[self._places]
+        output = first_output(self._inners[hook][place].module(given))
+        if not self._stage.records:
             return
         expected = self._compared(into, number)
-        norms = [
-            child
-            for name, child in self._layers[number].named_children()
-            if name.startswith("post") and "norm" in name
-        ]
-        candidates = [output, *(first_output(norm(output.clone())) for norm in norms)]
         tolerance = self._shape.tolerance("module")
         figure = min(
-            rowwise(item.float().cpu(), expected, tolerance, median=self._shape.routes(number))
-            for item in candidates
+            rowwise(item, expected, tolerance, median=self._shape.routes(number))
+            for item in after_norms(output, norms_behind(self._layers[number]))
         )
         yield LawFinding(f"projection({hook}) = {into}", (hook,), number, figure, "module")
-
-    def _output(self, place: int, number: int) -> Iterator[LawFinding]:
-        yield from self._through("z", "attn_out", place, number)
-
-    def _down(self, place: int, number: int) -> Iterator[LawFinding]:
-        yield from self._through("mlp_act", "mlp_out", place, number)
 
     def _router(self, place: int, number: int) -> Iterator[LawFinding]:
         if "router" not in self._inners or "mlp_in" not in self._shape.hooks:
@@ -140,12 +130,9 @@ class InsideLaws:
             yield LawFinding("gate(mlp_in) = router", ("router",), number, figure, "module")
 
     def _attention(self, place: int, number: int) -> Iterator[LawFinding]:
-        hooks: tuple[Hook, ...] = ("q", "k", "v", "z")
-        if not set(hooks) <= self._inners.keys():
+        if not (rows := self._all_held(("q", "k", "v", "z"), number)):
             return
-        query, key, value, z = (self._held(hook, number) for hook in hooks)
-        if query is None or key is None or value is None or z is None:
-            return
+        query, key, value, z = rows
         # with one rank and no gathering: the kind of this rank's heads
         kind = attention_of(number, self._layers[number], lambda values: values, 1)
         if kind is None or kind.refused:
@@ -160,13 +147,7 @@ class InsideLaws:
         )
 
     def _projections(self, place: int, number: int) -> Iterator[LawFinding]:
-        if not {"q_proj", "k_proj", "q", "k"} <= self._inners.keys():
-            return
-        rows = [
-            row for hook in ("q_proj", "k_proj") if (row := self._rows(hook, number)) is not None
-        ]
-        projections = [row for hook in ("q", "k") if (row := self._held(hook, number)) is not None]
-        if len(rows) + len(projections) < 4:
+        if not (rows := self._all_held(("q_proj", "k_proj", "q", "k"), number)):
             return
         layer = self._layers[number]
         attention = self._inners["q"][place].module
@@ -180,10 +161,11 @@ class InsideLaws:
         )
         norms = _norms(parent)
         width = self._inners["q"][place].columns.row.width
-        normed = [
-            _normed(norms.get(letter), row, width) for letter, row in zip("qk", rows, strict=True)
-        ]
-        candidates = [tuple(normed)]
+        query, key = (
+            _normed(norms.get(letter), self._stage.loaded(row), width)
+            for letter, row in zip("qk", rows[:2], strict=True)
+        )
+        candidates = [(query, key)]
         rotary = next(
             (
                 child
@@ -193,15 +175,15 @@ class InsideLaws:
             None,
         )
         if rotary is not None:
-            positions = torch.arange(len(normed[0]), device=self._device)
-            candidates.append(tuple(rotary(positions, normed[0].clone(), normed[1].clone())))
+            positions = torch.arange(len(query), device=self._stage.device)
+            candidates.append(rotary(positions, query.clone(), key.clone()))
         tolerance = self._shape.tolerance("module")
-        for place_of, (hook, rows_of) in enumerate(
-            zip(("q_proj", "k_proj"), projections, strict=True)
-        ):
+        hooks = ("q_proj", "k_proj")
+        computed = zip(*candidates, strict=True)
+        for hook, expected, given in zip(hooks, rows[2:], computed, strict=True):
             figure = min(
-                rowwise(row[place_of].reshape(rows_of.shape).float().cpu(), rows_of, tolerance)
-                for row in candidates
+                rowwise(item.reshape(expected.shape).float().cpu(), expected, tolerance)
+                for item in given
             )
             yield LawFinding(
                 f"norm and rotary embedding of {hook}", (hook,), number, figure, "module"
@@ -223,31 +205,24 @@ def attend(
     """Return causal attention of `kind` over a whole prompt, float32 `[tokens, heads × value
     width]`. `width`: of query and key heads.
     """
-    count = len(query)
-    heads = query.shape[1] // width
-    q = query.view(count, heads, width).transpose(0, 1)
-    shared = heads // (key.shape[1] // width)
-    k, v = (
-        rows.view(count, heads // shared, -1).transpose(0, 1).repeat_interleave(shared, dim=0)
-        for rows in (key, value)
-    )
-    scores = kind.scale * q @ k.transpose(1, 2)
-    if kind.softcap:
-        scores = kind.softcap * torch.tanh(scores / kind.softcap)
-    distance = torch.arange(count)[:, None] - torch.arange(count)[None]
-    if kind.slopes:
-        scores = scores - torch.tensor(kind.slopes)[:, None, None] * distance
-    attended = (distance >= 0) & ((distance < kind.window) if kind.window else torch.tensor(True))
-    if kind.chunk:
-        attended &= (
-            torch.arange(count)[:, None] // kind.chunk == torch.arange(count)[None] // kind.chunk
+    queries, keys, values = (rows.double().numpy() for rows in (query, key, value))
+    heads = queries.shape[1] // width
+    key_heads = keys.shape[1] // width
+    positions = np.arange(len(queries))
+    values = values.reshape(len(values), key_heads, -1)
+    outputs = []
+    for head in range(heads):
+        shared = head * key_heads // heads
+        pattern = weights(
+            queries[:, head * width : (head + 1) * width],
+            keys[:, shared * width : (shared + 1) * width],
+            kind,
+            head,
+            positions,
+            positions,
         )
-    scores = scores.masked_fill(~attended, float("-inf"))
-    if kind.sinks:
-        scores = torch.cat(
-            [scores, torch.tensor(kind.sinks)[:, None, None].expand(-1, count, 1)], dim=2
-        )
-    return (scores.softmax(dim=2)[:, :, :count] @ v).transpose(0, 1).reshape(count, -1)
+        outputs.append(pattern @ values[:, shared])
+    return torch.from_numpy(np.concatenate(outputs, axis=1)).float()
 
 
 def _norms(parent: nn.Module) -> dict[str, nn.Module]:
@@ -270,7 +245,6 @@ def _normed(norm: nn.Module | None, rows: torch.Tensor, width: int) -> torch.Ten
 if TYPE_CHECKING:
     from ..hooks.architectures import Adapter
     from ..plane.data_plane import DataPlane
-    from ..plane.inside_hooks import Inner
 
 
 class Certifier:
@@ -283,7 +257,7 @@ class Certifier:
         adapter: "Adapter",
         config: Any,
         hooks: Sequence[Hook],
-        inside: "Mapping[Hook, Sequence[Inner]]",
+        inside: Mapping[Hook, Sequence[Inner]],
         *,
         traced: bool,
     ) -> None:
@@ -408,14 +382,11 @@ class Certifier:
 
         laws = InsideLaws(
             self._inside,
-            self._layers,
-            self._shape,
+            self._stage,
             held=held,
-            compared=rows if self._records else None,
+            compared=rows,
             places=compared,
             shared=shared,
-            dtype=self._stage.dtype,
-            device=next(self._stage.parent.parameters()).device,
         )
         self._findings += laws.findings(self._together)
 
@@ -452,9 +423,7 @@ class Certifier:
 
     def _edits(self, plan: CertificatePlan, edges: dict[str, bytes]) -> None:
         for edit in plan.edits:
-            for layer, position, scale in zip(
-                edit.layers, edit.positions, edit.scales, strict=True
-            ):
+            for layer, (request, position, scale) in places(edit):
                 if layer not in self._layers:
                     if (
                         edit.hook == "post_block"
@@ -462,10 +431,10 @@ class Certifier:
                         and "pre_attn" in self._shape.hooks
                     ):
                         edges[f"entered {layer}"] = self._raw(
-                            self._kept.of(edit.request, [position])("pre_attn", layer + 1)
+                            self._kept.of(request, [position])("pre_attn", layer + 1)
                         )
                     continue
-                edited = self._kept.of(edit.request, [position])
+                edited = self._kept.of(request, [position])
                 added = self._stage.added(scale)
                 entered = (
                     edited("pre_attn", layer + 1)

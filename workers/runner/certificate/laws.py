@@ -18,56 +18,30 @@ import torch
 from ....schemas.base.records import by_key
 from ....schemas.prompts.selectors import HOOKS, Hook
 
-#: Kind of law → (tolerance in units of the model dtype's `eps` unless the reason states another
-#: unit, reason).
-TOLERANCES: Mapping[str, tuple[float, str]] = {
-    "sum": (
-        1.0,
-        (
-            "each term and the sum are rounded once: half a unit in the last place each; "
-            "relative to |a| + |b| + |sum|"
-        ),
-    ),
-    "seen": (
-        1.0,
-        (
-            "share of a branch's elements that exceed the tolerance of the sum: below 1 % "
-            "(figure: 0.01 / share) the sum does not show the branch"
-        ),
-    ),
-    "same": (1.0, "a value passed on is rounded once at most; relative to |a| + |b|"),
-    "module": (
-        8.0,
-        (
-            "the same module on the same rows in a batch of another size, or compiled; "
-            "norm of the error over the row's norm"
-        ),
-    ),
-    "batch": (
-        32.0,
-        (
-            "the same tokens in another batch: other kernel shapes in every layer; norm of "
-            "the error over the row's norm"
-        ),
-    ),
-    "logits": (
-        4.0,
-        "nats, over the largest logit's size: the output matrix on another number of rows",
-    ),
-    "edit": (
-        4.0,
-        (
-            "like a sum that includes the vector; in a pair of tensors one of the two is "
-            "rounded separately; norms instead of elements"
-        ),
-    ),
-    "reach": (
-        4.0,
-        (
-            "least change of a row computed from an edited row, norm of the change over the "
-            "row's norm; the figure is its inverse"
-        ),
-    ),
+#: Kind of law → tolerance, in units of the model dtype's `eps` unless another unit is given.
+TOLERANCES: Mapping[str, float] = {
+    # each term and the sum are rounded once: half a unit in the last place each; relative to
+    # |a| + |b| + |sum|
+    "sum": 1.0,
+    # share of a branch's elements that exceed the tolerance of the sum: below 1 % (figure: 0.01 /
+    # share) the sum does not show the branch
+    "seen": 1.0,
+    # a value passed on is rounded once at most; relative to |a| + |b|
+    "same": 1.0,
+    # the same module on the same rows in a batch of another size, or compiled; norm of the error
+    # over the row's norm
+    "module": 8.0,
+    # the same tokens in another batch: other kernel shapes in every layer; norm of the error over
+    # the row's norm
+    "batch": 32.0,
+    # nats, over the largest logit's size: the output matrix on another number of rows
+    "logits": 4.0,
+    # like a sum that includes the vector; in a pair of tensors one of the two is rounded
+    # separately; norms instead of elements
+    "edit": 4.0,
+    # least change of a row computed from an edited row, norm of the change over the row's norm; the
+    # figure is its inverse
+    "reach": 4.0,
 }
 #: Least relative tolerances: fp32 kernels differ between calls by much more than fp32's eps.
 FLOOR = {"module": 1e-4, "batch": 1e-3, "logits": 1e-4, "edit": 1e-5, "reach": 1e-4}
@@ -179,7 +153,7 @@ class JudgedShape(NamedTuple):
 
     def tolerance(self, kind: str) -> float:
         """Return the relative tolerance of a kind of law."""
-        return max(TOLERANCES[kind][0] * self.eps, FLOOR.get(kind, 0.0))
+        return max(TOLERANCES[kind] * self.eps, FLOOR.get(kind, 0.0))
 
 
 # --- Figures
@@ -189,7 +163,7 @@ def elementwise(total: torch.Tensor, parts: Sequence[torch.Tensor], tolerance: f
     """Return an element's largest |total − Σ parts|, over `tolerance` · (|total| + Σ |parts|)."""
     size = total.abs() + sum(part.abs() for part in parts)
     error = (total - sum(parts)).abs()
-    return _worst(error / (tolerance * size).clamp_min(torch.finfo(torch.float32).tiny))
+    return _worst(error, tolerance * size)
 
 
 def sumwise(
@@ -199,10 +173,7 @@ def sumwise(
     of the norms of total and parts.
     """
     size = total.norm(dim=-1) + sum(part.norm(dim=-1) for part in parts)
-    errors = (total - sum(parts)).norm(dim=-1) / (tolerance * size).clamp_min(
-        torch.finfo(torch.float32).tiny
-    )
-    return _worst(errors, median)
+    return _worst((total - sum(parts)).norm(dim=-1), tolerance * size, median)
 
 
 def rowwise(
@@ -211,13 +182,12 @@ def rowwise(
     """Return the largest (or median) norm of a row's error, over `tolerance` · the row's norm."""
     if got.shape != expected.shape:
         return math.inf
-    errors = (got - expected).norm(dim=-1) / (tolerance * expected.norm(dim=-1)).clamp_min(
-        torch.finfo(torch.float32).tiny
-    )
-    return _worst(errors, median)
+    return _worst((got - expected).norm(dim=-1), tolerance * expected.norm(dim=-1), median)
 
 
-def _worst(values: torch.Tensor, median: bool = False) -> float:
+def _worst(errors: torch.Tensor, allowed: torch.Tensor, median: bool = False) -> float:
+    """Return the largest (or median) error, over what is allowed."""
+    values = errors / allowed.clamp_min(torch.finfo(torch.float32).tiny)
     judged = np.median(values.cpu()) if median and values.numel() else values
     worst = float(judged.max()) if values.numel() else math.inf
     return worst if math.isfinite(worst) else math.inf

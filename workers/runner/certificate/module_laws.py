@@ -6,7 +6,7 @@ Every rank of a stage calls the same modules in the same order, since these redu
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from torch import nn
 from vllm.distributed import get_tp_group
 
 from ....schemas.prompts.selectors import Hook
-from ..hooks.output_head import FINAL_NORM
+from ..hooks.output_head import FINAL_NORM, norms_near
 from ..hooks.sites import language_model
 from ..readings.logit_lens import LensReader
 from .laws import (
@@ -57,6 +57,10 @@ class JudgedStage:
     shape: JudgedShape
     records: bool  # this rank records the rows of its stage
 
+    @property
+    def device(self) -> torch.device:
+        return next(self.parent.parameters()).device
+
     def added(self, scale: float) -> torch.Tensor:
         """Return the edits' vector as the ranks hold it: scaled, rounded to the model's dtype."""
         return (
@@ -65,15 +69,18 @@ class JudgedStage:
             .float()[None]
         )
 
+    def loaded(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows in the model's dtype, on its device."""
+        return rows.to(self.dtype).to(self.device)
+
     def shared(self, rows: Sequence[torch.Tensor], count: int) -> torch.Tensor:
         """Broadcast the recording rank's rows `[count, hidden]` to all ranks of the stage, in the
         model's dtype and on its device.
         """
-        device = next(self.parent.parameters()).device
         held = (
-            torch.cat(list(rows)).to(self.dtype).to(device)
+            self.loaded(torch.cat(list(rows)))
             if rows
-            else torch.empty(count, self.adapter.hidden_size, dtype=self.dtype, device=device)
+            else torch.empty(count, self.adapter.hidden_size, dtype=self.dtype, device=self.device)
         )
         return get_tp_group().broadcast(held, src=0) if get_tp_group().world_size > 1 else held
 
@@ -114,42 +121,36 @@ class ModuleLaws:
         edits = {
             layer: item
             for edit in plan.edits
-            if edit.hook == "mlp_in"
+            if edit.hook == source == "mlp_in"
             for layer, item in places(edit)
         }
+        base = self._kept.of(plan.base, plan.positions)
+        plain = len(plan.positions)
         for number, layer in self._stage.layers.items():
-            inputs = []
-            if self._stage.records:
-                inputs = [self._kept.of(plan.base, plan.positions)(source, number)]
-                if number in edits and source == "mlp_in":
-                    request, position, scale = edits[number]
-                    inputs.append(
-                        (
-                            self._kept.of(request, [position])(source, number)
-                            + self._stage.added(scale)
-                        )
-                        * self._nudges(number)
-                    )
-            count = len(plan.positions) + (
-                len(self._nudges(number)) if number in edits and source == "mlp_in" else 0
-            )
+            edit = edits.get(number)
+            inputs = [base(source, number)] if self._stage.records else []
+            count = plain
+            if edit is not None:
+                request, position, scale = edit
+                edited = self._kept.of(request, [position])
+                nudges = self._nudges(number)
+                count += len(nudges)
+                if self._stage.records:
+                    row = edited(source, number) + self._stage.added(scale)
+                    inputs.append(row * nudges)
             outputs = list(self._through(layer, self._stage.shared(inputs, count)))
             if not self._stage.records:
                 continue
             if not outputs:
                 self._skipped["MLP"] = "no module of the layer is its MLP"
                 continue
-            base = self._kept.of(plan.base, plan.positions)
-            plain = len(plan.positions)
             of_base = [
                 self._judge_mlp(base, output[:plain], number, source, as_difference=as_difference)
                 for output in outputs
             ]
             best = min(range(len(outputs)), key=lambda place: of_base[place][0].figure)
             self._findings += of_base[best]
-            if count > plain:
-                request, position, _ = edits[number]
-                edited = self._kept.of(request, [position])
+            if edit is not None:
                 shown = outputs[best]
                 if as_difference:
                     factor = factor_of(
@@ -206,10 +207,6 @@ class ModuleLaws:
         """
         children = dict(layer.named_children())
         batched = self._stage.adapter.variant.backend
-        behind: list[Callable[[torch.Tensor], Any]] = [lambda output: output]
-        behind += [
-            child for name, child in children.items() if name.startswith("post") and "norm" in name
-        ]
         if "fc1" in children and "fc2" in children:
             chains: list[list[nn.Module]] = [
                 [children[name] for name in ("fc1", "activation_fn", "fc2") if name in children]
@@ -225,11 +222,8 @@ class ModuleLaws:
             outputs.append(output.view(rows.shape))
         if len(outputs) > 1:
             outputs.append(sum(outputs))
-        yield from (
-            first_output(norm(output.clone())).float().cpu()
-            for output in outputs
-            for norm in behind
-        )
+        for output in outputs:
+            yield from after_norms(output, norms_behind(layer))
 
     def embedding(self, plan: CertificatePlan) -> None:
         """Compare the embedded tokens, up to one factor, with the first `pre_attn`."""
@@ -239,20 +233,16 @@ class ModuleLaws:
             return
         ids = torch.tensor(
             [plan.tokens[position] for position in plan.positions],
-            device=next(self._stage.parent.parameters()).device,
+            device=self._stage.device,
         )
         embedded = embed(ids)
         if not self._stage.records:
             return
         rows = self._kept.of(plan.base, plan.positions)("pre_attn", 0)
         # some models normalise the embedding
-        given = [
-            first_output(norm(embedded.clone())).float().cpu()
-            for norm in [nn.Identity(), *self._norms()]
-        ]
         figure = min(
             rowwise(rows, factor_of(item, rows) * item, self._shape.tolerance("module"))
-            for item in given
+            for item in after_norms(embedded, self._norms())
         )
         finding = LawFinding("pre_attn[0] = embedding", ("pre_attn",), 0, figure, "module")
         names = [
@@ -358,25 +348,9 @@ class ModuleLaws:
 
     def _norms(self) -> list[nn.Module]:
         """Return the norms that are siblings of the layers, or of a module that holds them."""
-        root = language_model(self._stage.model)
-        path = next(
-            name for name, module in root.named_modules() if module is self._stage.parent
-        ).split(".")
-        holders = [root.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
-        norms = [
-            child
-            for holder in holders
-            for name, child in holder.named_children()
-            if _NORM.search(name)
-        ]
-        return [
-            norm
-            for norm in norms
-            if all(
-                parameter.shape[-1] == self._stage.adapter.hidden_size
-                for parameter in norm.parameters()
-            )
-        ]
+        stage = self._stage
+        root = language_model(stage.model)
+        return norms_near(root, stage.parent, stage.adapter.hidden_size, _NORM)
 
     def _error(self, row: torch.Tensor, expected: torch.Tensor | None) -> float:
         """Return the largest error of these logits, over their tolerance; infinite if vLLM's own
@@ -387,6 +361,22 @@ class ModuleLaws:
         known = expected[0].isfinite()
         error = float((row - expected[0])[known].abs().max()) if known.any() else math.inf
         return error / (self._shape.tolerance("logits") * float(expected[0][known].abs().max()))
+
+
+def norms_behind(layer: nn.Module) -> list[nn.Module]:
+    """Return the norms that may follow a branch of the layer."""
+    return [
+        child
+        for name, child in layer.named_children()
+        if name.startswith("post") and "norm" in name
+    ]
+
+
+def after_norms(output: torch.Tensor, norms: Iterable[nn.Module]) -> Iterator[torch.Tensor]:
+    """Yield `output`, and what each norm makes of it, in float32 on the CPU."""
+    for norm in [nn.Identity(), *norms]:
+        # a module may overwrite its input
+        yield first_output(norm(output.clone())).float().cpu()
 
 
 def first_output(output: Any) -> torch.Tensor:

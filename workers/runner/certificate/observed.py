@@ -4,13 +4,12 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from vllm.distributed import get_pp_group
 
-from ....schemas.base.dtypes import DTYPES
 from ....schemas.jobs.receipts import Receipt
 from ..files.finished_rows import FinishedCapture, Outcome
+from ..readings.readings import rows_of
 from .laws import RowsAt
 
 if TYPE_CHECKING:
@@ -34,14 +33,7 @@ class KeptRows:
         for capture in captures:
             for hook, layers in capture.sites.items():
                 for layer in layers:
-                    raw = np.frombuffer(
-                        b"".join(capture.rows(hook, layer)), dtype=DTYPES[capture.dtype].raw
-                    )
-                    held = (
-                        torch.from_numpy(raw.copy())
-                        .view(getattr(torch, capture.dtype))
-                        .view(-1, capture.hidden_size)
-                    )
+                    held = rows_of(capture, hook, layer)
                     with self._lock:
                         self.rows.setdefault((capture.spec.request, hook, layer), {}).update(
                             zip(capture.positions, held, strict=True)

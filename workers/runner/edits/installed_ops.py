@@ -4,15 +4,15 @@
 
 import hashlib
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from typing import Protocol
 
 import numpy as np
 
 from ....kernels.installed import OPS, InstalledEdit
-from ....schemas.extensions import MAX_OP_OPTIONS, Extension, OpTerms, Option
+from ....schemas.extensions import MAX_OP_OPTIONS, Extension, OpTerms
 from ....schemas.requests.specs import FAMILY_NAME, StoredSteering
-from ..base.extensions import ExtensionError, Offer, code_of, declared, digest
+from ..base.extensions import Offer, code_of, declared, digest, loading
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +30,7 @@ _SEED = 23
 
 
 class OpCode(Protocol):
-    """An installed op. `OpTerms` documents its attributes, all of which are optional."""
-
-    vector: bool
-    options: Mapping[str, Option]
+    """An installed op. `OpTerms` has its attributes, all of which are optional."""
 
     def edit(self, rows: np.ndarray, vector: np.ndarray | None, **options: float) -> np.ndarray:
         """Return new rows for float32 `rows` `[n, hidden_size]`; each depends on its own row only.
@@ -52,7 +49,7 @@ def load_ops(offers: Iterable[Offer], hidden_size: int, *, cpu: bool) -> list[Ex
     for offer in offers:
         if offer.kind != "op":
             continue
-        try:
+        with loading(offer):
             facts, edit = _loaded(offer, cpu=cpu)
             if twin := extensions.get(facts.code):
                 raise ValueError(f"it has the same code number as the op {twin.name}: rename it")
@@ -60,12 +57,6 @@ def load_ops(offers: Iterable[Offer], hidden_size: int, *, cpu: bool) -> list[Ex
             if not cpu:
                 continue
             _check(edit, facts, hidden_size)
-        except ExtensionError:
-            raise
-        except Exception as error:
-            raise ExtensionError(
-                f"{offer}: {error if isinstance(error, ValueError) else repr(error)}"
-            ) from error
         OPS[facts.code] = edit
         logger.info("%s is loaded, code %s", offer, facts.digest[:12])
     return list(extensions.values())
@@ -111,17 +102,14 @@ def _loaded(offer: Offer, *, cpu: bool) -> tuple[Extension, InstalledEdit]:
         "finite",
         "input unchanged",
     ]
-    return Extension(
-        kind="op",
-        name=offer.name,
-        package=offer.package,
-        version=offer.version,
-        digest=content,
+    facts = offer.facts(
+        content,
         op=terms,
         code=code,
         refused="" if cpu else ON_CPUS,
         checked=checked if cpu else [],
-    ), edit
+    )
+    return facts, edit
 
 
 def _check(edit: InstalledEdit, facts: Extension, hidden_size: int) -> None:
@@ -131,13 +119,13 @@ def _check(edit: InstalledEdit, facts: Extension, hidden_size: int) -> None:
     rows = generator.standard_normal((_ROWS, hidden_size), dtype=np.float32)
     vector = generator.standard_normal(hidden_size, dtype=np.float32)
     defaults = [float(option.default) for option in facts.op.options.values()]
-    numbers = (*defaults, 0.0, 0.0)[0], (*defaults, 0.0, 0.0)[1]
+    padded = (*defaults, 0.0, 0.0)
 
     def call(given: np.ndarray) -> np.ndarray:
         held = given.copy()
         along = vector.copy()
         held.flags.writeable = along.flags.writeable = False
-        new = edit(held, along, numbers)
+        new = edit(held, along, (padded[0], padded[1]))
         if not isinstance(new, np.ndarray) or new.dtype != np.float32 or new.shape != given.shape:
             shown = (
                 f"{new.dtype} of shape {new.shape}"

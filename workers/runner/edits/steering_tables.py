@@ -101,7 +101,9 @@ class RowTable:
         """`columns`: the columns of rows that this rank holds; None: all of the hidden size.
         `prepared`: rows that may be laid out already, see `Tables`.
         """
-        self._columns = columns
+        #: This rank's columns, if ranks divide the rows.
+        self._columns = columns if columns is not None and columns.sharded else None
+        self._row_size = buffers.pool.shape[1] if columns is None else columns.row.size
         self._prepared = prepared
         self._buffers = buffers
         self._numbers = {(site.hook, site.layer): number for number, site in enumerate(sites)}
@@ -151,7 +153,7 @@ class RowTable:
         self.sites[row, prepared.runs[:, 0]] = True
         self.num_sites[row] = self.sites[row].sum()
         self.limited[row] = any(map(LIMIT, spec.entries))
-        if self._columns is not None and self._columns.sharded:
+        if self._columns is not None:
             self._whole[row] = prepared.fingerprint(), prepared.crc32
         # The ledger records the bytes that were written, not their name: a rank that wrote other
         # bytes reports another checksum.
@@ -208,9 +210,9 @@ class RowTable:
         """
         pool = self._buffers.pool
         columns = self._columns
-        if columns is None or not columns.sharded:
-            return joined(content, pool.shape[1], pool.dtype, pinned=pool.device.type != "cpu")
-        whole = joined(content, columns.row.size, pool.dtype, pinned=False)
+        if columns is None:
+            return joined(content, self._row_size, pool.dtype, pinned=pool.device.type != "cpu")
+        whole = joined(content, self._row_size, pool.dtype, pinned=False)
         vectors = whole.vectors[:, columns.start : columns.stop]
         return whole._replace(
             vectors=locked_copy(vectors) if pool.device.type != "cpu" else vectors.contiguous()
@@ -220,7 +222,7 @@ class RowTable:
         """Raises ValueError for vectors of a family that sums over columns, if several ranks hold
         nonzero columns: each rank would sum only its own.
         """
-        if self._columns is None or not self._columns.sharded:
+        if self._columns is None:
             return
         shards = torch.unique(torch.nonzero(vectors)[:, 1] // self._columns.size)
         if len(shards) > 1 or family == "add_matched":
@@ -277,9 +279,7 @@ class RowTable:
 
     def _does(self, entry: StoredSteering) -> Does:
         """Return the effect of an entry, which is the same at each of its sites."""
-        shapes = entry.shapes(
-            self._buffers.pool.shape[1] if self._columns is None else self._columns.row.size
-        )
+        shapes = entry.shapes(self._row_size)
         tensors = [
             self._tensor(name, shape) for name, shape in zip(entry.tensors, shapes, strict=True)
         ]

@@ -32,7 +32,6 @@ class JoinedRow(NamedTuple):
     The tensors are on the CPU, and never change.
     """
 
-    content: RowContent  # parts of the tensors below
     vectors: torch.Tensor  # [entries, hidden_size]
     scalars: torch.Tensor  # [entries, SCALARS]
     runs: RunTable  # the first entry counts from 0
@@ -70,20 +69,11 @@ def joined(content: RowContent, hidden_size: int, dtype: torch.dtype, *, pinned:
         vectors = locked_copy(vectors)
         scalars = locked_copy(scalars)
     runs: list[tuple[int, int, int, int]] = []
-    parts: dict[tuple[int, int], HeldVectors] = {}
     first = 0
     for (value, _), _, places in shared.values():
-        part = vectors[first : first + len(value)], scalars[first : first + len(value)]
         runs += [(*place, first, len(value)) for place in places]
-        parts |= dict.fromkeys(places, part)
         first += len(value)
-    return JoinedRow(
-        {place: parts[place] for place in content},
-        vectors,
-        scalars,
-        np.array(runs, dtype=np.int64).reshape(-1, 4),
-        crc,
-    )
+    return JoinedRow(vectors, scalars, np.array(runs, dtype=np.int64).reshape(-1, 4), crc)
 
 
 # A table of vectors for each site and family would be nearly all zeros; a pool takes memory in

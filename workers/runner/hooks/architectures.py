@@ -46,7 +46,8 @@ class UnsupportedArchitectureError(KindError):
 class Variant:
     """An architecture, for HF text configs whose fields equal `when`."""
 
-    layers: str  # attribute path of the decoder layers in vLLM's language model
+    # attribute path of the decoder layers in vLLM's language model, see `sites.language_model`
+    layers: str
     taps: Taps = field(default_factory=dict)
     absent: Mapping[Hook, str] = field(default_factory=dict)  # hook that does not exist → why
     backend: bool = False  # served by vLLM's Transformers backend, on transformers' own module
@@ -114,13 +115,6 @@ class Adapter:
     def of(self, layer: int) -> Variant:
         """Return the variant of `layer`."""
         return self.kinds.get(layer, self.variant)
-
-    @property
-    def layers(self) -> str:
-        """Return the path of the decoder layers in vLLM's language model, see
-        `sites.language_model`.
-        """
-        return self.variant.layers
 
     def tap(self, hook: Hook, layer: int) -> Tap:
         """Return the tap of `hook` in `layer`.
@@ -228,6 +222,11 @@ POST_NORM: Taps = {
 }
 PARALLEL = "attention and MLP both read the stream that enters the layer (parallel residual)"
 
+#: vLLM's own files of models whose layers are built like Llama's, and like Gemma 2's.
+_LIKE_LLAMA = (Variant("model.layers", PRE_NORM, chained=True),)
+_LIKE_GEMMA2 = (Variant("model.layers", SANDWICH, chained=True),)
+#: Models with transformers' pre-norm layer that vLLM's Transformers backend serves.
+_ON_BACKEND = (Variant("model.layers", BACKEND_PRE_NORM, backend=True),)
 #: HF `architectures[0]` → its variants; the first whose `when` holds is taken.
 ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
     "GPT2LMHeadModel": (
@@ -243,12 +242,12 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
         ),
         Variant("model.layers", NEOX, backend=True),
     ),
-    "Gemma2ForCausalLM": (Variant("model.layers", SANDWICH, chained=True),),
-    "Gemma3ForCausalLM": (Variant("model.layers", SANDWICH, chained=True),),
-    "GemmaForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "LlamaForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "MistralForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "MixtralForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
+    "Gemma2ForCausalLM": _LIKE_GEMMA2,
+    "Gemma3ForCausalLM": _LIKE_GEMMA2,
+    "GemmaForCausalLM": _LIKE_LLAMA,
+    "LlamaForCausalLM": _LIKE_LLAMA,
+    "MistralForCausalLM": _LIKE_LLAMA,
+    "MixtralForCausalLM": _LIKE_LLAMA,
     "OPTForCausalLM": (
         Variant(
             "model.decoder.layers",
@@ -272,13 +271,13 @@ ARCHITECTURES: Mapping[str, tuple[Variant, ...]] = {
             backend=True,
         ),
     ),
-    "OlmoForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
-    "Phi3ForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "Qwen2ForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "Qwen3ForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "Qwen3MoeForCausalLM": (Variant("model.layers", PRE_NORM, chained=True),),
-    "SmolLM3ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
-    "Starcoder2ForCausalLM": (Variant("model.layers", BACKEND_PRE_NORM, backend=True),),
+    "OlmoForCausalLM": _ON_BACKEND,
+    "Phi3ForCausalLM": _LIKE_LLAMA,
+    "Qwen2ForCausalLM": _LIKE_LLAMA,
+    "Qwen3ForCausalLM": _LIKE_LLAMA,
+    "Qwen3MoeForCausalLM": _LIKE_LLAMA,
+    "SmolLM3ForCausalLM": _ON_BACKEND,
+    "Starcoder2ForCausalLM": _ON_BACKEND,
 }
 #: vLLM's class for most models that its Transformers backend serves, and the common prefix of all
 #: of its classes.

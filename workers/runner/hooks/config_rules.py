@@ -41,17 +41,17 @@ _OWN_OF_LLAMA_FILE = (
     ConfigRule("qkv_bias", (None, False), _LLAMA_FILE),
     ConfigRule("logit_scale", (None, 1.0), _LLAMA_FILE),
 )
+_ADDS_BIASES = "vLLM adds biases that the checkpoint does not have"
 _NO_BIAS = (
-    ConfigRule(
-        "attention_bias", (None, False), "vLLM adds biases that the checkpoint does not have"
-    ),
-    ConfigRule("mlp_bias", (None, False), "vLLM adds biases that the checkpoint does not have"),
+    ConfigRule("attention_bias", (None, False), _ADDS_BIASES),
+    ConfigRule("mlp_bias", (None, False), _ADDS_BIASES),
 )
 _OUTPUT_BIAS = ConfigRule("attention_bias", (None, False), "vLLM drops the bias of o_proj")
+_NO_DUAL_CHUNKS = ConfigRule(
+    "dual_chunk_attention_config", (None,), "transformers' model has no dual chunk attention"
+)
 _QWEN = (
-    ConfigRule(
-        "dual_chunk_attention_config", (None,), "transformers' model has no dual chunk attention"
-    ),
+    _NO_DUAL_CHUNKS,
     ConfigRule("qk_norm", (None, False), "transformers' model has no such norm"),
 )
 
@@ -124,11 +124,7 @@ RULES: Mapping[str, tuple[ConfigRule, ...]] = {
     "Qwen3ForCausalLM": (_OUTPUT_BIAS, *_QWEN),
     "Qwen3MoeForCausalLM": (
         _OUTPUT_BIAS,
-        ConfigRule(
-            "dual_chunk_attention_config",
-            (None,),
-            "transformers' model has no dual chunk attention",
-        ),
+        _NO_DUAL_CHUNKS,
         ConfigRule(
             "shared_expert_intermediate_size", (None, 0), "transformers' model has no shared expert"
         ),

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ....schemas.prompts.selectors import Hook
-from .architectures import SumLaw, Tap, Taps
+from ....schemas.prompts.selectors import HOOKS, Hook
+from .architectures import PARALLEL, SumLaw, Tap, TapKind, Taps
 
 #: Lengths of the probe's rows: very different, so that a normalised tensor is no multiple of the
 #: tensor itself.
@@ -50,8 +50,8 @@ class LayerShape:
     """Hook points of one layer."""
 
     taps: Taps
-    absent: Mapping[Hook, str]
-    laws: Mapping[Hook, SumLaw]
+    absent: dict[Hook, str] = field(default_factory=dict)
+    laws: dict[Hook, SumLaw] = field(default_factory=dict)
 
 
 @dataclass
@@ -71,6 +71,26 @@ class _Run:
     calls: list[_Call]
     inputs: tuple[torch.Tensor, torch.Tensor | None]  # hidden, residual
     outputs: tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class _Stream:
+    """The residual stream in one run of the layer, and the hook points as they are found on it."""
+
+    run: _Run
+    kind: TapKind
+    entering: torch.Tensor  # `[rows, hidden]`
+    #: The stream that leaves, as multiples of the entering one ("stream") and of branches (calls).
+    law: dict[Any, float]
+    shape: LayerShape
+
+    @property
+    def branches(self) -> list[int]:
+        """Return the calls whose outputs are added to the stream."""
+        return [place for place in self.law if place != "stream"]
+
+    def paths(self, calls: Sequence[int]) -> str:
+        return ", ".join(self.run.calls[number].path for number in calls)
 
 
 _Edit = tuple[Tap, torch.Tensor]  # (where, the rows that are added there)
@@ -298,34 +318,25 @@ class _Probe:
 
     def shape(self) -> LayerShape:
         run = self.run()
-        branches = self._branches(run)
-        kind, stream, law = self._law(run, branches)
-        places = [place for place in law if place != "stream"]
-        taps: Taps = {"pre_attn": Tap("", "input", kind), "post_block": Tap("", "output", kind)}
-        absent: dict[Hook, str] = {}
-        laws: dict[Hook, SumLaw] = {}
-        middle = self._middle(run, branches, stream, law)
-        if middle is None and len(places) > 2:
+        outputs = self._outputs(run)
+        stream = self._stream(run, outputs)
+        middle = self._middle(stream, outputs)
+        added = len(stream.branches)
+        if middle is not None:
+            self._two_branches(stream, *middle)
+        elif added > 2:
             raise NoStreamError(
-                f"{len(places)} branches are added to the stream in one sum "
-                f"({', '.join(run.calls[place].path for place in places)})"
+                f"{added} branches are added to the stream in one sum "
+                f"({stream.paths(stream.branches)})"
             )
-        if middle is None and len(places) == 1:
-            self._one_branch(
-                run=run, place=places[0], kind=kind, law=law, taps=taps, absent=absent, laws=laws
-            )
-        elif middle is None:
-            self._parallel(
-                run=run, places=places, kind=kind, law=law, taps=taps, absent=absent, laws=laws
-            )
+        elif added == 1:
+            self._one_branch(stream)
         else:
-            self._two_branches(
-                run=run, middle=middle, kind=kind, law=law, taps=taps, absent=absent, laws=laws
-            )
-        self._check_edits(taps, laws, kind)
-        return LayerShape(taps, absent, laws)
+            self._parallel(stream)
+        self._check_edits(stream)
+        return stream.shape
 
-    def _branches(self, run: _Run) -> dict[int, torch.Tensor]:
+    def _outputs(self, run: _Run) -> dict[int, torch.Tensor]:
         """Return call → output, without outputs that repeat an input of the layer or an earlier
         output, as a dropout's does.
         """
@@ -339,40 +350,34 @@ class _Probe:
                 branches[number] = call.output
         return branches
 
-    def _law(
-        self, run: _Run, branches: Mapping[int, torch.Tensor]
-    ) -> tuple[Any, torch.Tensor, dict[Any, float]]:
-        """Return ("pair" or "single", the stream that enters, the stream that leaves as multiples
-        of the entering one and of the branches).
-        """
-        (hidden, residual) = run.inputs
-        (output, second) = run.outputs
-        for kind in ("pair", "single"):
-            if kind == "pair" and (residual is None or second is None):
+    def _stream(self, run: _Run, outputs: Mapping[int, torch.Tensor]) -> _Stream:
+        """Return the stream, with the taps of its two ends."""
+        kinds: tuple[TapKind, ...] = ("pair", "single")
+        for kind in kinds:
+            if kind == "pair" and (run.inputs[1] is None or run.outputs[1] is None):
                 continue
-            stream = hidden + residual if kind == "pair" and residual is not None else hidden
-            leaving = output + second if kind == "pair" and second is not None else output
-            law = self.fit(leaving, {"stream": stream, **branches})
+            entering = _whole(run.inputs, kind)
+            law = self.fit(_whole(run.outputs, kind), {"stream": entering, **outputs})
             if law is not None and "stream" in law and len(law) > 1:
-                return kind, stream, law
+                ends: Taps = {
+                    "pre_attn": Tap("", "input", kind),
+                    "post_block": Tap("", "output", kind),
+                }
+                return _Stream(run, kind, entering, law, LayerShape(ends))
         raise NoStreamError("the layer's output is not its input plus the outputs of its parts")
 
     def _middle(
-        self,
-        run: _Run,
-        branches: Mapping[int, torch.Tensor],
-        stream: torch.Tensor,
-        leaving: Mapping[Any, float],
-    ) -> tuple[int, Tap, dict[Any, float]] | None:
+        self, stream: _Stream, outputs: Mapping[int, torch.Tensor]
+    ) -> tuple[_Call, Tap, dict[Any, float]] | None:
         """Return the first call that reads the stream after a branch was added: (call, tap, the
         stream there as multiples of earlier rows).
         """
-        for number, call in enumerate(run.calls):
+        for number, call in enumerate(stream.run.calls):
             before: dict[Any, torch.Tensor] = {
-                "stream": stream,
-                **{place: value for place, value in branches.items() if place < number},
+                "stream": stream.entering,
+                **{place: value for place, value in outputs.items() if place < number},
             }
-            targets = dict[Any, torch.Tensor]()  # by kind of tap
+            targets = dict[TapKind, torch.Tensor]()
             if len(call.inputs) == 2:
                 targets["pair"] = call.inputs[0] + call.inputs[1]
             if call.inputs:
@@ -383,110 +388,87 @@ class _Probe:
                     law is not None
                     and "stream" in law
                     and len(law) > 1
-                    and law.keys() <= leaving.keys()
+                    and law.keys() <= stream.law.keys()
                 ):
-                    return number, Tap(call.path, "input", kind), law
+                    return call, Tap(call.path, "input", kind), law
         return None
 
     def _two_branches(
-        self,
-        run: _Run,
-        middle: Any,
-        kind: Any,
-        law: dict[Any, float],
-        taps: Taps,
-        absent: Any,
-        laws: Any,
+        self, stream: _Stream, reader: _Call, tap: Tap, multiples: Mapping[Any, float]
     ) -> None:
-        number, tap, multiples = middle
+        calls = stream.run.calls
+        taps = stream.shape.taps
+        absent = stream.shape.absent
+        laws = stream.shape.laws
         first = [place for place in multiples if place != "stream"]
-        second = [place for place in law if place != "stream" and place not in first]
+        second = [place for place in stream.branches if place not in first]
         taps["post_attn"] = tap
         if len(first) > 1:
-            absent["attn_out"] = (
-                "it is the sum of several parts "
-                f"({', '.join(run.calls[place].path for place in first)})"
-            )
+            absent["attn_out"] = f"it is the sum of several parts ({stream.paths(first)})"
         elif tap.kind == "pair":
             taps["attn_out"] = Tap(tap.path, "input")
             laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": 1.0}
         else:
-            taps["attn_out"] = Tap(run.calls[first[0]].path, "output")
+            taps["attn_out"] = Tap(calls[first[0]].path, "output")
             laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": multiples[first[0]]}
-        kept = law["stream"] / multiples["stream"]
+        kept = stream.law["stream"] / multiples["stream"]
         if len(second) > 1:
-            absent["mlp_out"] = (
-                "it is the sum of several parts "
-                f"({', '.join(run.calls[place].path for place in second)})"
-            )
-        elif second and kind == "pair":
+            absent["mlp_out"] = f"it is the sum of several parts ({stream.paths(second)})"
+        elif second and stream.kind == "pair":
             taps["mlp_out"] = Tap("", "output")
             laws["post_block"] = {"post_attn": kept, "mlp_out": 1.0}
         elif second:
-            taps["mlp_out"] = Tap(run.calls[second[0]].path, "output")
-            laws["post_block"] = {"post_attn": kept, "mlp_out": law[second[0]]}
+            taps["mlp_out"] = Tap(calls[second[0]].path, "output")
+            laws["post_block"] = {"post_attn": kept, "mlp_out": stream.law[second[0]]}
         else:
             absent["mlp_out"] = "nothing is added after post_attn"
-        reader = run.calls[number]
         if reader.leaf and reader.output is not None:
             taps["mlp_in"] = Tap(reader.path, "output")
         else:
             absent["mlp_in"] = "the MLP reads the stream, which is post_attn"
 
-    def _parallel(
-        self,
-        run: _Run,
-        places: list[int],
-        kind: Any,
-        law: dict[Any, float],
-        taps: Taps,
-        absent: Any,
-        laws: Any,
-    ) -> None:
-        attention, mlp = sorted(places)
-        absent["post_attn"] = (
-            "attention and MLP both read the stream that enters the layer (parallel residual)"
-        )
-        if kind == "pair":
+    def _parallel(self, stream: _Stream) -> None:
+        if stream.kind == "pair":
             raise NoStreamError(
                 "two branches are added in one sum to a stream that is a pair of tensors"
             )
-        taps["attn_out"] = Tap(run.calls[attention].path, "output")
-        taps["mlp_out"] = Tap(run.calls[mlp].path, "output")
-        computes = next((call for call in reversed(run.calls[: mlp + 1]) if not call.leaf), None)
+        calls = stream.run.calls
+        taps = stream.shape.taps
+        absent = stream.shape.absent
+        attention, mlp = sorted(stream.branches)
+        absent["post_attn"] = PARALLEL
+        taps["attn_out"] = Tap(calls[attention].path, "output")
+        taps["mlp_out"] = Tap(calls[mlp].path, "output")
+        computes = next((call for call in reversed(calls[: mlp + 1]) if not call.leaf), None)
         if computes is not None and not computes.mixes:
             taps["mlp_in"] = Tap(computes.path, "input")
         else:
             absent["mlp_in"] = "no part of the layer is the MLP"
-        laws["post_block"] = {
-            "pre_attn": law["stream"],
-            "attn_out": law[attention],
-            "mlp_out": law[mlp],
+        stream.shape.laws["post_block"] = {
+            "pre_attn": stream.law["stream"],
+            "attn_out": stream.law[attention],
+            "mlp_out": stream.law[mlp],
         }
 
-    def _one_branch(
-        self,
-        run: _Run,
-        place: int,
-        kind: Any,
-        law: dict[Any, float],
-        taps: Taps,
-        absent: Any,
-        laws: Any,
-    ) -> None:
-        output: Hook = "attn_out" if any(item.mixes for item in run.calls) else "mlp_out"
-        taps[output] = Tap("" if kind == "pair" else run.calls[place].path, "output")
-        others = (hook for hook in ("attn_out", "post_attn", "mlp_in", "mlp_out") if hook != output)
-        absent.update(dict.fromkeys(others, "the layer has one branch"))
-        laws["post_block"] = {
-            "pre_attn": law["stream"],
-            output: 1.0 if kind == "pair" else law[place],
+    def _one_branch(self, stream: _Stream) -> None:
+        calls = stream.run.calls
+        pair = stream.kind == "pair"
+        (place,) = stream.branches
+        output: Hook = "attn_out" if any(call.mixes for call in calls) else "mlp_out"
+        stream.shape.taps[output] = Tap("" if pair else calls[place].path, "output")
+        others = (hook for hook in HOOKS[1:-1] if hook != output)
+        stream.shape.absent.update(dict.fromkeys(others, "the layer has one branch"))
+        stream.shape.laws["post_block"] = {
+            "pre_attn": stream.law["stream"],
+            output: 1.0 if pair else stream.law[place],
         }
 
-    def _check_edits(self, taps: Taps, laws: Mapping[Hook, SumLaw], kind: Any) -> None:
+    def _check_edits(self, stream: _Stream) -> None:
         """Add rows in place at each tap of a branch or of the stream, and check that they reach the
         layer's output, times their multiplier: a tensor with the right values may be a copy.
         """
+        taps = stream.shape.taps
+        laws = stream.shape.laws
         last: SumLaw = laws.get("post_block", {})
         through: dict[Hook, float | None] = {
             "mlp_out": last.get("mlp_out"),
@@ -496,19 +478,20 @@ class _Probe:
         if "post_attn" in laws and "post_attn" in last:
             through["attn_out"] = laws["post_attn"]["attn_out"] * last["post_attn"]
         plain = self.run()
+        leaving = _whole(plain.outputs, stream.kind)
         added = self._rows(torch.Generator().manual_seed(1))
         for hook, expected in through.items():
             tap = taps.get(hook)
             if tap is None or expected is None or not tap.path:
                 continue
             run = self.run((tap, added))
-            change = self._leaving(run, kind) - self._leaving(plain, kind)
+            change = _whole(run.outputs, stream.kind) - leaving
             mlp = taps.get("mlp_out")
             if hook != "mlp_out" and mlp is not None:
                 change = change - last["mlp_out"] * (
                     self._branch(run, mlp) - self._branch(plain, mlp)
                 )
-            size = added.norm(dim=-1) + self._leaving(plain, kind).norm(dim=-1)
+            size = added.norm(dim=-1) + leaving.norm(dim=-1)
             if float(((change - expected * added).norm(dim=-1) / size).max()) > self.exact:
                 raise NoStreamError(
                     f"an edit at {hook} ({tap.path}, {tap.side}) does not reach the layer's output "
@@ -523,9 +506,11 @@ class _Probe:
             call.output for call in run.calls if call.path == tap.path and call.output is not None
         )
 
-    def _leaving(self, run: _Run, kind: Any) -> torch.Tensor:
-        output, second = run.outputs
-        return output + second if kind == "pair" and second is not None else output
+
+def _whole(rows: tuple[torch.Tensor, torch.Tensor | None], kind: TapKind) -> torch.Tensor:
+    """Return the stream that enters or leaves as these rows."""
+    first, second = rows
+    return first + second if kind == "pair" and second is not None else first
 
 
 def _parts(layer: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -136,24 +136,28 @@ def final_norm(root: nn.Module, layers: nn.Module, hidden_size: int) -> nn.Modul
 
     `layers`: the module that holds the layers. Raises NoHeadError unless there is exactly one norm.
     """
+    norms = norms_near(root, layers, hidden_size, FINAL_NORM)
+    if len(norms) != 1:
+        raise NoHeadError(f"{len(norms) or 'no'} final norms were found next to the decoder layers")
+    return norms[0]
+
+
+def norms_near(
+    root: nn.Module, layers: nn.Module, hidden_size: int, names: re.Pattern[str]
+) -> list[nn.Module]:
+    """Return the norms of rows that are siblings of the layers, or of a module that holds them, and
+    have such a name.
+    """
     path = next(name for name, module in root.named_modules() if module is layers).split(".")
     holders = [root.get_submodule(".".join(path[:depth])) for depth in range(len(path), -1, -1)]
-    norms = {
-        id(child): child
-        for holder in holders
-        for name, child in holder.named_children()
-        if FINAL_NORM.search(name)
-    }
-    fitting = [
+    norms = dict.fromkeys(
+        child for holder in holders for name, child in holder.named_children() if names.search(name)
+    )
+    return [
         norm
-        for norm in norms.values()
+        for norm in norms
         if all(parameter.shape[-1] == hidden_size for parameter in norm.parameters())
     ]
-    if len(fitting) != 1:
-        raise NoHeadError(
-            f"{len(fitting) or 'no'} final norms were found next to the decoder layers"
-        )
-    return fitting[0]
 
 
 def _separate(root: Any) -> tuple[nn.Module, Any]:

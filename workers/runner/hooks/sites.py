@@ -86,7 +86,7 @@ class Buffers:
     site_rows: torch.Tensor  # int32 [sites, families, 1 + configurations]
     pool: torch.Tensor  # [1 + entries, hidden] model dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
-    # written by the sites: see `kernels.plan.Planned`
+    # written by the sites: see `kernels.plan.OpInputs`
     counts: torch.Tensor  # int32 [sites, COUNTS]
     sizes: torch.Tensor  # float32 [sites, capacity]
 
@@ -235,7 +235,7 @@ def held_layers(model: nn.Module, adapter: Adapter) -> list[tuple[int, nn.Module
     """Return (absolute number, decoder layer) for the layers that this rank holds, without the
     placeholders of other pipeline stages.
     """
-    layers = _submodule(decoder(model, adapter), adapter.layers.rpartition(".")[2], adapter)
+    layers = _submodule(decoder(model, adapter), adapter.variant.layers.rpartition(".")[2], adapter)
     return [
         (number, layer) for number, layer in enumerate(layers) if not isinstance(layer, nn.Identity)
     ]
@@ -247,7 +247,7 @@ def decoder(model: nn.Module, adapter: Adapter) -> nn.Module:
     Some language models are this module themselves; the output head is in the model around them.
     """
     below = language_model(model)
-    (path, _, layers) = adapter.layers.rpartition(".")
+    (path, _, layers) = adapter.variant.layers.rpartition(".")
     return below if hasattr(below, layers) else _submodule(below, path, adapter)
 
 

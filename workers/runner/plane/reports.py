@@ -8,7 +8,7 @@ from typing import Any
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import Receipt
-from ..base.actions import ActionLedger
+from ..base.actions import ActionLedger, sealed
 from ..base.config import PlaneConfig, RankPlace
 from ..files.desk import EndedRequest
 from ..files.finished_rows import Origin
@@ -130,7 +130,7 @@ class Reports:
             pp=place.pp,
             step=step,
             actions=self._actions.count,
-            checksum=self._actions.seal(tracked.results),
+            checksum=sealed(self._actions.state, tracked.results),
             status="error" if tracked.failure else "ok",
             message=tracked.failure,
             applied=tracked.applied,

@@ -64,11 +64,12 @@ class SharedGates:
         """`members`: with the number of each request in the step; `probes`: that gate their
         steering; `of_tokens`: the numbers of all tokens. `decides`: the requests have not failed.
         """
+        _, first = members[0]
         self._watches = members
         self.decides = decides
-        self.kind = members[0][1].kind
-        self._table = members[0][1].table
-        self._numbers = [members[0][1].number(probe) for probe in probes]
+        self.kind = first.kind
+        self._table = first.table
+        self._numbers = [first.number(probe) for probe in probes]
         self._members = np.array([number for number, _ in members])
         self._slots = np.array([watch.slot for _, watch in members])
         self._tokens = np.flatnonzero(np.isin(of_tokens, self._members))

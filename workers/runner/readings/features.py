@@ -13,7 +13,7 @@ import torch
 
 from ....schemas.readings.features import FeaturesPart, StoredFeatures
 from ..files.finished_rows import FinishedCapture, ReadingError
-from .readings import array, own_stream, rows_of
+from .readings import own_stream, rows_of
 from .sae import CHUNK_BYTES, Autoencoder, load
 
 _CPU = torch.device("cpu")
@@ -81,8 +81,8 @@ class FeatureReader:
             layer=layer,
             positions=capture.positions,
             token_ids=capture.token_ids,
-            indices=array(torch.from_numpy(top.indices), torch.int32),
-            activations=array(torch.from_numpy(top.activations), torch.float32),
-            active=array(torch.from_numpy(top.active), torch.int32),
-            errors=array(torch.from_numpy(top.errors), torch.float32),
+            indices=top.indices.tobytes(),
+            activations=top.activations.tobytes(),
+            active=top.active.tobytes(),
+            errors=top.errors.tobytes(),
         )

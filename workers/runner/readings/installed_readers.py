@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ....schemas.extensions import Extension, Option, ReaderTerms, Rows
+from ....schemas.extensions import Extension, ReaderTerms, Rows
 from ....schemas.readings.installed import ReadArray, ReaderPart, StoredReader
-from ..base.extensions import ExtensionError, Offer, code_of, declared, digest, frozen
+from ..base.extensions import Offer, code_of, declared, digest, frozen, loading
 from ..base.helper_threads import HelperThread
 from ..files.consumers import rows_of
 from ..files.finished_rows import FinishedCapture, ReadingError
@@ -26,13 +26,7 @@ _SEED = 17
 
 
 class ReaderCode(Protocol):
-    """An installed reader. `ReaderTerms` documents its attributes; only `returns` is required."""
-
-    returns: Mapping[str, str]
-    row_bytes: int
-    fixed_bytes: int
-    grows: Mapping[str, int]
-    options: Mapping[str, Option]
+    """An installed reader. `ReaderTerms` has its attributes; only `returns` is required."""
 
     def read(self, rows: Rows) -> Mapping[str, np.ndarray]:
         """Return the arrays that `returns` names. Calls come one at a time; an exception fails the
@@ -65,15 +59,9 @@ def load_readers(
     for offer in offers:
         if offer.kind != "reader":
             continue
-        try:
+        with loading(offer):
             readers[offer.name] = loaded = _loaded(offer)
             _check(loaded, hidden_size, num_layers, hooks)
-        except ExtensionError:
-            raise
-        except Exception as error:
-            raise ExtensionError(
-                f"{offer}: {error if isinstance(error, ValueError) else repr(error)}"
-            ) from error
         logger.info("%s is loaded, code %s", offer, loaded.facts.digest[:12])
     return readers
 
@@ -85,12 +73,8 @@ def _loaded(offer: Offer) -> LoadedReader:
     for name in terms.grows:
         if type(terms.options[name].default) is not int or terms.options[name].high is None:
             raise ValueError(f"grows: {name} is not an integer option with an upper limit")
-    facts = Extension(
-        kind="reader",
-        name=offer.name,
-        package=offer.package,
-        version=offer.version,
-        digest=code,
+    facts = offer.facts(
+        code,
         reader=terms,
         checked=["answers as declared", "same rows, same answer", "input unchanged"],
     )

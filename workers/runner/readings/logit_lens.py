@@ -84,11 +84,7 @@ class LensReader:
         `[positions]`, and `[positions, named]`: the named tokens' logits, and how many are larger.
         """
         size = max(1, CHUNK_BYTES // (4 * (self.head.shard.stop - self.head.shard.start)))
-        parts = (
-            [self._of(chunk, stored_lens, of_named) for chunk in rows.split(size)]
-            if len(rows)
-            else [self._of(rows, stored_lens, of_named)]
-        )
+        parts = [self._of(chunk, stored_lens, of_named) for chunk in rows.split(size)]
         return [torch.cat(values) for values in zip(*parts, strict=True)]
 
     def _of(

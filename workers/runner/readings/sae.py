@@ -5,7 +5,7 @@ al. 2024, arXiv:2404.16014; JumpReLU, Rajamanoharan et al. 2024, arXiv:2407.1443
 2024, arXiv:2406.04093.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,14 +103,6 @@ class Autoencoder:
         """Encode rows `[n, d_in]` float32 to activations `[n, d_sae]` float32, without chunks."""
         return self._encode(NORMALISATIONS[self.form.normalize_activations](rows).rows)
 
-    def decode(self, activations: torch.Tensor) -> torch.Tensor:
-        """Decode activations `[n, d_sae]` float32 to reconstructions `[n, d_in]` of the normalised
-        rows.
-        """
-        if self._lengths is not None:
-            activations = activations / self._lengths
-        return torch.addmm(self._tensors["b_dec"], activations, self._tensors["W_dec"])
-
     def exchange(
         self, rows: torch.Tensor, source: torch.Tensor | None, mean: torch.Tensor | None = None
     ) -> Exchange:
@@ -150,20 +142,18 @@ class Autoencoder:
         """Return the most active features of rows `[n, d_in]` of any dtype, encoded in chunks of
         `CHUNK_BYTES`.
         """
-        parts = [self._top(chunk.float(), min(k, self.form.d_sae)) for chunk in self._chunks(rows)]
+        chunks = rows.split(max(1, CHUNK_BYTES // (4 * self.form.d_sae)))
+        parts = [self._top(chunk.float(), min(k, self.form.d_sae)) for chunk in chunks]
         indices, activations, active, errors = (
             torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)
         )
         return TopFeatures(indices, activations, active, errors)
 
-    def _chunks(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-        yield from rows.split(max(1, CHUNK_BYTES // (4 * self.form.d_sae)))
-
     def _top(self, rows: torch.Tensor, k: int) -> tuple[torch.Tensor, ...]:
         scaled = NORMALISATIONS[self.form.normalize_activations](rows)
         activations = self._encode(scaled.rows)
         values, indices = activations.topk(k, dim=1)
-        reconstructed = self._decode_active(activations) * scaled.scale + scaled.shift
+        reconstructed = self.decode(activations) * scaled.scale + scaled.shift
         errors = torch.linalg.vector_norm(rows - reconstructed, dim=1) / torch.linalg.vector_norm(
             rows, dim=1
         )
@@ -174,8 +164,10 @@ class Autoencoder:
             errors,
         )
 
-    def _decode_active(self, activations: torch.Tensor) -> torch.Tensor:
-        """Decode like `decode`, but only from the active features, which are few."""
+    def decode(self, activations: torch.Tensor) -> torch.Tensor:
+        """Decode activations `[n, d_sae]` float32 to reconstructions `[n, d_in]` of the normalised
+        rows, from the active features alone, which are few.
+        """
         rows, features = activations.nonzero(as_tuple=True)
         values = activations[rows, features]
         if self._lengths is not None:

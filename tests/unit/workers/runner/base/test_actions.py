@@ -5,7 +5,13 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from midstream.workers.runner.base.actions import KINDS, ActionKind, ActionLedger, splitmix64
+from midstream.workers.runner.base.actions import (
+    KINDS,
+    ActionKind,
+    ActionLedger,
+    sealed,
+    splitmix64,
+)
 
 #: One of each kind: (step, kind, *what is folded).
 ONE_OF_EACH: list[tuple[Any, ...]] = [
@@ -113,7 +119,7 @@ def test_results_are_in_the_checksum_of_their_receipt_alone() -> None:
     ledger = ActionLedger()
     ledger.fold(*ONE_OF_EACH[0])
     before = ledger.checksum
-    assert len({before, ledger.seal(1), ledger.seal(2)}) == 3
-    assert ledger.seal(0) == before
+    assert len({before, sealed(ledger.state, 1), sealed(ledger.state, 2)}) == 3
+    assert sealed(ledger.state, 0) == before
     assert ledger.checksum == before
     assert ledger.count == 1
