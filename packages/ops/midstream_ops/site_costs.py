@@ -23,8 +23,6 @@ class Machine:
     share: float = 0.85  # share of the bandwidth that a site with many rows reaches
     weights_share: float = 0.7  # share of the bandwidth at which a step reads the weights
     all_reduce_us: float = 8.0  # time of an all-reduce; a layer has two with more than one rank
-    # time that fusing an all-reduce with the next norm saves; a site between the two prevents it
-    fusion_us: float = 4.0
 
 
 _MACHINE = Machine()
@@ -68,8 +66,6 @@ class StepCost:
     bytes: int  # bytes of GPU memory read and written
     host_bytes: int  # bytes of captured rows that are copied to the host
     seconds: float  # time added to the step
-    # further time lost where vLLM fuses all-reduces with norms (TP > 1, Hopper, flashinfer)
-    unfused_seconds: float
 
 
 def launches(variant: Variant, hooks: Collection[Hook], layers: int) -> Sequence[tuple[Hook, ...]]:
@@ -108,7 +104,6 @@ def step_cost(
     seconds = 0.0
     moved = 0
     host = 0
-    unfused = 0
     for group in groups:
         busy = [hook for hook in group if hook in busy_hooks]
         transfers = _row_transfers(shape.variant, group, edited, captured) * rows if busy else 0
@@ -119,14 +114,7 @@ def step_cost(
         launch_us = _MACHINE.busy_launch_us if busy else _MACHINE.idle_launch_us
         rate = _MACHINE.bytes_per_s * _MACHINE.share
         seconds += launch_us / 1e6 + transfers * shape.row_bytes / rate
-    if shape.tp > 1:  # sites between an all-reduce and the next norm
-        unfused = (
-            sum(_between(shape.variant, hooks, branch) for branch in ("attn_out", "mlp_out"))
-            * shape.layers
-            if groups
-            else 0
-        )
-    return StepCost(len(groups), moved, host, seconds, unfused * _MACHINE.fusion_us / 1e6)
+    return StepCost(len(groups), moved, host, seconds)
 
 
 def _row_transfers(
@@ -138,16 +126,6 @@ def _row_transfers(
     pair = any(variant.taps[hook].kind == "pair" for hook in group)
     written = [hook for hook in group for users in (edited, captured) if hook in users]
     return (2 if pair else 1) + len(written)
-
-
-def _between(variant: Variant, hooks: Collection[Hook], branch: Hook) -> bool:
-    """Return whether a site prevents a fusion: it lies between the all-reduce at the end of this
-    branch and the next norm.
-    """
-    behind = (
-        ("attn_out", "post_attn") if branch == "attn_out" else ("mlp_out", "post_block", "pre_attn")
-    )
-    return any(hook in hooks and hook in variant.taps for hook in behind)
 
 
 #: Kind of step → (edited, captured).
