@@ -36,7 +36,7 @@ from midstream.schemas.base.records import Record
 from midstream.schemas.jobs.jobs import SamplingRequest
 from midstream.schemas.jobs.works import SideOf, Work, WorkFacts
 from midstream.schemas.prompts.selectors import Hook, Span
-from midstream.schemas.prompts.sites import At, SitesSpec
+from midstream.schemas.prompts.sites import At, SitesSpec, hook_layers
 from midstream.schemas.requests.specs import SteeringList, StoredSteering
 
 from ..names import HarvestState
@@ -294,6 +294,11 @@ class ShardEntry(Record, kw_only=True):
     rows: int  # rows of each site
     files: list[ShardFile]
     flagged: int = 0  # sequences that a policy of all traffic flagged
+
+    @property
+    def hook_layers(self) -> list[tuple[str, int]]:
+        """The sites of all stages, in the order of the files."""
+        return [site for file in self.files for site in hook_layers(file.sites)]
 
 
 class UnitEntry(Record, kw_only=True):
