@@ -26,6 +26,7 @@ from ...schemas.jobs.captures import (
 )
 from ...schemas.jobs.jobs import CaptureResults, FileEntry
 from ...schemas.prompts.selectors import ALIASES, as_ranges
+from ...schemas.prompts.sites import hook_layers
 from ...schemas.prompts.windows import joined
 from ...storage.store import Signing
 from ..context import AppContext
@@ -335,12 +336,8 @@ async def get_safetensors(
     sites = _chosen(blobs[0].header.manifest.all_sites, layers, hook)
     if len(entries) == 1 and sites == entries[0].sites:
         return _known(entries[0], known) or _whole(entries[0], blobs[0])
-    held = {
-        (name, layer) for entry in entries for name, some in entry.sites.items() for layer in some
-    }
-    if results.status == "pending" and not held >= {
-        (name, layer) for name, some in sites.items() for layer in some
-    }:
+    held = {site for entry in entries for site in hook_layers(entry.sites)}
+    if results.status == "pending" and not held >= set(hook_layers(sites)):
         raise pending
     joined = packed.join(blobs, sites)
     name = f"{job_id}.{chosen_tag}.p{prompt:04d}.safetensors"

@@ -81,8 +81,6 @@ MODULES = {
     "api": ChildSpec("midstream.api", 15.0),
     "callbacks": ChildSpec("midstream.broker.callbacks", 15.0),
 }
-#: With the setting `gradients`: a worker whose engine computes gradients.
-GRADIENTS = ChildSpec("midstream.workers", 60.0, longest_pause_s=30.0)
 #: Child → what it does before it is ready again.
 AFTER = {"worker": "; it loads its model, which `midstream status` follows"}
 FLOWER = ChildSpec("midstream_ops.flower", 5.0, longest_pause_s=30.0)
@@ -489,7 +487,7 @@ class Supervisor:
         else:
             parts["flower"] = FLOWER
         if self.settings.gradients:
-            parts["gradients"] = GRADIENTS
+            parts["gradients"] = MODULES["worker"]  # whose engine computes gradients
         for name, part in parts.items():
             yield Child(
                 name,

@@ -47,6 +47,8 @@ _OF_FILE = {file: name for name, (file, _) in RAW.items()}
 _ITEM_BYTES = {file: int(raw[-1]) for file, raw in RAW.values()}
 #: The most shards whose files a `Harvest` keeps open.
 OPEN = 16
+#: Bytes of an object that are read together for its checksum.
+PIECE = 8 << 20
 HookLayer = tuple[str, int]
 
 
@@ -150,11 +152,11 @@ def put(store: ArtifactStore, key: str, buffers: Sequence[Buffer]) -> None:
         writer.append(key, buffers)
 
 
-def checksum(handle: Handle, piece: int = 8 << 20) -> int:
+def checksum(handle: Handle) -> int:
     """Returns the CRC32 of the whole object."""
     crc = 0
     at = 0
-    while chunk := handle.read(at, piece):
+    while chunk := handle.read(at, PIECE):
         crc = zlib_ng.crc32(chunk, crc)
         at += len(chunk)
     return crc

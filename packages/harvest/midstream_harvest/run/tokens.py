@@ -21,7 +21,7 @@ from midstream.schemas.prompts.chat import PlainMessage, Rendering
 from midstream.schemas.prompts.selectors import SelectorError
 
 from ..records.harvests import StoredHarvest
-from .cut import CutDocument, fed, within
+from .cut import CutDocument, fed
 
 #: Characters, of one or several texts, that are tokenised in one call: the tokenizer needs about
 #: 200 bytes of memory per character.
@@ -94,8 +94,9 @@ class HarvestTokenizer:
             return rest
 
         for document in self._encoded(values, remaining):
-            yield from within([document], self._harvest, rest)
-            rest -= fed(document, self._harvest)
+            size = fed(document, self._harvest)
+            yield document.first(min(rest, size))
+            rest -= size
             if rest <= 0:
                 return
 
