@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from midstream.broker.processes.orphans import die_with_parent
-from midstream.schemas.base.errors import MidstreamError, Problem, Translated, error_of
+from midstream.schemas.base.errors import MidstreamError, Problem, Translated, error_of, invalid
 from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.settings.settings import Settings
@@ -195,11 +195,7 @@ class SourceProcess:
             field = "source"
             if task is not None:
                 field = "against" if task.survey.against else "sae"
-            return MidstreamError(
-                "invalid_request",
-                f"{place} takes more than {self._limit} MiB of memory",
-                field=field,
-            )
+            return invalid(field, f"{place} takes more than {self._limit} MiB of memory")
         return MidstreamError(
             "internal",
             (
