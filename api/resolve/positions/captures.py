@@ -137,7 +137,8 @@ def apply_rules(
         try:
             made[field] = rule(spec, bounds)
         except ValueError as error:
-            raise invalid(f"{at}.{field}{getattr(error, 'at', '')}", str(error)) from error
+            place = f"{at}.{field}{getattr(error, 'at', '')}"
+            raise invalid(place.removeprefix("."), str(error)) from error
     return made
 
 

@@ -236,6 +236,16 @@ class StoredHarvest(HarvestFacts, omit_defaults=True, kw_only=True):
     lora: StoredLora | None = None
     last_layer: int = 0  # of that model: its predictions follow from `post_block` there
 
+    @property
+    def tensors(self) -> set[str]:
+        """The names of its edits' tensors."""
+        return {name for edit in self.edits for name in edit.tensors}
+
+    @property
+    def shard_rows(self) -> int:
+        """The number of rows of a shard, about."""
+        return max(1, (self.shards.mib << 20) // self.row_bytes)
+
 
 class PlannedUnit(Record, array_like=True, kw_only=True):
     """Consecutive documents: rows `[start, stop)` of a table, or those bytes of a JSONL file."""

@@ -326,8 +326,7 @@ class HarvestAttempt:
         if harvest.generate is not None:
             await self._engine.check(format_request(self._attempt.job, harvest.generate))
         bos, eos = await source.special()
-        edited = {name for edit in harvest.edits for name in edit.tensors}
-        names = sorted(tensors_of(self._attempt.job) | edited)
+        names = sorted(tensors_of(self._attempt.job) | harvest.tensors)
         await self._engine.hold_vectors(names, self._bench.fetch, users=[harvest.edits])
         try:
             async with asyncio.TaskGroup() as group:

@@ -64,7 +64,7 @@ class SourceFiles:
         self.tokens = HarvestTokenizer(harvest, bundle, vocabulary)
         self._roots = allowed_roots(settings.harvest_sources, [harvest.root])
         self._store: ArtifactStore | None = open_store(harvest.root) if harvest.root else None
-        tokens = max(1, (harvest.shards.mib << 20) // harvest.row_bytes) * harvest.positions.every
+        tokens = harvest.shard_rows * harvest.positions.every
         self._target = min(MOST_WEIGHT, max(LEAST_WEIGHT, tokens * TOKEN_BYTES))
         self._cursor: TableCursor | None = None
 
