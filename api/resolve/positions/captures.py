@@ -124,7 +124,7 @@ def one_hook(name: Any, bounds: Bounds) -> Hook:
 
 def apply_rules(
     rules: Sequence[tuple[str, Callable[[Any, Bounds], Any]]],
-    spec: Positioned,
+    spec: Any,
     bounds: Bounds,
     at: str,
 ) -> dict[str, Any]:
