@@ -81,7 +81,7 @@ $(READY): requirements/cpu.lock $(INSTALLER)
 
 model: $(STACK) ## download the demo model into the cache folder
 	@echo "== demo model"
-	@$(BIN)/python -m midstream_ops.demo_model
+	@$(BIN)/midstream fetch
 
 demo: $(STACK) ## start the stack, capture, steer and patch a real model, stop
 	@$(BIN)/midstream demo

@@ -29,6 +29,7 @@ from ...schemas.jobs.captures import (
 )
 from ...schemas.jobs.jobs import CaptureResults, FileEntry
 from ...schemas.prompts.selectors import ALIASES, StoredSites, as_ranges
+from ...schemas.prompts.sites import hook_layers
 from ...schemas.prompts.windows import joined
 from ...storage.store import Signing
 from ..context import AppContext
@@ -323,17 +324,12 @@ async def get_safetensors(
     sites = _chosen(blobs[0].header.manifest.all_sites, layers, hook)
     if len(entries) == 1 and sites == entries[0].sites:
         return _known(entries[0], known) or _whole(entries[0], blobs[0])
-    held = _each(*(entry.sites for entry in entries))
-    if results.status == "pending" and not held >= _each(sites):
+    held = {site for entry in entries for site in hook_layers(entry.sites)}
+    if results.status == "pending" and not held >= set(hook_layers(sites)):
         raise pending
     joined = packed.join(blobs, sites)
     name = f"{job_id}.{chosen_tag}.p{prompt:04d}.safetensors"
     return Stream(joined.chunks(), media_type=MEDIA_TYPE, headers=_attachment(name, joined.length))
-
-
-def _each(*sites: StoredSites) -> set[tuple[str, int]]:
-    """Return each hook and layer of these sites."""
-    return {(hook, layer) for some in sites for hook, layers in some.items() for layer in layers}
 
 
 def entries_of(

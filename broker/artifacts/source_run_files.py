@@ -9,6 +9,7 @@ from ...schemas.base.records import fields_of
 from ...schemas.jobs.captures import Manifest
 from ...schemas.jobs.receipts import CapturedFile
 from ...schemas.prompts.selectors import FORWARD, Hook
+from ...schemas.prompts.sites import hook_layers
 from ...schemas.requests.source_runs import RunFile, RunFiles, RunPrompt
 from ...storage.store import ArtifactStore
 from .headers import find_entries, place_in, read_headers
@@ -77,15 +78,8 @@ def shortfall(blobs: Sequence[RunBlob]) -> str:
             return "it holds single heads, and a source run has whole rows"
         if (manifest.positions, manifest.token_ids) != (first.positions, first.token_ids):
             return "its files disagree on positions or tokens"
-    held = {
-        (hook, layer)
-        for _, manifest in blobs
-        for hook, layers in manifest.sites.items()
-        for layer in layers
-    }
-    lacking = sorted(
-        {(hook, layer) for hook, layers in first.all_sites.items() for layer in layers} - held
-    )
+    held = {site for _, manifest in blobs for site in hook_layers(manifest.sites)}
+    lacking = sorted(set(hook_layers(first.all_sites)) - held)
     return f"{lacking[0][0]} of layer {lacking[0][1]} is in no file" if lacking else ""
 
 

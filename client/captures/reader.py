@@ -24,6 +24,7 @@ from ...schemas.prompts.selectors import (
     as_ranges,
     full_name,
 )
+from ...schemas.prompts.sites import hook_layers
 from ...storage.store import ArtifactStore, open_store
 from . import tables
 from .attention import attention_at, pattern, routing_at, usable
@@ -81,12 +82,9 @@ class _Request:
     @property
     def missing(self) -> list[str]:
         """Tensors that belong to the capture and are in no blob."""
-        needed = [
-            (hook, layer) for hook, layers in self.manifest.all_sites.items() for layer in layers
-        ]
         return [
             f"{hook}.{layer}"
-            for hook, layer in needed
+            for hook, layer in hook_layers(self.manifest.all_sites)
             if not _all_columns(self.sites.get((hook, layer), []))
         ]
 

@@ -2,13 +2,13 @@
 hook points, under which it is answered in Python.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from ..base.limits import MAX_HOOKS
-from ..base.records import Record
+from ..base.records import Record, T
 from .selectors import ByHook, Hook, HookName, LayerSelector, resolve_hook
 
 #: Before or after the interventions of the same site.
@@ -41,6 +41,11 @@ class SitesSpec(Record):
             if self.hooks is not None
             else {self.hook or "post_block": "all" if self.layers is None else self.layers}
         )
+
+
+def hook_layers(sites: Mapping[T, Iterable[int]]) -> list[tuple[T, int]]:
+    """Return (hook, layer) of each site, in order. `sites`: hook → layers."""
+    return [(hook, layer) for hook, layers in sites.items() for layer in layers]
 
 
 #: Fields that name hook points: one, a list, or the keys of a mapping.

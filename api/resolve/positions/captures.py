@@ -134,7 +134,7 @@ def at_field(at: str) -> Translated[ValueError]:
     )
 
 
-def apply_rules(rules: Rules, spec: Positioned, bounds: Bounds, at: str) -> dict[str, Any]:
+def apply_rules(rules: Rules, spec: Any, bounds: Bounds, at: str) -> dict[str, Any]:
     """Return by field what its rule returns.
 
     Raises a 400 naming the field of the first rule that fails.
@@ -144,7 +144,8 @@ def apply_rules(rules: Rules, spec: Positioned, bounds: Bounds, at: str) -> dict
         try:
             made[field] = rule(spec, bounds)
         except ValueError as error:
-            raise invalid(f"{at}.{field}{getattr(error, 'at', '')}", str(error)) from error
+            place = f"{at}.{field}{getattr(error, 'at', '')}"
+            raise invalid(place.removeprefix("."), str(error)) from error
     return made
 
 

@@ -19,7 +19,7 @@ from midstream.schemas.jobs.receipts import PLACED, CapturedFile
 from midstream.storage.store import committed, open_store
 from midstream.workers.runner.files.finished_rows import FinishedCapture, Outcome
 
-from .files.order import row_order
+from .files.order import keys_of, row_order
 from .files.shards import RAW, encoded_rows, shard_buffers, site_name
 from .names import HARVEST
 from .records.work import SCALED, SHARDS_AT_ONCE, HarvestPlace
@@ -94,14 +94,10 @@ def _sequence(capture: FinishedCapture, place: HarvestPlace) -> _Sequence:
     """Copy a capture's rows, whose memory will be reused."""
     at = np.array(capture.positions, dtype=np.int64)
     kept = _kept(at, capture.spec.prompt_tokens, place)
-    starts = np.array([span[2] for span in place.spans], dtype=np.int64)
-    of = np.searchsorted(starts, at, side="right") - 1
-    documents, firsts = (
-        np.array([span[part] for span in place.spans], dtype=np.int64)[of] for part in (0, 1)
-    )
+    documents, positions = keys_of(at, place.spans)
     keys = {
         "documents": documents[kept],
-        "positions": (firsts + at - starts[of])[kept],
+        "positions": positions[kept],
         "token_ids": np.array(capture.token_ids, dtype=np.int64)[kept],
     }
     if place.prompt is not None:

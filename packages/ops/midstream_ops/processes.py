@@ -7,16 +7,20 @@ import ctypes
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import IO
 
 from midstream.schemas.service.engine_errors import in_our_settings
 from midstream.schemas.settings.instance import SESSION, STARTTIME, stat_of
 
 from .engine_packages import advised
+
+Announce = Callable[[str], None]
 
 #: A log file above this size is renamed to `<name>.log.1` when its process restarts.
 LOG_LIMIT_BYTES = 32 << 20
@@ -25,6 +29,8 @@ LOG_LIMIT_BYTES = 32 << 20
 #: pause again.
 BACKOFF_S = (1.0, 4.0)
 HEALTHY_AFTER_S = 10.0
+#: Seconds in which a process that was left over must end, after each of two signals.
+LEFTOVER_S = 20.0
 #: Environment variable of every child and its descendants. Its value is the supervisor's data
 #: directory, so that the next supervisor finds processes that were left running.
 MARK = "SUPERVISED_BY_MIDSTREAM"
@@ -235,11 +241,10 @@ def birth(pid: int) -> int:
 
 def members(session: int) -> list[int]:
     """Return the pids of a session's living processes."""
-    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
-    return [pid for pid in pids if (fields := stat_of(pid)) and int(fields[SESSION]) == session]
+    return [pid for pid in _pids() if (fields := stat_of(pid)) and int(fields[SESSION]) == session]
 
 
-def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
+def end_leftover(pid: int, born: int) -> bool:
     """Stop a process left over from a killed supervisor, and its session.
 
     Returns whether the process was still running.
@@ -247,9 +252,9 @@ def end_leftover(pid: int, born: int, timeout: float = 20.0) -> bool:
     if not born or birth(pid) != born:
         return False
     _signal(pid, signal.SIGTERM)
-    if not wait_for(lambda: birth(pid) != born, timeout):
+    if not wait_for(lambda: birth(pid) != born, LEFTOVER_S):
         _signal(pid, signal.SIGKILL)
-        wait_for(lambda: birth(pid) != born, timeout)
+        wait_for(lambda: birth(pid) != born, LEFTOVER_S)
     for member in members(pid):
         _signal(member, signal.SIGKILL)
     return True
@@ -278,11 +283,11 @@ def marked(value: str) -> list[int]:
 
 
 def _other_pids() -> list[int]:
-    return [
-        int(entry.name)
-        for entry in Path("/proc").iterdir()
-        if entry.name.isdigit() and int(entry.name) != os.getpid()
-    ]
+    return [pid for pid in _pids() if pid != os.getpid()]
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
 
 
 def _has_open(pid: int, file: os.stat_result) -> bool:
@@ -304,15 +309,29 @@ def exit_name(code: int | None) -> str:
     return next((known.name for known in signal.Signals if code == -known), str(code))
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket(family_of(host)) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def family_of(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 @contextlib.contextmanager
-def sigterm_as_interrupt() -> Iterator[None]:
-    """Let SIGTERM raise KeyboardInterrupt, like Ctrl-C, so that the stack is stopped."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
+def handling(
+    handler: Callable[[int, FrameType | None], object], *numbers: signal.Signals
+) -> Iterator[None]:
+    """Have `handler` called for these signals inside the block."""
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+def sigterm_as_interrupt() -> contextlib.AbstractContextManager[None]:
+    """Let SIGTERM raise KeyboardInterrupt, like Ctrl-C, so that the stack is stopped."""
+    return handling(signal.default_int_handler, signal.SIGTERM)

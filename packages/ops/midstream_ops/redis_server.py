@@ -20,7 +20,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -35,6 +34,7 @@ from midstream.broker.processes.private_files import private_folder
 from midstream.schemas.base.errors import MidstreamError
 
 from .advisories import advisory
+from .processes import Announce, free_port, holders
 
 #: Redis' log line about a file that it refuses.
 REFUSED = re.compile(rb"(Bad file format|Unexpected end of file) reading the append only file")
@@ -174,8 +174,6 @@ def _refusal(path: Path, check: str, why: str) -> MidstreamError:
 
 log = logging.getLogger(__name__)
 
-SayLine = Callable[[str], None]
-
 #: The oldest Redis that knows every command used here (`ZADD GT`, effect-replicated scripts,
 #: `ZRANGE BYSCORE`).
 OLDEST = (6, 2)
@@ -192,6 +190,8 @@ CHILD_S = 5.0
 #: Tries: another process may take the free port before Redis binds it.
 PORT_TRIES = 5
 LOG_TAIL_LINES = 20
+#: File that a server holds a lock of.
+LOCK = "redis.lock"
 
 
 @dataclass
@@ -258,7 +258,7 @@ def start(
     maxmemory_mib: int = 0,
     appendfsync: str = "everysec",
     password: str = "",
-    say: SayLine = log.warning,
+    say: Announce = log.warning,
     waiting: Callable[[], None] = lambda: None,
 ) -> RedisServer:
     """Start a server whose data live in `directory` (created when missing, closed to other
@@ -278,7 +278,7 @@ def start(
     repaired = False
     try:
         for attempt in range(PORT_TRIES):
-            chosen = port or _free_port()
+            chosen = port or free_port()
             log_start = _log_size(directory)
             process = _spawn(
                 binary,
@@ -323,7 +323,7 @@ def _lock(directory: Path) -> int:
     """Return a lock that the server inherits, so that it is held exactly as long as a server lives
     on `directory`.
     """
-    lock = os.open(directory / "redis.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    lock = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     deadline = time.monotonic() + CHILD_S
     while True:
         try:
@@ -332,7 +332,7 @@ def _lock(directory: Path) -> int:
         except BlockingIOError:
             pid_file = directory / "redis.pid"
             pid = pid_file.read_text().strip() if pid_file.exists() else "unknown"
-            if not _end_children(pid, lock) or time.monotonic() > deadline:
+            if not _end_children(pid, directory) or time.monotonic() > deadline:
                 os.close(lock)
                 raise MidstreamError(
                     "conflict", f"a Redis server (pid {pid}) is already running on {directory}"
@@ -340,27 +340,17 @@ def _lock(directory: Path) -> int:
         time.sleep(POLL_S)
 
 
-def _end_children(pid: str, lock: int) -> bool:
-    """Kill what a dead server has left: a child that rewrites its log inherited `lock`, and what it
-    writes is of no use. Returns whether the server is dead.
+def _end_children(pid: str, directory: Path) -> bool:
+    """Kill what a dead server has left: a child that rewrites its log inherited its lock, and what
+    it writes is of no use. Returns whether the server is dead.
     """
     if not pid.isdecimal() or Path(f"/proc/{pid}").exists():
         return False
-    held = os.fstat(lock)
-    for child in filter(str.isdecimal, os.listdir("/proc")):
+    for child in holders(directory / LOCK):
         with suppress(OSError):  # it has ended, or is another account's
-            # the number of the server's group may be that of others by now
-            if os.getpgid(int(child)) == int(pid) and any(
-                os.path.samestat(os.stat(file), held) for file in os.scandir(f"/proc/{child}/fd")
-            ):
-                os.kill(int(child), signal.SIGKILL)
+            if os.getpgid(child) == int(pid):
+                os.kill(child, signal.SIGKILL)
     return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _spawn(
@@ -410,33 +400,9 @@ def _log_file(directory: Path) -> IO[bytes]:
         return open(os.devnull, "ab")
 
 
-class _Progress:
-    """Watches the progress of a start.
-
-    `check` raises MidstreamError("unavailable") if its `state` has not changed for `STALLED_S`.
-    """
-
-    def __init__(self, server: RedisServer) -> None:
-        self._server = server
-        self._last: object = None
-        self._deadline = time.monotonic() + STALLED_S
-
-    def check(self, state: object) -> None:
-        if state != self._last:
-            self._last = state
-            self._deadline = time.monotonic() + STALLED_S
-        elif time.monotonic() > self._deadline:
-            raise MidstreamError(
-                "unavailable",
-                (
-                    f"redis-server has made no progress in starting for {STALLED_S:.0f} s: "
-                    f"{_log_tail(self._server.directory)}"
-                ),
-            )
-
-
-def _wait_until_loaded(server: RedisServer, say: SayLine, waiting: Callable[[], None]) -> None:
-    progress = _Progress(server)
+def _wait_until_loaded(server: RedisServer, say: Announce, waiting: Callable[[], None]) -> None:
+    loaded: object = None  # bytes of its file
+    deadline = time.monotonic() + STALLED_S
     say_at = time.monotonic() + PROGRESS_S
     with redis.Redis.from_url(server.url, socket_timeout=5, retry=None) as client:
         while True:
@@ -454,7 +420,17 @@ def _wait_until_loaded(server: RedisServer, say: SayLine, waiting: Callable[[], 
                 state = client.info("persistence")
                 if not state["loading"]:
                     break
-            progress.check(state.get("loading_loaded_bytes"))
+            if state.get("loading_loaded_bytes") != loaded:
+                loaded = state.get("loading_loaded_bytes")
+                deadline = time.monotonic() + STALLED_S
+            elif time.monotonic() > deadline:
+                raise MidstreamError(
+                    "unavailable",
+                    (
+                        f"redis-server has made no progress in starting for {STALLED_S:.0f} s: "
+                        f"{_log_tail(server.directory)}"
+                    ),
+                )
             if state.get("loading") and time.monotonic() > say_at:
                 say_at = time.monotonic() + PROGRESS_S
                 say(
@@ -484,7 +460,7 @@ def _log_size(directory: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _log_since(directory: Path, start: int) -> bytes:
+def _log_since(directory: Path, start: int = 0) -> bytes:
     path = directory / "redis.log"
     if not path.exists():
         return b""
@@ -494,6 +470,5 @@ def _log_since(directory: Path, start: int) -> bytes:
 
 
 def _log_tail(directory: Path) -> str:
-    path = directory / "redis.log"
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else ["no log"]
-    return "\n".join(lines[-LOG_TAIL_LINES:])
+    lines = _log_since(directory).decode(errors="replace").splitlines()
+    return "\n".join(lines[-LOG_TAIL_LINES:]) or "no log"

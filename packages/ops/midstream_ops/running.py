@@ -13,7 +13,7 @@ from typing import IO, Annotated, Any
 import httpx2
 import typer
 
-from midstream.client.cli.terminal import AsJson, out
+from midstream.client.cli.terminal import AsJson, out, say
 from midstream.client.render import jobs
 from midstream.client.sdk import discovery
 from midstream.schemas.base.errors import MidstreamError, suggestion
@@ -59,21 +59,15 @@ def status(data_dir: DataDir = None, json_: AsJson = False) -> None:
     if json_:
         print(to_json(_facts(data, stack, known, alive) | {"trouble": trouble}).decode())
     elif stack is None:
-        out.print(
+        say(
             f"no stack is running on {data}; set MIDSTREAM_DATA_DIR or give --data-dir for one "
-            "elsewhere",
-            markup=False,
-            soft_wrap=True,
+            "elsewhere"
         )
         if alive:
             listing = ", ".join(f"{name} (pid {pid})" for name, pid in alive.items())
-            out.print(
-                f"left over from a killed `midstream up`: {listing}; `midstream down` stops them",
-                markup=False,
-                soft_wrap=True,
-            )
+            say(f"left over from a killed `midstream up`: {listing}; `midstream down` stops them")
         elif data.is_dir():
-            out.print(_disk_line(data), markup=False, soft_wrap=True)
+            say(_disk_line(data))
     else:
         _print_stack(stack, alive, trouble or f"{stack.url} is ready")
     if stack is None:
@@ -107,16 +101,11 @@ def _facts(
 
 def _print_stack(stack: discovery.RunningStack, alive: dict[str, int], answer: str) -> None:
     minutes, seconds = divmod(int(now() - stack.started), 60)
-    out.print(
-        f"midstream {stack.version}, up for",
-        f"{minutes // 60} h {minutes % 60} min:"
-        if minutes >= 60
-        else f"{minutes} min {seconds} s:",
-        answer,
-        markup=False,
-        soft_wrap=True,
-    )
-    out.print(f"model {stack.model}\ndata  {stack.data}", markup=False, soft_wrap=True)
+    time_up = f"{minutes} min {seconds} s"
+    if minutes >= 60:
+        time_up = f"{minutes // 60} h {minutes % 60} min"
+    say(f"midstream {stack.version}, up for {time_up}: {answer}")
+    say(f"model {stack.model}\ndata  {stack.data}")
     shown = jobs.table("Processes", "process", "state", "pid", "ports")
     rows = {"up": stack.pid, **{name: alive.get(name) for name in stack.processes}}
     for name, pid in rows.items():
@@ -127,7 +116,7 @@ def _print_stack(stack: discovery.RunningStack, alive: dict[str, int], answer: s
             " ".join(map(str, discovery.ports_of(pid))) if pid else "",
         )
     out.print(shown)
-    out.print(_disk_line(stack.data), markup=False, soft_wrap=True)
+    say(_disk_line(stack.data))
 
 
 def _trouble(stack: discovery.RunningStack) -> str:
@@ -248,13 +237,8 @@ def down(
             for name, (pid, born) in discovery.written(data).processes.items()
             if end_leftover(pid, born)
         ]
-        out.print(
-            f"no stack is running on {data}",
-            f"; stopped leftovers of a killed `midstream up`: {', '.join(names)}" if names else "",
-            sep="",
-            markup=False,
-            soft_wrap=True,
-        )
+        more = f"; stopped leftovers of a killed `midstream up`: {', '.join(names)}"
+        say(f"no stack is running on {data}{more if names else ''}")
         return
     _signal(stack)
     if now_:
@@ -266,7 +250,7 @@ def down(
             f"the stack on {data} (pid {stack.pid}) is still stopping after {timeout:.0f} s",
             hint="`midstream down --now` kills it, and `midstream logs` shows its logs",
         )
-    out.print(f"stopped the stack on {data}", markup=False, soft_wrap=True)
+    say(f"stopped the stack on {data}")
 
 
 def _signal(stack: discovery.RunningStack) -> None:

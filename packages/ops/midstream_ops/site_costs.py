@@ -2,7 +2,7 @@
 model's shape alone.
 
 `midstream doctor --plan` prints the estimates; `tools/pages/kernel_costs.py` compares designs
-with them. Nothing here was measured on a GPU: every assumption is a field of `Machine`. Launches
+with them. Nothing here was measured on a GPU: the assumptions are constants, for an H200. Launches
 and bytes follow from the table of architectures and from what the kernel reads and writes.
 """
 
@@ -12,22 +12,18 @@ from dataclasses import dataclass
 from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.workers.runner.hooks.architectures import Variant, launch_groups, stream_group
 
-
-@dataclass(frozen=True)
-class Machine:
-    """Assumptions about a GPU. The defaults are for an H200."""
-
-    idle_launch_us: float = 2.1  # time that an idle launch adds to a replayed graph
-    busy_launch_us: float = 3.2  # time of a busy launch: an idle one plus the latency of one row
-    bytes_per_s: float = 4.8e12  # memory bandwidth
-    share: float = 0.85  # share of the bandwidth that a site with many rows reaches
-    weights_share: float = 0.7  # share of the bandwidth at which a step reads the weights
-    all_reduce_us: float = 8.0  # time of an all-reduce; a layer has two with more than one rank
-    # time that fusing an all-reduce with the next norm saves; a site between the two prevents it
-    fusion_us: float = 4.0
-
-
-_MACHINE = Machine()
+#: Time that an idle launch adds to a replayed graph.
+IDLE_LAUNCH_US = 2.1
+#: Time of a busy launch: an idle one plus the latency of one row.
+BUSY_LAUNCH_US = 3.2
+#: Memory bandwidth.
+BYTES_PER_S = 4.8e12
+#: Share of the bandwidth that a site with many rows reaches.
+SHARE = 0.85
+#: Share of the bandwidth at which a step reads the weights.
+WEIGHTS_SHARE = 0.7
+#: Time of an all-reduce; a layer has two with more than one rank.
+ALL_REDUCE_US = 8.0
 
 
 @dataclass(frozen=True)
@@ -55,9 +51,9 @@ class RankShape:
             self.parameters
             * (self.weight_bytes or self.item_bytes)
             / self.tp
-            / (_MACHINE.bytes_per_s * _MACHINE.weights_share)
+            / (BYTES_PER_S * WEIGHTS_SHARE)
         )
-        return read + (2 * self.layers * _MACHINE.all_reduce_us / 1e6 if self.tp > 1 else 0.0)
+        return read + (2 * self.layers * ALL_REDUCE_US / 1e6 if self.tp > 1 else 0.0)
 
 
 @dataclass(frozen=True)
@@ -68,8 +64,6 @@ class StepCost:
     bytes: int  # bytes of GPU memory read and written
     host_bytes: int  # bytes of captured rows that are copied to the host
     seconds: float  # time added to the step
-    # further time lost where vLLM fuses all-reduces with norms (TP > 1, Hopper, flashinfer)
-    unfused_seconds: float
 
 
 def launches(variant: Variant, hooks: Collection[Hook], layers: int) -> Sequence[tuple[Hook, ...]]:
@@ -108,7 +102,6 @@ def step_cost(
     seconds = 0.0
     moved = 0
     host = 0
-    unfused = 0
     for group in groups:
         busy = [hook for hook in group if hook in busy_hooks]
         transfers = _row_transfers(shape.variant, group, edited, captured) * rows if busy else 0
@@ -116,17 +109,10 @@ def step_cost(
         transfers += sum(min(configurations, rows) for hook in group if hook in edited)
         moved += transfers * shape.row_bytes
         host += sum(rows for hook in group if hook in captured) * shape.row_bytes
-        launch_us = _MACHINE.busy_launch_us if busy else _MACHINE.idle_launch_us
-        rate = _MACHINE.bytes_per_s * _MACHINE.share
+        launch_us = BUSY_LAUNCH_US if busy else IDLE_LAUNCH_US
+        rate = BYTES_PER_S * SHARE
         seconds += launch_us / 1e6 + transfers * shape.row_bytes / rate
-    if shape.tp > 1:  # sites between an all-reduce and the next norm
-        unfused = (
-            sum(_between(shape.variant, hooks, branch) for branch in ("attn_out", "mlp_out"))
-            * shape.layers
-            if groups
-            else 0
-        )
-    return StepCost(len(groups), moved, host, seconds, unfused * _MACHINE.fusion_us / 1e6)
+    return StepCost(len(groups), moved, host, seconds)
 
 
 def _row_transfers(
@@ -138,16 +124,6 @@ def _row_transfers(
     pair = any(variant.taps[hook].kind == "pair" for hook in group)
     written = [hook for hook in group for users in (edited, captured) if hook in users]
     return (2 if pair else 1) + len(written)
-
-
-def _between(variant: Variant, hooks: Collection[Hook], branch: Hook) -> bool:
-    """Return whether a site prevents a fusion: it lies between the all-reduce at the end of this
-    branch and the next norm.
-    """
-    behind = (
-        ("attn_out", "post_attn") if branch == "attn_out" else ("mlp_out", "post_block", "pre_attn")
-    )
-    return any(hook in hooks and hook in variant.taps for hook in behind)
 
 
 #: Kind of step → (edited, captured).

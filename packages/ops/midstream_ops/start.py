@@ -147,6 +147,15 @@ def serve(
     _run("serve", set_, options | translated(context.meta[_GIVEN]))
 
 
+def check_engine(settings: Settings) -> None:
+    """Check the options of the engine. Raises SettingsError."""
+    from midstream.workers.engines import check_options
+
+    logging.disable(logging.WARNING)  # vLLM logs when it is imported
+    check_options(settings)
+    logging.disable(logging.NOTSET)
+
+
 def _run(command: str, set_: list[str] | None, options: dict[str, Any]) -> None:
     """Check the settings, and run the stack until Ctrl-C."""
     given = overrides(set_ or [])
@@ -158,14 +167,11 @@ def _run(command: str, set_: list[str] | None, options: dict[str, Any]) -> None:
     else:
         need("up", f"`midstream {command}`", "client", "up")
     from midstream.broker.ledger.people.keys import of_settings
-    from midstream.workers.engines import check_options
 
     from .supervisor import Supervisor
 
     from_settings(settings)  # raises for an invalid global capture before anything starts
     of_settings(settings)  # likewise, for an invalid key
-    logging.disable(logging.WARNING)  # vLLM logs when it is imported
-    check_options(settings)
-    logging.disable(logging.NOTSET)
+    check_engine(settings)
     stack = Supervisor(settings, say=lambda line: print(line, flush=True), fixed=fixed)
     raise typer.Exit(stack.run())

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, get_args
@@ -43,10 +42,14 @@ from .processes import (
     BACKOFF_S,
     DOWNLOAD,
     MARK,
+    Announce,
     Child,
     birth,
     end_leftover,
     exit_name,
+    family_of,
+    free_port,
+    handling,
     holders,
     marked,
     members,
@@ -57,9 +60,6 @@ if TYPE_CHECKING:
     from midstream.schemas.jobs.models import ModelInfo
 
     from .redis_server import RedisServer
-
-Announce = Callable[[str], None]
-
 
 #: Settings of a stack that runs beside others on this machine.
 OWN: dict[str, Any] = {"api_port": 0, "flower_port": 0, "redis_url": "", "relay_url": ""}
@@ -81,8 +81,6 @@ MODULES = {
     "api": ChildSpec("midstream.api", 15.0),
     "callbacks": ChildSpec("midstream.broker.callbacks", 15.0),
 }
-#: With the setting `gradients`: a worker whose engine computes gradients.
-GRADIENTS = ChildSpec("midstream.workers", 60.0, longest_pause_s=30.0)
 #: Child → what it does before it is ready again.
 AFTER = {"worker": "; it loads its model, which `midstream status` follows"}
 FLOWER = ChildSpec("midstream_ops.flower", 5.0, longest_pause_s=30.0)
@@ -193,7 +191,7 @@ class Supervisor:
 
         Returns the exit code.
         """
-        with _signals(self._on_signal):
+        with handling(self._on_signal, signal.SIGINT, signal.SIGTERM):
             try:
                 self.start()
                 self.watch()
@@ -489,7 +487,7 @@ class Supervisor:
         else:
             parts["flower"] = FLOWER
         if self.settings.gradients:
-            parts["gradients"] = GRADIENTS
+            parts["gradients"] = MODULES["worker"]  # whose engine computes gradients
         for name, part in parts.items():
             yield Child(
                 name,
@@ -651,7 +649,7 @@ def prepare(settings: Settings, data: Path, say: Announce, fixed: Collection[str
         may_move = name not in fixed and port == getattr(Settings(), name)
         changes[name] = _available_port(name, host, port, say if may_move else None)
     if not settings.relay_url:
-        changes["relay_url"] = f"tcp://127.0.0.1:{free_port('127.0.0.1')}"
+        changes["relay_url"] = f"tcp://127.0.0.1:{free_port()}"
     return msgspec.structs.replace(settings, **changes)
 
 
@@ -694,12 +692,6 @@ def _without_password(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def free_port(host: str) -> int:
-    with socket.socket(_family(host)) as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
 def _available_port(name: str, host: str, port: int, say: Announce | None) -> int:
     """Return `port` if it can be bound, and for 0 a free port.
 
@@ -707,7 +699,7 @@ def _available_port(name: str, host: str, port: int, say: Announce | None) -> in
     """
     if not port:
         return free_port(host)
-    with socket.socket(_family(host)) as probe:
+    with socket.socket(family_of(host)) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
@@ -719,10 +711,6 @@ def _available_port(name: str, host: str, port: int, say: Announce | None) -> in
             say(f"{taken}: using {free}")
             return free
     return port
-
-
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 async def _model_of(fleet: "Fleet", pid: int | None) -> "ModelInfo | None":
@@ -742,13 +730,3 @@ def answers(http: httpx2.Client, url: str) -> bool:
         return http.get(url).status_code == 200
     except httpx2.TransportError:
         return False
-
-
-@contextmanager
-def _signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

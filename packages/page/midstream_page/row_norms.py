@@ -10,7 +10,7 @@ import numpy as np
 from midstream.api.responses.packed import OpenBlob, blocks, join
 from midstream.broker.artifacts.headers import must_be_there
 from midstream.schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, widened
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError, invalid
 from midstream.schemas.jobs.captures import Manifest
 from midstream.storage.store import ArtifactStore
 
@@ -62,7 +62,7 @@ def measured(
                 f"has a vector of {vector.shape[-1]} elements at layer {layer}, but rows of "
                 f"{hook} have {width}"
             )
-            raise MidstreamError("invalid_request", detail, field="module")
+            raise invalid("module", detail)
         result: tuple[Values, Values] = ([], [])
         try:
             for block in blocks(part, chosen.start, len(chosen)):

@@ -12,16 +12,13 @@ from collections.abc import Iterable
 import anyio.to_thread
 import msgspec
 
-from midstream.api.operations.disks import Disks
-from midstream.broker.ledger.jobs.ledger import Ledger, reachable
-from midstream.broker.ledger.named.steering import LedgerSteering
+from midstream.api.context import AppContext
+from midstream.broker.ledger.jobs.ledger import reachable
 from midstream.schemas.access.keys import Caller, TenantView
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now, to_json
 from midstream.schemas.jobs.models import WorkerInfo
 from midstream.schemas.service.compatibility import judged
-from midstream.schemas.settings.settings import Settings
-from midstream.storage.capture_usage import CaptureUsage
 
 from .job_feed import event
 from .records import FeedHistory, FeedModel, FeedService
@@ -43,19 +40,9 @@ def _speed(workers: Iterable[WorkerInfo]) -> float:
 class ServiceFigures:
     """Belongs to one event loop."""
 
-    def __init__(
-        self,
-        settings: Settings,
-        ledger: Ledger,
-        steering: LedgerSteering,
-        disks: Disks,
-        usage: CaptureUsage,
-    ) -> None:
-        self._settings = settings
-        self._ledger = ledger
-        self._steering = steering
-        self._disks = disks
-        self._usage = usage
+    def __init__(self, context: AppContext) -> None:
+        self._context = context
+        self._ledger = context.ledger
         self._lock = asyncio.Lock()
         self._due = 0.0
         self._known: FeedService | None = None
@@ -108,7 +95,7 @@ class ServiceFigures:
         workers = [judged(worker) for worker in await self._ledger.workers()]
         models = []
         for info in await self._ledger.models():
-            steering = await self._steering.current(info.name)
+            steering = await self._context.steering.current(info.name)
             serving = [worker for worker in workers if worker.model == info.name]
             models.append(
                 FeedModel(
@@ -122,9 +109,8 @@ class ServiceFigures:
             )
         queued, live = await self._counts()
         free, total = await anyio.to_thread.run_sync(self._disk)
-        troubles = [
-            f"{name}: {trouble}" for name, trouble in (await self._disks.troubles()).items()
-        ]
+        of_disks = await self._context.disks.troubles()
+        troubles = [f"{name}: {trouble}" for name, trouble in of_disks.items()]
         troubles += [
             f"worker {worker.worker}: {worker.detail or 'is not healthy'}"
             for worker in workers
@@ -139,7 +125,7 @@ class ServiceFigures:
             live=live,
             disk_free=free,
             disk_total=total,
-            quota_left=await anyio.to_thread.run_sync(self._usage.left),
+            quota_left=await anyio.to_thread.run_sync(self._context.quota.usage.left),
             troubles=troubles,
         )
 
@@ -152,10 +138,11 @@ class ServiceFigures:
 
     def _disk(self) -> tuple[int | None, int | None]:
         """Return free and total bytes of the disk for captures; None if it is elsewhere."""
-        if "://" in self._settings.artifacts:
+        folder = self._context.settings.artifacts
+        if "://" in folder:
             return None, None
         try:
-            result = shutil.disk_usage(self._settings.artifacts)
+            result = shutil.disk_usage(folder)
         except OSError:  # not on this machine, or not created yet
             return None, None
         return result.free, result.total

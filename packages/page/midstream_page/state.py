@@ -30,13 +30,7 @@ class PageState:
         self.measuring = anyio.CapacityLimiter(MEASURED_AT_ONCE)
         self.measured = Shares(MEASURED_OF_TENANT, "looks at captured rows")
         self.feed = JobFeed(context.ledger, context.watcher)
-        self.figures = ServiceFigures(
-            context.settings,
-            context.ledger,
-            context.steering,
-            context.disks,
-            context.quota.usage,
-        )
+        self.figures = ServiceFigures(context)
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ import torch
 from ....schemas.base.dtypes import DTYPES
 from ....schemas.jobs.receipts import READ_LATER
 from ....schemas.prompts.selectors import Hook, as_ranges
+from ....schemas.prompts.sites import hook_layers
 from ....schemas.requests.source_runs import RunFile, RunFiles, RunRow, parse_row, run_key
 from ....storage.formats.capture_blobs import Header, read_header
 from ....storage.store import TRANSIENT, ArtifactStore
@@ -79,9 +80,7 @@ class RunStore:
             )
         if not files.positions:
             raise ValueError(f"run {files.key}: it has no rows")
-        needed = self._sites.intersection(
-            (hook, layer) for hook, layers in files.sites.items() for layer in layers
-        )
+        needed = self._sites.intersection(hook_layers(files.sites))
         parts: dict[tuple[str, int], list[_Part]] = {}
         if needed:
             for file in files.files:

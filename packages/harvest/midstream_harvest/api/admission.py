@@ -10,7 +10,7 @@ import msgspec
 
 from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import check_number, limited, resolve_edits
-from midstream.api.resolve.positions.captures import SITE_RULES, Bounds, PromptFacts
+from midstream.api.resolve.positions.captures import SITE_RULES, Bounds, PromptFacts, apply_rules
 from midstream.api.resolve.positions.windows import check_window
 from midstream.api.resolve.prompts.formats import structured
 from midstream.api.resolve.prompts.tokenizer import check_vocabulary
@@ -238,13 +238,7 @@ def _edits(
 
 
 def _sites(body: HarvestRequest, info: ModelInfo) -> dict[Hook, list[int]]:
-    bounds = Bounds(info, [PromptFacts(1)])
-    made = {}
-    for field, rule in SITE_RULES:
-        try:
-            made[field] = rule(body, bounds)
-        except ValueError as error:
-            raise invalid(f"{field}{getattr(error, 'at', '')}", str(error)) from error
+    made = apply_rules(SITE_RULES, body, Bounds(info, [PromptFacts(1)]), "")
     sites: dict[Hook, list[int]] = made["hooks"]
     hooks = [hook for hook in sites if BANK[hook] != RESIDUAL]
     if hooks and info.tp > 1:

@@ -51,7 +51,6 @@ from ..records.harvests import (
     HarvestRequest,
     HarvestView,
     HarvestWork,
-    StoredHarvest,
     StreamCursor,
     StreamPage,
     SurveyRequest,
@@ -272,25 +271,16 @@ async def stream_harvest(
     stored = await harvests.stored(harvest.id)
     # what a process that was killed after an acknowledgement has left
     await harvests.drop_shards(stored)
-    return await unless_client_leaves(
-        request,
-        _next_units(context, harvests, stored, consumer, after, time.monotonic() + (wait or 0.0)),
-    )
+    until = time.monotonic() + (wait or 0.0)
 
+    async def next_units() -> StreamPage:
+        while True:
+            page = await harvests.stream_page(stored, consumer, after)
+            if page.units or page.ended or context.waiting.closing or time.monotonic() >= until:
+                return page
+            await context.waiting.or_closing(asyncio.sleep(LOOK_S))
 
-async def _next_units(
-    context: AppContext,
-    harvests: LedgerHarvests,
-    harvest: StoredHarvest,
-    consumer: str,
-    after: int | None,
-    until: float,
-) -> StreamPage:
-    while True:
-        page = await harvests.stream_page(harvest, consumer, after)
-        if page.units or page.ended or context.waiting.closing or time.monotonic() >= until:
-            return page
-        await context.waiting.or_closing(asyncio.sleep(LOOK_S))
+    return await unless_client_leaves(request, next_units())
 
 
 @post(

@@ -86,7 +86,7 @@ def harvest(
 @with_client
 def survey(
     client: Client,
-    harvest: Annotated[str, typer.Argument(metavar="HARVEST", help="The harvest's id.")],
+    harvest: HarvestArgument,
     file: File = None,
     set_: FieldsOption = None,
     feature: Annotated[

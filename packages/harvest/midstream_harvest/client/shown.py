@@ -46,27 +46,25 @@ def _time(seconds: float) -> str:
 
 def harvest_figure(harvest: Harvest, count: int = 10_000) -> "Figure":
     """Draw the distribution of the norms of the first `count` rows, for each site."""
-    first = slice(0, min(count, len(harvest)))
     figure, (axis,) = side_by_side()
-    for hook, layer in harvest.sites:
-        axis.hist(
-            np.linalg.norm(harvest.rows(first, layer, hook), axis=-1),
-            bins=60,
-            histtype="step",
-            label=f"{hook} {layer}",
-        )
-    axis.set(xlabel="norm", ylabel="rows", title=f"first {first.stop:,} rows")
+    for site, norms in _norms(harvest, count).items():
+        axis.hist(norms, bins=60, histtype="step", label=site)
+    axis.set(xlabel="norm", ylabel="rows", title=f"first {min(count, len(harvest)):,} rows")
     axis.legend()
     return figure
 
 
-def _harvest(harvest: Harvest, *, count: int = 10_000) -> dict[str, np.ndarray]:
-    first = slice(0, min(count, len(harvest)))
-    origins = zip(("document", "position", "token_id"), harvest.keys(first), strict=True)
-    return dict(origins) | {
-        f"norm {hook} {layer}": np.linalg.norm(harvest.rows(first, layer, hook), axis=-1)
+def _norms(harvest: Harvest, count: int) -> dict[str, np.ndarray]:
+    return {
+        f"{hook} {layer}": np.linalg.norm(harvest.rows(slice(count), layer, hook), axis=-1)
         for hook, layer in harvest.sites
     }
+
+
+def _harvest(harvest: Harvest, *, count: int = 10_000) -> dict[str, np.ndarray]:
+    origins = zip(("document", "position", "token_id"), harvest.keys(slice(count)), strict=True)
+    norms = _norms(harvest, count)
+    return dict(origins) | {f"norm {site}": values for site, values in norms.items()}
 
 
 def _survey(survey: Surveyed) -> dict[str, np.ndarray]:

@@ -141,6 +141,4 @@ def _of_format(source: HarvestSource, files: list[str]) -> tuple[list[str], Sour
 
 def missing(error: OSError, key: str) -> MidstreamError:
     """Return the error for a source's file that can no longer be read."""
-    return MidstreamError(
-        "invalid_request", f"{key!r} cannot be read: {error}", field="source.path"
-    )
+    return invalid("source.path", f"{key!r} cannot be read: {error}")

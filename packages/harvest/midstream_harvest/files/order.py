@@ -2,8 +2,12 @@
 every version of numpy.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
+#: (document, position in it, first token in the sequence, tokens)
+CutSpan = tuple[int, int, int, int]
 #: SplitMix64 (Steele, Lea and Flood 2014): its increment and multipliers.
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
@@ -26,6 +30,16 @@ def key_hash(seed: int, documents: np.ndarray, positions: np.ndarray) -> np.ndar
     """
     start = mixed(np.full(1, seed, np.uint64))
     return mixed(mixed(start ^ documents.astype(np.uint64)) ^ positions.astype(np.uint64))
+
+
+def keys_of(places: np.ndarray, spans: Sequence[CutSpan]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the document of each of `places`, and the position in that document, both int64.
+
+    `places`: positions in a sequence, each of which lies in a span or was generated after the last.
+    """
+    columns = np.array(spans, dtype=np.int64).reshape(-1, 4)
+    span = np.searchsorted(columns[:, 2], places, side="right") - 1
+    return columns[span, 0], columns[span, 1] + places - columns[span, 2]
 
 
 # By keys alone: the order depends neither on completion nor on numpy's generators, and a reader can

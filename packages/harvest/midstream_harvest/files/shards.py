@@ -6,7 +6,7 @@ scale per row `<hook>.<layer>.scale` float32 `[rows]`. Rows become the shard's d
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import accumulate
@@ -20,12 +20,14 @@ from midstream.schemas.base.dtypes import DTYPES, narrowed, widened
 from midstream.schemas.base.errors import MidstreamError, Translated
 from midstream.schemas.base.records import Plotted, from_json
 from midstream.schemas.prompts.selectors import ALIASES
+from midstream.schemas.prompts.sites import hook_layers
 from midstream.storage.formats.capture_blobs import TensorPlace, read_tensors, safetensors_header
 from midstream.storage.store import ArtifactStore, Buffer, Handle, committed, open_store
 
 from ..records.harvests import (
     FORMAT,
     MANIFEST,
+    CheckedFile,
     HarvestManifest,
     PartManifest,
     ShardEntry,
@@ -45,6 +47,8 @@ _OF_FILE = {file: name for name, (file, _) in RAW.items()}
 _ITEM_BYTES = {file: int(raw[-1]) for file, raw in RAW.values()}
 #: The most shards whose files a `Harvest` keeps open.
 OPEN = 16
+#: Bytes of an object that are read together for its checksum.
+PIECE = 8 << 20
 HookLayer = tuple[str, int]
 
 
@@ -148,23 +152,30 @@ def put(store: ArtifactStore, key: str, buffers: Sequence[Buffer]) -> None:
         writer.append(key, buffers)
 
 
-def checksum(handle: Handle, piece: int = 8 << 20) -> int:
+def checksum(handle: Handle) -> int:
     """Returns the CRC32 of the whole object."""
     crc = 0
     at = 0
-    while chunk := handle.read(at, piece):
+    while chunk := handle.read(at, PIECE):
         crc = zlib_ng.crc32(chunk, crc)
         at += len(chunk)
     return crc
 
 
-def checked(store: ArtifactStore, key: str, crc32: int) -> bytes:
+def checked(store: ArtifactStore, file: CheckedFile) -> bytes:
     """Returns an object's bytes. Raises OSError, capture_damaged if its checksum differs."""
-    with store.open(key) as handle:
+    with store.open(file.key) as handle:
         data = handle.read(0, handle.size)
-    if zlib_ng.crc32(data) != crc32:
-        raise MidstreamError("capture_damaged", f"{key} is not what was written: its CRC32 differs")
+    if zlib_ng.crc32(data) != file.crc32:
+        raise MidstreamError(
+            "capture_damaged", f"{file.key} is not what was written: its CRC32 differs"
+        )
     return data
+
+
+def units_of(store: ArtifactStore, parts: Iterable[CheckedFile]) -> list[UnitEntry]:
+    """Returns the units of parts, from their manifests. Raises what `checked` raises."""
+    return [unit for part in parts for unit in from_json(checked(store, part), PartManifest).units]
 
 
 class RowOrigins(NamedTuple):
@@ -208,12 +219,7 @@ class Shard:
     @property
     def sites(self) -> list[HookLayer]:
         """The sites of all stages, in the order of the files."""
-        return [
-            (hook, layer)
-            for file in self.entry.files
-            for hook, layers in file.sites.items()
-            for layer in layers
-        ]
+        return self.entry.hook_layers
 
     def keys(self, start: int = 0, stop: int | None = None) -> RowOrigins:
         """Return the keys of rows `[start, stop)`. Raises OSError, DamagedBlob."""
@@ -330,7 +336,7 @@ class Harvest(Plotted):
     @property
     def sites(self) -> list[HookLayer]:
         """The sites (hook, layer), in the order of the forward pass."""
-        return [(hook, layer) for hook, layers in self.manifest.sites.items() for layer in layers]
+        return hook_layers(self.manifest.sites)
 
     @cached_property
     def _firsts(self) -> np.ndarray:
@@ -443,12 +449,7 @@ def open(uri: str) -> Harvest:
     manifest = read_manifest(store)
     if manifest.dropped:
         raise MidstreamError("gone", f"{uri} was a stream: its rows went to its consumers")
-    units = [
-        unit
-        for part in manifest.parts
-        for unit in from_json(checked(store, part.key, part.crc32), PartManifest).units
-    ]
-    return Harvest(store, manifest, units)
+    return Harvest(store, manifest, units_of(store, manifest.parts))
 
 
 def read_manifest(store: ArtifactStore) -> HarvestManifest:

@@ -134,7 +134,7 @@ class LedgerHarvests(HarvestStreams, LedgerUnits):
             idem=key,
             body=body,
             limits=limits_of(settings),
-            tensors=[(name, False) for name in _tensors_of(harvest)],
+            tensors=[(name, False) for name in harvest.tensors],
         )
         outcome, harvest_id, *rest = scripts.text(await self._own.accept_harvest(args=arguments))
         if outcome == "refused":
@@ -459,7 +459,7 @@ class LedgerHarvests(HarvestStreams, LedgerUnits):
             try:
                 job = _job(harvest, item, model, fitting)
                 pinned = {name for probe in job.probes for name in probe.content.tensors}
-                pinned |= _tensors_of(harvest)
+                pinned |= harvest.tensors
                 await self._ledger.submit(
                     job, {}, None, pinned, {spec.tag for spec in job.global_captures}
                 )
@@ -496,7 +496,6 @@ class LedgerHarvests(HarvestStreams, LedgerUnits):
             units = int(record["units"])
             parts = int(record["parts"])
             size = -(-units // parts)
-            tokens = max(1, harvest.shards.mib * (1 << 20) // harvest.row_bytes)
             for part in range(begun, min(parts, begun + max(0, room))):
                 count = min(size, units - part * size)
                 yield HarvestPart(
@@ -504,7 +503,7 @@ class LedgerHarvests(HarvestStreams, LedgerUnits):
                     part=part,
                     first=part * size,
                     count=count,
-                    tokens=tokens * count,
+                    tokens=harvest.shard_rows * count,
                 )
 
     async def _room(self, model: str) -> int:
@@ -565,10 +564,6 @@ def unit_row(entry: UnitEntry, weight: int, requests: Iterable[int]) -> UnitRow:
         "flagged": sum(shard.flagged for shard in entry.shards),
     }
     return kept_once(entry.unit, to_msgpack(entry), counts, requests=requests)
-
-
-def _tensors_of(harvest: StoredHarvest) -> set[str]:
-    return {name for edit in harvest.edits for name in edit.tensors}
 
 
 def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, policies: Sequence[Policy]) -> Job:

@@ -17,9 +17,9 @@ from midstream.schemas.base.limits import MAX_INT64
 from midstream.schemas.base.records import from_json, from_msgpack
 from midstream.storage.store import open_store
 
-from ..files.shards import checked
+from ..files.shards import units_of
 from ..names import OVER
-from ..records.harvests import CheckedFile, PartManifest, StoredHarvest, StreamPage, UnitEntry
+from ..records.harvests import CheckedFile, StoredHarvest, StreamPage, UnitEntry
 from ..records.work import HarvestPart
 
 #: Scripts that change harvests.
@@ -146,10 +146,7 @@ class HarvestStreams(LedgerPart):
             entries = [from_msgpack(entry, UnitEntry) for entry in kept]
         else:
             store = open_store(harvest.uri)
-            file = from_json(done, CheckedFile)
-            entries = from_json(
-                await asyncio.to_thread(checked, store, file.key, file.crc32), PartManifest
-            ).units
+            entries = await asyncio.to_thread(units_of, store, [from_json(done, CheckedFile)])
         later = sorted((e for e in entries if e.unit >= first), key=lambda entry: entry.unit)
         return [entry for place, entry in enumerate(later) if entry.unit == first + place]
 

@@ -1,9 +1,8 @@
 """`midstream.harvest`: datasets, exports."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from midstream.client.extras import explained
+from midstream.client.extras import own
 
 if TYPE_CHECKING:
     from ..files.shards import Harvest as Harvest, open as open
@@ -16,31 +15,21 @@ if TYPE_CHECKING:
     from .verification import Verification as Verification, verify as verify
 
 _HOMES = {
-    "open": "..files.shards",
-    "Harvest": "..files.shards",
-    "verify": ".verification",
-    "Verification": ".verification",
-    "to_parquet": ".exports",
-    "to_arrow": ".exports",
-    "to_hidden_states": ".exports",
-    "RowDataset": ".training",
-    "activations": ".training",
+    "open": "files.shards",
+    "Harvest": "files.shards",
+    "verify": "reader.verification",
+    "Verification": "reader.verification",
+    "to_parquet": "reader.exports",
+    "to_arrow": "reader.exports",
+    "to_hidden_states": "reader.exports",
+    "RowDataset": "reader.training",
+    "activations": "reader.training",
 }
-__all__ = [
-    "Harvest",
-    "RowDataset",
-    "Verification",
-    "activations",
-    "open",
-    "to_arrow",
-    "to_hidden_states",
-    "to_parquet",
-    "verify",
-]
+__all__ = sorted(_HOMES)
 
 
 def __dir__() -> list[str]:
-    return list(__all__)
+    return __all__
 
 
 def __getattr__(name: str) -> Any:
@@ -49,7 +38,4 @@ def __getattr__(name: str) -> Any:
     """
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module(_HOMES[name], __name__), name)
-    except ModuleNotFoundError as error:
-        raise explained(error) from None
+    return own(f"midstream_harvest.{_HOMES[name]}", name)

@@ -11,7 +11,7 @@ from midstream.storage.formats.capture_blobs import DamagedBlob
 
 from ..files.order import row_order
 from ..files.shards import Harvest, Shard, checksum, open as open_harvest, shard_tensors, site_name
-from ..records.harvests import UnitEntry
+from ..records.harvests import ShardEntry, UnitEntry
 
 #: The most faults that are listed.
 SHOWN = 100
@@ -105,7 +105,7 @@ def _shard(harvest: Harvest, shard: Shard, verification: Verification) -> np.nda
                     )
         file_keys = Shard(
             harvest.store,
-            type(shard.entry)(rows=shard.entry.rows, files=[file]),
+            ShardEntry(rows=shard.entry.rows, files=[file]),
             shard.unit,
             shard.first,
         ).keys()

@@ -36,7 +36,7 @@ from midstream.schemas.base.records import Record
 from midstream.schemas.jobs.jobs import SamplingRequest
 from midstream.schemas.jobs.works import SideOf, Work, WorkFacts
 from midstream.schemas.prompts.selectors import Hook, Span
-from midstream.schemas.prompts.sites import At, SitesSpec
+from midstream.schemas.prompts.sites import At, SitesSpec, hook_layers
 from midstream.schemas.requests.specs import SteeringList, StoredSteering
 
 from ..names import HarvestState
@@ -236,6 +236,16 @@ class StoredHarvest(HarvestFacts, omit_defaults=True, kw_only=True):
     lora: StoredLora | None = None
     last_layer: int = 0  # of that model: its predictions follow from `post_block` there
 
+    @property
+    def tensors(self) -> set[str]:
+        """The names of its edits' tensors."""
+        return {name for edit in self.edits for name in edit.tensors}
+
+    @property
+    def shard_rows(self) -> int:
+        """The number of rows of a shard, about."""
+        return max(1, (self.shards.mib << 20) // self.row_bytes)
+
 
 class PlannedUnit(Record, array_like=True, kw_only=True):
     """Consecutive documents: rows `[start, stop)` of a table, or those bytes of a JSONL file."""
@@ -294,6 +304,11 @@ class ShardEntry(Record, kw_only=True):
     rows: int  # rows of each site
     files: list[ShardFile]
     flagged: int = 0  # sequences that a policy of all traffic flagged
+
+    @property
+    def hook_layers(self) -> list[tuple[str, int]]:
+        """The sites of all stages, in the order of the files."""
+        return [site for file in self.files for site in hook_layers(file.sites)]
 
 
 class UnitEntry(Record, kw_only=True):

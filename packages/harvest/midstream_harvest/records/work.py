@@ -7,6 +7,8 @@ from typing import Literal
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.base.records import Record
 
+from ..files.order import CutSpan
+
 #: The most shards that a worker computes at a time, over all harvests; each rank holds their rows
 #: in memory.
 SHARDS_AT_ONCE = 3
@@ -53,8 +55,7 @@ class HarvestPlace(Record, omit_defaults=True):
     key: str  # of the shard, in the folder of its job, without the suffix of a stage
     index: int  # of the sequence in the shard
     sequences: int  # number of sequences in the shard
-    # (document, position in it, first token in the sequence, tokens), ascending
-    spans: list[tuple[int, int, int, int]]
+    spans: list[CutSpan]  # ascending
     dtype: ShardDType = "model"
     shuffle: int | None = None
     every: int = 1  # keep every n-th generated token

@@ -19,11 +19,12 @@ from midstream.broker.ledger.jobs.units import UnitFate, UnitRow
 from midstream.broker.telemetry import metrics
 from midstream.schemas.base.dtypes import RowDType
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
+from midstream.schemas.base.records import from_msgpack, now, to_json, to_msgpack
 from midstream.schemas.base.version import __version__
 from midstream.schemas.jobs.jobs import Job, Sampling
 from midstream.schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from midstream.schemas.prompts.selectors import PositionSelector, PositionWindow
+from midstream.schemas.prompts.sites import hook_layers
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.schemas.settings.faults import crash_point
 from midstream.storage.capture_usage import CaptureUsage
@@ -35,7 +36,7 @@ from midstream.workers.serving.attempt import Attempt, Bench
 from midstream.workers.serving.redis_retry import patiently
 from midstream.workers.serving.units import UnitRecords
 
-from ..files.shards import checked, checksum, put
+from ..files.shards import checked, checksum, put, units_of
 from ..ledger.harvests import LedgerHarvests, record_key, unit_row, units_key
 from ..names import HARVEST
 from ..records.harvests import (
@@ -203,7 +204,7 @@ class HarvestAttempt:
     ) -> tuple[CheckedFile, HarvestPlan]:
         file = await patiently(lambda: self._harvests.plan(harvest.id), f"plan of {harvest.id}")
 
-        data = await asyncio.to_thread(checked, store, file.key, file.crc32)
+        data = await asyncio.to_thread(checked, store, file)
         return file, await asyncio.to_thread(from_msgpack, data, HarvestPlan)
 
     def _manifest(
@@ -216,11 +217,7 @@ class HarvestAttempt:
     ) -> HarvestManifest:
         """Return the manifest of all parts; removes objects that no part names."""
         named = {part.key for part in parts} | {file.key}
-        units = [
-            unit
-            for part in parts
-            for unit in from_json(checked(store, part.key, part.crc32), PartManifest).units
-        ]
+        units = units_of(store, parts)
         _check_documents(units, plan)
         named |= {file.key for unit in units for shard in unit.shards for file in shard.files}
         folders = store.children(f"{SHARDS}/")
@@ -329,8 +326,7 @@ class HarvestAttempt:
         if harvest.generate is not None:
             await self._engine.check(format_request(self._attempt.job, harvest.generate))
         bos, eos = await source.special()
-        edited = {name for edit in harvest.edits for name in edit.tensors}
-        names = sorted(tensors_of(self._attempt.job) | edited)
+        names = sorted(tensors_of(self._attempt.job) | harvest.tensors)
         await self._engine.hold_vectors(names, self._bench.fetch, users=[harvest.edits])
         try:
             async with asyncio.TaskGroup() as group:
@@ -496,15 +492,8 @@ class HarvestAttempt:
             ],
             flagged=len({each.request for each in receipts for by in each.scores if by.flagged}),
         )
-        present = {
-            (hook, layer)
-            for file in entry.files
-            for hook, layers in file.sites.items()
-            for layer in layers
-        }
-        if present != {
-            (hook, layer) for hook, layers in harvest.sites.items() for layer in layers
-        } or any(file.positions != entry.rows for file, _ in files.values()):
+        complete = {*entry.hook_layers} == {*hook_layers(harvest.sites)}
+        if not complete or any(file.positions != entry.rows for file, _ in files.values()):
             raise MidstreamError(
                 "capture_failed",
                 (

@@ -8,11 +8,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..files.order import sampled
+from ..files.order import CutSpan, keys_of, sampled
 from ..records.harvests import HarvestPositions, StoredHarvest
-
-#: (document, position in it, first token in the sequence, tokens)
-CutSpan = tuple[int, int, int, int]
 
 
 @dataclass(frozen=True)
@@ -148,16 +145,6 @@ def _sampled(
     ]
 
 
-def keys_of(places: np.ndarray, spans: Sequence[CutSpan]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the document of each of `places`, and the position in that document, both int64.
-
-    `places`: positions in a sequence, each of which lies in a span.
-    """
-    columns = np.array(spans, dtype=np.int64).reshape(-1, 4)
-    span = np.searchsorted(columns[:, 2], places, side="right") - 1
-    return columns[span, 0], columns[span, 1] + places - columns[span, 2]
-
-
 def shards_of(harvest: StoredHarvest, sequences: Sequence[CutSequence]) -> list[list[CutSequence]]:
     """Returns the sequences of each shard, in order: as many as fit `shards.mib` of rows, at least
     one.
@@ -185,21 +172,3 @@ def fed(document: CutDocument, harvest: StoredHarvest) -> int:
     if harvest.cut.fit == "truncate":
         return min(tokens, harvest.max_length)
     return tokens + 1 if tokens and harvest.cut.fit == "pack" else tokens
-
-
-def within(
-    documents: Sequence[CutDocument], harvest: StoredHarvest, tokens: int
-) -> list[CutDocument]:
-    """Returns the documents that hold the first `tokens` tokens of the sequences (-1: all); the
-    last of them is cut short.
-    """
-    if tokens < 0:
-        return list(documents)
-    result = []
-    for document in documents:
-        if tokens <= 0:
-            break
-        most = min(tokens, fed(document, harvest))
-        result.append(document.first(most))
-        tokens -= fed(document, harvest)
-    return result

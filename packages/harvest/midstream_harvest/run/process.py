@@ -1,7 +1,7 @@
 """A process next to the worker that reads sources of harvests, so that no file can exhaust the
 worker's memory or delay a cancellation.
 
-The two exchange length-prefixed MessagePack messages over pipes. The process ends with its worker,
+The two exchange MessagePack messages over a connection. The process ends with its worker,
 however that ends, and after `IDLE_S` without a request.
 """
 
@@ -15,14 +15,16 @@ import threading
 import traceback
 from collections import OrderedDict
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 
 from midstream.broker.processes.orphans import die_with_parent
-from midstream.schemas.base.errors import MidstreamError, Problem, Translated, error_of
+from midstream.schemas.base.errors import MidstreamError, Problem, Translated, error_of, invalid
 from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.settings.settings import Settings
@@ -158,6 +160,7 @@ class SourceProcess:
         self._limit = limit_mib
         self._idle_s = idle_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None  # to the process
         self._asking = threading.Lock()
         self._killing = threading.Lock()
         self._current: threading.Event | None = None  # `stopped` of the running request
@@ -195,11 +198,7 @@ class SourceProcess:
             field = "source"
             if task is not None:
                 field = "against" if task.survey.against else "sae"
-            return MidstreamError(
-                "invalid_request",
-                f"{place} takes more than {self._limit} MiB of memory",
-                field=field,
-            )
+            return invalid(field, f"{place} takes more than {self._limit} MiB of memory")
         return MidstreamError(
             "internal",
             (
@@ -225,66 +224,51 @@ class SourceProcess:
                 process.wait(wait_s)
             process.kill()
             code = process.wait()
-            for pipe in (process.stdin, process.stdout):
-                with suppress(OSError):
-                    assert pipe is not None
-                    pipe.close()
+        if self._connection is not None:
+            self._connection.close()
         return code
 
     def _exchange(self, opening: Opening, request: ReadRequest) -> Reply:
-        process = self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
+        connection = self._connected()
         at = ""
         with Translated((EOFError, OSError), lambda error: _Ended(at)):
-            _send(process.stdin, request)
-            while (reply := from_msgpack(_receive(process.stdout), Reply)).at or reply.unknown:
+            connection.send_bytes(to_msgpack(request))
+            while (reply := from_msgpack(connection.recv_bytes(), Reply)).at or reply.unknown:
                 if reply.unknown:
-                    _send(process.stdin, msgspec.structs.replace(request, opening=opening))
+                    opened = msgspec.structs.replace(request, opening=opening)
+                    connection.send_bytes(to_msgpack(opened))
                 at = reply.at
         if reply.problem is not None:
             raise error_of(reply.problem)
         return reply
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _connected(self) -> Connection:
+        """Return the connection to the process, which is started if there is none."""
         with self._killing:
-            if self._process is None:
+            if self._connection is None or self._process is None:
+                self._connection, its = Pipe()
+                values = (self._limit, self._idle_s, os.getpid(), its.fileno())
                 self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__]
-                    + [str(value) for value in (self._limit, self._idle_s, os.getpid())],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
+                    [sys.executable, "-m", __name__, *map(str, values)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(its.fileno(),),
                     start_new_session=True,  # Ctrl-C is its worker's to handle
                     # Arrow's other memory pools reserve more than they use
                     env={**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"},
                 )
-            return self._process
+                its.close()
+            return self._connection
 
 
 class _Ended(Exception):
     """The process has ended; the argument is the place that it was reading."""
 
 
-def _send(pipe: IO[bytes], message: ReadRequest | Reply) -> None:
-    data = to_msgpack(message)
-    pipe.write(len(data).to_bytes(8))
-    pipe.write(data)
-    pipe.flush()
-
-
-def _receive(pipe: IO[bytes]) -> bytes:
-    size = pipe.read(8)
-    data = pipe.read(int.from_bytes(size)) if len(size) == 8 else b""
-    if len(size) < 8 or len(data) < int.from_bytes(size):
-        raise EOFError("the other side has ended")
-    return data
-
-
 class ReadingServer:
     """The process's side of the exchange."""
 
-    def __init__(self, output: IO[bytes]) -> None:
-        self._output = output
+    def __init__(self, worker: Connection) -> None:
+        self._worker = worker
         self._sources: OrderedDict[str, SourceFiles] = OrderedDict()
 
     def answer(self, request: ReadRequest) -> Reply:
@@ -332,7 +316,7 @@ class ReadingServer:
         ]
 
     def _show(self, place: str) -> None:
-        _send(self._output, Reply(at=place))
+        self._worker.send_bytes(to_msgpack(Reply(at=place)))
 
 
 def main() -> None:
@@ -344,16 +328,15 @@ def main() -> None:
     with suppress(OSError):
         # if the machine runs out of memory first, the kernel kills this process, not the worker
         Path("/proc/self/oom_score_adj").write_text("1000")
-    output = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what libraries print must not get among the messages
-    server = ReadingServer(output)
-    with suppress(EOFError, KeyboardInterrupt):
+    worker = Connection(int(sys.argv[4]))
+    server = ReadingServer(worker)
+    with suppress(EOFError, ConnectionError, KeyboardInterrupt):
         try:
             while True:
                 signal.setitimer(signal.ITIMER_REAL, idle_s)  # SIGALRM ends the process
-                received = _receive(sys.stdin.buffer)
+                request = from_msgpack(worker.recv_bytes(), ReadRequest)
                 signal.setitimer(signal.ITIMER_REAL, 0)
-                _send(output, server.answer(from_msgpack(received, ReadRequest)))
+                worker.send_bytes(to_msgpack(server.answer(request)))
         except MemoryError:
             os._exit(EXIT_MEMORY)
 

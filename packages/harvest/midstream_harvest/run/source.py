@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 from zlib_ng import zlib_ng
 
-from midstream.schemas.base.errors import MidstreamError, Translated
+from midstream.schemas.base.errors import MidstreamError, Translated, invalid
 from midstream.schemas.base.limits import MAX_DOCUMENT_BYTES
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.models import TokenizerBundle
@@ -64,7 +64,7 @@ class SourceFiles:
         self.tokens = HarvestTokenizer(harvest, bundle, vocabulary)
         self._roots = allowed_roots(settings.harvest_sources, [harvest.root])
         self._store: ArtifactStore | None = open_store(harvest.root) if harvest.root else None
-        tokens = max(1, (harvest.shards.mib << 20) // harvest.row_bytes) * harvest.positions.every
+        tokens = harvest.shard_rows * harvest.positions.every
         self._target = min(MOST_WEIGHT, max(LEAST_WEIGHT, tokens * TOKEN_BYTES))
         self._cursor: TableCursor | None = None
 
@@ -302,13 +302,11 @@ class SourceFiles:
         except MidstreamError:
             raise
         except MemoryError as error:
-            raise MidstreamError(
-                "invalid_request",
-                f"{key!r}: reading it takes too much memory: {error}",
-                field="source",
+            raise invalid(
+                "source", f"{key!r}: reading it takes too much memory: {error}"
             ) from error
         except Exception as error:  # pyarrow raises its own, ValueErrors and KeyErrors
-            raise MidstreamError("invalid_request", f"{key!r}: {error}", field="source") from error
+            raise invalid("source", f"{key!r}: {error}") from error
 
 
 def _unit(start: int, stop: int, documents: int, weight: int, crc32: int) -> PlannedUnit:

@@ -14,14 +14,14 @@ from tokenizers import Encoding, Tokenizer
 from midstream.broker.prompts.chat_templates import ChatTemplate
 from midstream.broker.prompts.text_spans import TextMap, untrimmed
 from midstream.broker.prompts.turns import NoTurn, Turns, renders
-from midstream.schemas.base.errors import MidstreamError, Translated
+from midstream.schemas.base.errors import MidstreamError, Translated, invalid
 from midstream.schemas.base.limits import MAX_DOCUMENT_BYTES, MAX_INT64, MAX_RENDERED_MESSAGES
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.prompts.chat import PlainMessage, Rendering
 from midstream.schemas.prompts.selectors import SelectorError
 
 from ..records.harvests import StoredHarvest
-from .cut import CutDocument, fed, within
+from .cut import CutDocument, fed
 
 #: Characters, of one or several texts, that are tokenised in one call: the tokenizer needs about
 #: 200 bytes of memory per character.
@@ -94,8 +94,9 @@ class HarvestTokenizer:
             return rest
 
         for document in self._encoded(values, remaining):
-            yield from within([document], self._harvest, rest)
-            rest -= fed(document, self._harvest)
+            size = fed(document, self._harvest)
+            yield document.first(min(rest, size))
+            rest -= size
             if rest <= 0:
                 return
 
@@ -128,9 +129,7 @@ class HarvestTokenizer:
         number, messages, where = value
         with Translated(
             (msgspec.ValidationError, SelectorError),
-            lambda error: MidstreamError(
-                "invalid_request", f"{where}: {error}", field="positions.spans"
-            ),
+            lambda error: invalid("positions.spans", f"{where}: {error}"),
         ):
             in_spans = self._in_spans(messages, text, tokens) if self._spans else None
         return CutDocument(number, tokens.ids, in_spans)
@@ -231,30 +230,22 @@ class HarvestTokenizer:
         if kind == "chat":
             with Translated(
                 MidstreamError,
-                lambda error: MidstreamError(
-                    "invalid_request",
+                lambda error: invalid(
+                    "source.kind",
                     f"{where}: {error.detail}",
-                    field="source.kind",
                     allowed="text, tokens" if error.hint else None,  # without a usable template
                 ),
             ):
                 text = self._template.render(value, self._rendering)
             if len(text) > MAX_DOCUMENT_BYTES:
-                raise MidstreamError(
-                    "invalid_request",
-                    f"{where} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB as text",
-                    field="source",
+                raise invalid(
+                    "source", f"{where} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB as text"
                 )
             return text
         if value is None:
             return ""
         if not isinstance(value, str):
-            raise MidstreamError(
-                "invalid_request",
-                f"{where} is not a text",
-                field="source.kind",
-                allowed="text, chat, tokens",
-            )
+            raise invalid("source.kind", f"{where} is not a text", allowed="text, chat, tokens")
         return value
 
     def _checked_ids(self, value: Any, where: str) -> np.ndarray:
@@ -265,10 +256,9 @@ class HarvestTokenizer:
         if not isinstance(ids, list) or not all(
             type(token) is int and 0 <= token < self._vocabulary for token in ids
         ):
-            raise MidstreamError(
-                "invalid_request",
+            raise invalid(
+                "source.kind",
                 f"{where} is not a list of the model's token ids",
-                field="source.kind",
                 allowed=f"integers from 0 to {self._vocabulary - 1}",
             )
         return np.array(ids, np.int32)

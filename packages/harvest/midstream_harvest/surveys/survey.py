@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError, invalid
 from midstream.schemas.base.records import to_json
 from midstream.workers.engine.model_identity import digests_in
 from midstream.workers.engine.proof.reference import (
@@ -109,11 +109,7 @@ def heads(harvests: Sequence[Harvest], data_dir: str) -> list[TransformersRefere
     loaded = [_head(harvest, data_dir) for harvest in differing]
     sizes = [head.config.get_text_config().vocab_size for head in loaded]
     if sizes[0] != sizes[-1]:
-        raise MidstreamError(
-            "invalid_request",
-            f"the models' vocabularies have {sizes[0]} and {sizes[1]} tokens",
-            field="against",
-        )
+        raise invalid("against", f"the models' vocabularies have {sizes[0]} and {sizes[1]} tokens")
     return [loaded[0], loaded[-1]]
 
 
@@ -128,11 +124,10 @@ def _head(harvest: Harvest, data_dir: str) -> TransformersReference:
         model = TransformersReference(source)
         model.load()
     except (NotComparableError, MidstreamError) as error:
-        raise MidstreamError(
-            "invalid_request",
+        raise invalid(
+            "against",
             f"the predictions of {harvest.manifest.id}, by {harvest.manifest.model}, cannot be "
             f"computed from its rows: {error}",
-            field="against",
         ) from error
     return model
 

@@ -296,6 +296,6 @@ async def test_an_ended_worker_leaves_no_process(tmp_path: Path) -> None:
     made = SourceProcess(LIMIT_MIB)
     await reader(made, tmp_path, lines(tmp_path, "a.jsonl", texts(5))).plan()
     running = made._process
-    running.stdin.close()  # as the kernel does for a worker that was killed
+    made._connection.close()  # as the kernel does for a worker that was killed
     assert running.wait(10) == 0
     made.close()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from midstream.schemas.jobs.jobs import SamplingRequest
-from midstream_harvest.files.order import key_hash, row_order, sampled
+from midstream_harvest.files.order import key_hash, keys_of, row_order, sampled
 from midstream_harvest.records.harvests import (
     HarvestCut,
     HarvestPositions,
@@ -16,7 +16,7 @@ from midstream_harvest.records.harvests import (
     HarvestSource,
     StoredHarvest,
 )
-from midstream_harvest.run.cut import CutDocument, CutSequence, cut, keys_of, shards_of, within
+from midstream_harvest.run.cut import CutDocument, CutSequence, cut, shards_of
 
 BOS = 1
 EOS = 2
@@ -167,17 +167,6 @@ def test_shards_hold_as_many_sequences_as_their_size_allows() -> None:
     wide = harvest(row_bytes=1 << 22, shards=HarvestShards(mib=1))
     # each is larger than a shard alone
     assert len(shards_of(wide, cut(wide, documents(1, 1), BOS, EOS))) == 2
-
-
-@pytest.mark.parametrize(
-    ("fit", "expected"), [("truncate", [4, 3]), ("split", [6, 1]), ("pack", [6])]
-)
-def test_a_limit_of_tokens_cuts_the_last_document(fit: Any, expected: list[int]) -> None:
-    found = within(documents(6, 9), harvest(cut=HarvestCut(fit=fit)), 7)
-    assert [
-        min(4, len(each.token_ids)) if fit == "truncate" else len(each.token_ids) for each in found
-    ] == expected
-    assert len(within(documents(6, 9), harvest(), -1)) == 2
 
 
 def test_the_order_of_rows_follows_from_seed_and_keys() -> None:

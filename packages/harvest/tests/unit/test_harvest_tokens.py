@@ -171,6 +171,17 @@ def test_slices_end_with_the_limit_of_tokens(monkeypatch: pytest.MonkeyPatch) ->
     assert max(slices) < 5000
 
 
+@pytest.mark.parametrize(
+    ("fit", "expected"), [("truncate", [4, 3]), ("split", [6, 1]), ("pack", [6])]
+)
+def test_a_limit_of_tokens_cuts_the_last_document(fit: Any, expected: list[int]) -> None:
+    cut = HarvestCut(fit=fit)
+    tokens = tokens_of(TOKENIZERS["byte level"](), kind="tokens", cut=cut, max_length=4)
+    values = [(0, [5] * 6, ""), (1, [5] * 9, "")]
+    assert [len(each.token_ids) for each in tokens.documents(values, 7)] == expected
+    assert len([*tokens.documents(values)]) == 2
+
+
 def test_no_document_is_read_once_the_limit_of_tokens_is_reached() -> None:
     read = []
 

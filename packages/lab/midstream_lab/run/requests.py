@@ -6,6 +6,7 @@ from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import FORWARD, Hook, PositionSelector, as_ranges
+from midstream.schemas.prompts.sites import hook_layers
 from midstream.schemas.requests.source_runs import (
     ZEROS,
     RunFile,
@@ -167,8 +168,7 @@ class SweepRequests:
         return [
             _row(RunRow(base, hook, layer, to), to)
             for to in after
-            for hook, layers in sites.items()
-            for layer in layers
+            for hook, layer in hook_layers(sites)
         ]
 
     def _top(self, path: StoredPath) -> int:
@@ -263,21 +263,12 @@ class SweepRequests:
             for file in receipt.files
             if file.tag == BASE
         ]
-        present = {
-            (hook, layer)
-            for file in files
-            for hook, layers in file.sites.items()
-            for layer in layers
-        }
+        present = {site for file in files for site in hook_layers(file.sites)}
         positions = max((file.positions for file in files), default=0)
         tokens = len(self._sweep.pairs[pair].base)
         for for_entry in (self._enters, not self._enters):
             capture = self._base_capture(pair, 0, for_entry)
-            needed = (
-                {(hook, layer) for hook, layers in capture.sites.items() for layer in layers}
-                if capture
-                else set()
-            )
+            needed = set(hook_layers(capture.sites)) if capture else set()
             if needed == present and positions == (
                 len(capture.select(0, tokens, tokens)) if capture else 0
             ):

@@ -14,8 +14,8 @@ from midstream.schemas.jobs.certificates import Certificate
 from midstream.schemas.jobs.jobs import JobView
 from midstream.schemas.settings.settings import Settings
 
-from ..processes import wait_for
-from ..supervisor import Announce, Supervisor
+from ..processes import Announce, wait_for
+from ..supervisor import Supervisor
 
 #: Prompts of a call, and their tokens.
 BATCH = 32

@@ -21,8 +21,8 @@ async def test_the_history_goes_on_after_an_unforeseen_error(
         raise ValueError("a report cannot be read")
 
     monkeypatch.setattr(service_figures, "STEP_S", 0.0)
-    ledger: Any = SimpleNamespace(workers=workers)
-    figures = service_figures.ServiceFigures(*[ledger] * 5)
+    context: Any = SimpleNamespace(ledger=SimpleNamespace(workers=workers))
+    figures = service_figures.ServiceFigures(context)
     recording = asyncio.create_task(figures.record())
     async with asyncio.timeout(60):
         await again.wait()
