@@ -218,7 +218,7 @@ async def test_a_wait_for_an_accepted_job_begins_even_while_redis_restarts(
         await asyncio.sleep(1)
         assert not waiting.done()
         await asyncio.to_thread(own_redis.start)
-        assert (await waiting).state == "queued"
+        assert (await waiting).view.state == "queued"
 
 
 # field case 37
