@@ -22,14 +22,14 @@ PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pypro
 #: lines or statements. Each may grow by `ROOM`; a commit that raises a figure says what the
 #: addition is worth.
 NODES = {
-    "core": 497_677,
-    "bridges": 20_192,
-    "harvest": 43_222,
-    "lab": 101_883,
-    "ops": 34_641,
-    "page": 7_560,
-    "s3": 5_956,
-    "webhooks": 6_722,
+    "core": 489_743,
+    "bridges": 19_451,
+    "harvest": 42_702,
+    "lab": 100_003,
+    "ops": 34_110,
+    "page": 7_467,
+    "s3": 5_939,
+    "webhooks": 6_613,
 }
 #: Bytes of what browsers load of a package: scripts, styles and documents of ours. Likewise. About
 #: 57,000 are the white space of lines that can be read.
