@@ -55,6 +55,7 @@ class RowsPart(StepPart):
 
     def __post_init__(self) -> None:
         self.store = RowStore(self.arena)
+        self._grades = self.place.grades  # read in each step
 
     def begin(self, ended: Mapping[str, int]) -> None:
         self._settle(ended)
@@ -120,7 +121,7 @@ class RowsPart(StepPart):
         requests = self.requests
         busy = self.banks.busy
         # rows of requests that no edit reaches are finite if the model's are
-        checked = step.hidden is not None and self.place.grades and requests.kinds.edits
+        checked = step.hidden is not None and self._grades and requests.kinds.edits
         if busy or checked or (self.banks.again and requests.kinds.edits):
             try:
                 self.banks.take(requests.step, step.view, step.hidden if checked else None)

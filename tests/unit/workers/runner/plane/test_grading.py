@@ -344,7 +344,7 @@ class Model(nn.Module):
 def gated(kind: type[nn.Module], layers: range = range(6)) -> tuple[Model, ReentryGate]:
     model = Model(kind, layers)
     adapter = SimpleNamespace(
-        layers="layers",
+        variant=SimpleNamespace(layers="layers"),
         architecture="",
         tap=lambda *_: SimpleNamespace(kind="pair" if kind is PairLayer else "single"),
     )
