@@ -40,7 +40,7 @@ PACKAGED = {
     **dict.fromkeys(("up", "serve", "demo"), ("midstream-ops", "cpu")),
     **dict.fromkeys(("status", "logs", "down", "fetch", "doctor"), ("midstream-ops", "ops")),
     "convert": ("midstream-bridges", "bridges"),
-    **dict.fromkeys(("sweep", "attribute", "dose"), ("midstream-lab", "lab")),
+    **dict.fromkeys(("sweep", "attribute", "dose", "fit"), ("midstream-lab", "lab")),
     **dict.fromkeys(("harvest", "survey", "pause", "resume"), ("midstream-harvest", "harvest")),
 }
 #: Name of the client that a package beside this one offers → the extra that installs it.

@@ -1,5 +1,5 @@
 """The commands that do one thing with every kind of thing: `list`, `get`, `put`, `change`,
-`delete`, `export`, `check`, `create` and `fit`; and `redeliver`.
+`delete`, `export`, `check` and `create`; and `redeliver`.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from ..sdk.client import Client
 from ..values import checked
 from . import keys, options
 from .kind import Kind
-from .kinds import find, keywords_of, kinds_with
+from .kinds import find, kinds_with
 from .terminal import (
     AsJson,
     Connector,
@@ -35,7 +35,7 @@ from .terminal import (
 )
 
 
-def _kind(verb: str) -> Any:
+def kind_argument(verb: str) -> Any:
     """Return the annotation of a command's argument for the kind of things."""
     names = kinds_with(verb)
     return typer.Argument(
@@ -46,15 +46,13 @@ def _kind(verb: str) -> Any:
 
 
 NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Its name or id.")]
-#: What `fit` takes, by kind.
-_FITTED = "; ".join(f"of a {kind} {', '.join(names)}" for kind, names in keywords_of("fit").items())
 #: Number of the entries that are listed of kinds of which there may be many.
 LISTED = 20
 
 
 def register(app: typer.Typer) -> None:
     """Add this module's commands to `midstream`."""
-    for command in (list_, get, put, change, delete, export, check, create, fit):
+    for command in (list_, get, put, change, delete, export, check, create):
         app.command(command.__name__.rstrip("_"))(command)
     app.command()(redeliver)
 
@@ -107,7 +105,7 @@ def _show(kind: Kind, connect: Connector, answer: Any, as_json: bool) -> None:
         out.print(*records.parts(answer), sep="\n")
 
 
-def _done(
+def act_on(
     verb: str,
     kind: str,
     names: Iterable[str | None],
@@ -123,7 +121,7 @@ def _done(
 
 
 def list_(
-    kind: Annotated[str, _kind("list")],
+    kind: Annotated[str, kind_argument("list")],
     limit: Annotated[
         int | None, typer.Option(help="Number of entries, newest first; default: 20.")
     ] = None,
@@ -143,7 +141,7 @@ def list_(
 
 
 def get(
-    kind: Annotated[str, _kind("get")],
+    kind: Annotated[str, kind_argument("get")],
     name: NameArgument = None,
     model: Model = None,
     set_: FieldsOption = None,
@@ -151,13 +149,13 @@ def get(
     url: Url = None,
 ) -> None:
     """Show one thing."""
-    answer = _done("get", kind, [name], options.fields(None, set_, {"model": model}), url, json_)
+    answer = act_on("get", kind, [name], options.fields(None, set_, {"model": model}), url, json_)
     if (agreement := getattr(answer, "determinism", None)) and not agreement.consistent:
         raise MidstreamError("ranks_disagree", agreement.detail or "the ranks do not agree")
 
 
 def put(
-    kind: Annotated[str, _kind("put")],
+    kind: Annotated[str, kind_argument("put")],
     name: Annotated[
         list[str] | None,
         typer.Argument(
@@ -174,11 +172,11 @@ def put(
 ) -> None:
     """Store a thing under its name, or replace it; running requests keep the previous one."""
     fields = options.fields(file, set_, {"model": model})
-    _done("put", kind, name or (), fields, url, json_)
+    act_on("put", kind, name or (), fields, url, json_)
 
 
 def change(
-    kind: Annotated[str, _kind("change")],
+    kind: Annotated[str, kind_argument("change")],
     name: NameArgument = None,
     file: File = None,
     model: Model = None,
@@ -188,11 +186,11 @@ def change(
 ) -> None:
     """Change fields of a thing, such as a policy's mode; the others stay."""
     fields = options.fields(file, set_, {"model": model})
-    _done("change", kind, [name], fields, url, json_)
+    act_on("change", kind, [name], fields, url, json_)
 
 
 def delete(
-    kind: Annotated[str, _kind("delete")],
+    kind: Annotated[str, kind_argument("delete")],
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Names or ids.")
     ] = None,
@@ -212,7 +210,7 @@ def delete(
 
 
 def export(
-    kind: Annotated[str, _kind("export")],
+    kind: Annotated[str, kind_argument("export")],
     name: Annotated[str, typer.Argument(help="Its name or id; of captures, also a folder.")],
     output: Annotated[
         str | None,
@@ -236,7 +234,7 @@ def export(
 
 
 def check(
-    kind: Annotated[str, _kind("check")],
+    kind: Annotated[str, kind_argument("check")],
     names: Annotated[
         list[str], typer.Argument(metavar="NAME", help="Ids of jobs, folders or URIs.")
     ],
@@ -259,7 +257,7 @@ def check(
 
 
 def create(
-    kind: Annotated[str, _kind("create")],
+    kind: Annotated[str, kind_argument("create")],
     name: Annotated[
         list[str] | None,
         typer.Argument(
@@ -273,30 +271,7 @@ def create(
     url: Url = None,
 ) -> None:
     """Make a secret: an API key, a signing secret, CURVE keys, passwords of Redis."""
-    _done("create", kind, name or (), options.fields(None, set_), url, json_)
-
-
-def fit(
-    kind: Annotated[str, _kind("fit")],
-    name: Annotated[str, typer.Argument(help="The name to register it under.")],
-    file: Annotated[
-        str,
-        typer.Argument(
-            help="Examples in CSV, JSON lines or Parquet, FILE[:COLUMN,…]: see the guides to fits "
-            "and probes."
-        ),
-    ],
-    model: Model = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="FIELD=VALUE", help=f"A field, repeatable: {_FITTED}."),
-    ] = None,
-    json_: AsJson = False,
-    url: Url = None,
-) -> None:
-    """Learn a module, a Jacobian lens or a probe from examples, and register it."""
-    fields = options.fields(None, set_, {"model": model})
-    _done("fit", kind, [name, file], fields, url, json_)
+    act_on("create", kind, name or (), options.fields(None, set_), url, json_)
 
 
 @with_client

@@ -67,6 +67,7 @@ FIT = JobKind(
         "fit jacobian": "midstream_lab.cli.fits:lens",
         "fit probe": "midstream_lab.cli.probes:probe",
     },
+    verbs="midstream_lab.cli.fit:register",
     shown="midstream_lab.cli.fits:shown",
     forms=_FORMS,
 )

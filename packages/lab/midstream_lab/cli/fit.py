@@ -1,0 +1,41 @@
+"""The command `fit`."""
+
+from typing import Annotated
+
+import typer
+
+from midstream.client.cli import options
+from midstream.client.cli.kinds import keywords_of
+from midstream.client.cli.terminal import AsJson, Model, Url
+from midstream.client.cli.verbs import act_on, kind_argument
+
+#: What `fit` takes, by kind.
+_FITTED = "; ".join(f"of a {kind} {', '.join(names)}" for kind, names in keywords_of("fit").items())
+
+
+def register(app: typer.Typer) -> None:
+    """Add this module's command to `midstream`."""
+    app.command()(fit)
+
+
+def fit(
+    kind: Annotated[str, kind_argument("fit")],
+    name: Annotated[str, typer.Argument(help="The name to register it under.")],
+    file: Annotated[
+        str,
+        typer.Argument(
+            help="Examples in CSV, JSON lines or Parquet, FILE[:COLUMN,…]: see the guides to fits "
+            "and probes."
+        ),
+    ],
+    model: Model = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="FIELD=VALUE", help=f"A field, repeatable: {_FITTED}."),
+    ] = None,
+    json_: AsJson = False,
+    url: Url = None,
+) -> None:
+    """Learn a module, a Jacobian lens or a probe from examples, and register it."""
+    fields = options.fields(None, set_, {"model": model})
+    act_on("fit", kind, [name, file], fields, url, json_)
