@@ -18,7 +18,7 @@ import anyio.to_thread
 import msgspec
 
 from ..broker.ledger.jobs.inputs import LedgerInputs
-from ..broker.ledger.jobs.ledger import Ledger, new_job_id, reachable
+from ..broker.ledger.jobs.ledger import Ledger, new_job_id
 from ..broker.ledger.jobs.watch import JobWatcher, SharedReads
 from ..broker.ledger.named.steering import LedgerSteering
 from ..broker.ledger.people.keys import LedgerKeys
@@ -176,7 +176,7 @@ class AppContext:
         check_callback(job.callback, self.settings)
         request_context.keep_call()
         if any(job.steering) or KINDS[job.kind].grid:
-            tenant = await reachable(self.ledger.tenants.get)(job.tenant)
+            tenant = await self.ledger.tenants.get(job.tenant)
             job = admission.under_limit(job, tenant.limits.edit_limit)
         await self.disks.check(job)
         if self.settings.capture_quota_mib and not (

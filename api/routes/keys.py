@@ -5,7 +5,6 @@ from typing import Annotated, Any
 from litestar import Response, delete, get, post, put
 from litestar.params import JSONBody, PathParameter
 
-from ...broker.ledger.jobs.ledger import reachable
 from ...broker.ledger.people.keys import view_of
 from ...schemas.access.keys import (
     TENANT_PATTERN,
@@ -89,11 +88,6 @@ async def revoke_key(key_id: KeyIdParameter, context: AppContext) -> None:
 # --- Tenants
 
 
-@reachable
-async def _view(context: AppContext, name: str) -> TenantView:
-    return await context.ledger.tenants.view(name)
-
-
 @get(
     "/v1/tenants",
     opt=needs("admin"),
@@ -102,12 +96,12 @@ async def _view(context: AppContext, name: str) -> TenantView:
     responses={503: PROBLEM},
 )
 async def list_tenants(context: AppContext) -> TenantList:
-    names = {tenant.name for tenant in await reachable(context.ledger.tenants.list)()} | {
+    names = {tenant.name for tenant in await context.ledger.tenants.list()} | {
         key.tenant
         for key in await context.keys.list()
         if key.expires is None or now() < key.expires
     }
-    return TenantList(tenants=[await _view(context, name) for name in sorted(names)])
+    return TenantList(tenants=[await context.ledger.tenants.view(name) for name in sorted(names)])
 
 
 @get(
@@ -121,7 +115,7 @@ async def list_tenants(context: AppContext) -> TenantList:
     responses=ERRORS,
 )
 async def get_tenant(name: TenantParameter, context: AppContext) -> TenantView:
-    return await _view(context, name)
+    return await context.ledger.tenants.view(name)
 
 
 @put(
@@ -145,8 +139,8 @@ async def put_tenant(
                 f"the setting harvest_sources does not contain {source!r}",
                 allowed=f"an entry of that setting, or a folder below one: {present}",
             )
-    await reachable(context.ledger.tenants.put)(Tenant(name=name, limits=data))
-    return await _view(context, name)
+    await context.ledger.tenants.put(Tenant(name=name, limits=data))
+    return await context.ledger.tenants.view(name)
 
 
 @get(
@@ -156,7 +150,7 @@ async def put_tenant(
     responses={503: PROBLEM},
 )
 async def own_tenant(context: AppContext, caller: Caller) -> TenantView:
-    return await _view(context, caller.tenant)
+    return await context.ledger.tenants.view(caller.tenant)
 
 
 ROUTES: list[Any] = [

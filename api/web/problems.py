@@ -11,7 +11,9 @@ import msgspec
 from litestar import Response
 from litestar.exceptions import HTTPException, ValidationException
 from litestar.status_codes import HTTP_500_INTERNAL_SERVER_ERROR
+from redis.exceptions import RedisError
 
+from ...broker.redis_service import availability
 from ...schemas.base.errors import (
     STATUS_OF_KIND,
     MidstreamError,
@@ -314,9 +316,19 @@ def on_os_error(request: AnyRequest, error: OSError) -> Response[bytes]:
     return on_any_error(request, error)
 
 
+def on_redis_error(request: AnyRequest, error: RedisError) -> Response[bytes]:
+    """Answer 503 for a Redis that cannot be used now, whichever call of it met that."""
+    if availability.is_redis_unavailable(error):
+        return on_midstream_error(
+            request, MidstreamError("unavailable", availability.detail_of(error))
+        )
+    return on_any_error(request, error)
+
+
 HANDLERS: dict[Any, Any] = {
     MidstreamError: on_midstream_error,
     OSError: on_os_error,
+    RedisError: on_redis_error,
     HTTPException: on_http_error,
     ClientGone: on_client_gone,
     Exception: on_any_error,

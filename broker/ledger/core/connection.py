@@ -1,7 +1,6 @@
 """The ledger's connection to Redis: typed errors, durability, memory limit, blobs."""
 
-import functools
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -23,6 +22,7 @@ from . import scripts
 from .aof_barrier import AofBarrier
 from .auto_pipeline import PipelinedRedis
 from .memory_pressure import MemoryPressure
+from .reachable import reachable
 from .tenants import LedgerTenants, limits_of, refusal
 
 P = ParamSpec("P")
@@ -35,23 +35,6 @@ SOCKET_TIMEOUT_S = 10.0
 #: Repeats of a command whose connection broke. Every script may be repeated: a completed change is
 #: recognised or refused.
 RETRIES = 3
-
-
-def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Decorate `call` to raise MidstreamError("unavailable") for an unreachable, loading or full
-    Redis.
-    """
-
-    @functools.wraps(call)
-    async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return await call(*args, **kwargs)
-        except redis.exceptions.RedisError as error:
-            if not redis_availability.is_redis_unavailable(error):
-                raise
-            raise MidstreamError("unavailable", redis_availability.detail_of(error)) from error
-
-    return guarded
 
 
 async def of_each(

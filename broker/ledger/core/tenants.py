@@ -11,6 +11,7 @@ from ....schemas.base.errors import MidstreamError, invalid
 from ....schemas.base.limits import MAX_HARVESTS_KEPT, MAX_SURVEYS
 from ....schemas.base.records import from_msgpack, now, to_msgpack
 from ....schemas.settings.settings import Settings
+from .reachable import reachable
 
 #: name → packed `Tenant`, of tenants with limits of their own.
 TENANTS = "ms:tenants"
@@ -181,26 +182,31 @@ class LedgerTenants:
         self._redis = redis
         self._settings = settings
 
+    @reachable
     async def put(self, tenant: Tenant) -> None:
         """Set the tenant's limits; they also apply to what it has already submitted."""
         await self._redis.hset(TENANTS, tenant.name, to_msgpack(tenant))
 
+    @reachable
     async def delete(self, name: str) -> bool:
         """Remove the tenant's own limits, so that the settings apply again; False if it had
         none.
         """
         return bool(await self._redis.hdel(TENANTS, name))
 
+    @reachable
     async def get(self, name: str) -> Tenant:
         """Return the tenant with its own limits; limits that are None default to the settings."""
         raw = await self._redis.hget(TENANTS, name)
         return Tenant(name=name) if raw is None else from_msgpack(raw, Tenant)
 
+    @reachable
     async def list(self) -> list[Tenant]:
         """Return the tenants with limits of their own, by name."""
         raw = await self._redis.hgetall(TENANTS)
         return [from_msgpack(raw[name], Tenant) for name in sorted(raw)]
 
+    @reachable
     async def usage(self, name: str) -> TenantUsage:
         """Return a tenant's current usage, and what it has submitted in this clock minute."""
         counted = await self._redis.hmget(
@@ -222,6 +228,7 @@ class LedgerTenants:
             harvests=int(await self._redis.scard(f"ms:harvests-open:{name}")),
         )
 
+    @reachable
     async def view(self, name: str) -> TenantView:
         """Return a tenant's effective limits, with defaults filled in, and its usage."""
         return TenantView(

@@ -10,7 +10,8 @@ from ....schemas.jobs.queues import Queue
 from ....schemas.service.compatibility import OLDEST_WIRE, WIRE
 from ....schemas.settings.settings import Settings
 from ..core import scripts
-from ..core.connection import LedgerConnection, reachable
+from ..core.connection import LedgerConnection
+from ..core.reachable import reachable
 
 
 def _encoded(info: ModelInfo | WorkerInfo) -> bytes:

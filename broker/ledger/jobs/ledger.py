@@ -35,8 +35,9 @@ from ....schemas.requests.steering import GlobalSteering, SteeringTemplate
 from ....schemas.settings.settings import Settings
 from ..core import scripts
 from ..core.aof_barrier import Barrier, persistence_in
-from ..core.connection import of_each as of_each, reachable as reachable
+from ..core.connection import of_each as of_each
 from ..core.job_room import never_fits, room_of
+from ..core.reachable import reachable as reachable
 from ..core.record import FIELDS, JobRecord, decode
 from ..core.tenants import MIB, refusal
 from ..results import pages, views

@@ -87,7 +87,6 @@ class ServiceFigures:
                 self._rendered[shown] = event(b"service", to_json(known))
             return self._rendered[shown]
 
-    @reachable
     async def _tenant(self, name: str) -> TenantView:
         return await self._ledger.tenants.view(name)
 

@@ -1,0 +1,30 @@
+"""What a caller is told of a Redis that cannot be used now."""
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import ParamSpec, TypeVar
+
+import redis.exceptions
+
+from ....schemas.base.errors import MidstreamError
+from ...redis_service import availability
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
+    """Decorate `call` to raise MidstreamError("unavailable") for an unreachable, loading or full
+    Redis.
+    """
+
+    @functools.wraps(call)
+    async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return await call(*args, **kwargs)
+        except redis.exceptions.RedisError as error:
+            if not availability.is_redis_unavailable(error):
+                raise
+            raise MidstreamError("unavailable", availability.detail_of(error)) from error
+
+    return guarded
