@@ -1,5 +1,5 @@
 """Traces where SmolLM2-135M represents three facts, and when the last token receives them: the
-study of `docs/patching.md`.
+study of `packages/lab/docs/patching.md`.
 
     midstream up &
     python examples/causal_tracing.py --out tracing-study

@@ -1,5 +1,5 @@
 """Finds the heads with which SmolLM2-135M names the indirect object: the study of
-`docs/patching.md`.
+`packages/lab/docs/patching.md`.
 
     midstream up --set hooks=all,inside &
     python examples/heads_ioi.py --out heads-study
