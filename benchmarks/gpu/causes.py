@@ -90,7 +90,7 @@ def switched(name: str, plane: Any) -> Iterator[None]:
     finally:
         logging.disable(logging.NOTSET)
         setattr(owner, switch.method, original)
-        for bank in plane._banks._banks:  # what sites added and nobody took
+        for bank in plane.banks._banks:  # what sites added and nobody took
             bank.finite._counts.zero_()
             nothing = 0 * bank.finite._off
             bank.finite._expected = nothing

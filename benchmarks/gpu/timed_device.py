@@ -174,7 +174,7 @@ def install(plane: Any, ring_rows: int) -> None:
     copies = Stream()
     arena._keep += plane._config.row_store_mib << 20
     arena.locked = arena._keep  # as if it were
-    for bank in plane._banks._banks:
+    for bank in plane.banks._banks:
         staging = bank.planner._staging
         finite = bank.finite
         held = staging._buffers
@@ -194,7 +194,7 @@ def forward(plane: Any, seconds: float) -> None:
     MAIN.launch(seconds)
     if plane is None:
         return
-    for bank in plane._banks._banks:
+    for bank in plane.banks._banks:
         due = bank.planner.due
         held = bank.planner._staging._buffers
         if due is None:

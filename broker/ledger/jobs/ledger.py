@@ -201,8 +201,8 @@ class Ledger(Fleet):
 
         Raises MidstreamError: `idempotency_mismatch` for the same key with another body; `conflict`
         if a pinned tensor is gone; rate_limited, too_many_jobs, too_many_cells, capture_limit if
-        the tenant has reached a limit; overloaded if too many jobs wait or Redis is too full.
-        Nothing is accepted then.
+        the tenant has reached a limit; overloaded if too many jobs wait or Redis is too full;
+        invalid_request, with the field, if the job never fits. Nothing is accepted then.
         """
         raw = {
             name: to_msgpack(blob) if isinstance(blob, Tensor) else blob
