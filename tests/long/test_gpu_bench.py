@@ -1,5 +1,6 @@
 """The GPU benchmarks run on a CPU with the smallest sizes, every stage of them, with the packages
-of a GPU machine: so they cannot rot where there is no GPU.
+of a GPU machine; and so does what times steps on a stand-in for a GPU: so they cannot rot where
+there is no GPU.
 """
 
 import json
@@ -78,3 +79,23 @@ def test_every_stage_runs_on_a_cpu(tmp_path: Path) -> None:
     assert left == [], "no file in memory is left"
     page = (tmp_path / "RESULTS.md").read_text()
     assert all(f"## {name}" in page for name in records)
+
+
+@pytest.mark.timeout(900)
+def test_steps_on_a_stand_in_for_a_gpu_are_timed() -> None:
+    kinds = ("stock", "idle", "one", "steer", "both")
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "host_bound.py"),
+            *("--requests", "4", "--generated", "24", "--rounds", "1", "--device-ms", "1"),
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert tuple(each["kind"] for each in results) == kinds
+    assert all(each["mean"] >= 1 for each in results), "no step is shorter than the device's"
