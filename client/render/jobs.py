@@ -1,8 +1,9 @@
 """Terminal output of jobs, receipts and captures."""
 
+import string
 import time
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich import box
 from rich.console import Console
@@ -17,8 +18,9 @@ from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunPrompt
 from ..captures.reader import CaptureReader, VerifyFinding
 
-#: Returns the text of an entry's cell, as rich markup.
-Cell = Callable[[Any], str]
+#: The cell of an entry: a template of text with the entry's fields, such as `{bytes:size}`, or a
+#: function that returns rich markup.
+Cell = str | Callable[[Any], str]
 _COLOURS = {
     "succeeded": "green",
     "ok": "green",
@@ -89,6 +91,41 @@ def seconds(start: float | None, end: float | None) -> str:
     return "" if start is None or end is None else f"{end - start:.2f} s"
 
 
+def _listed(texts: Iterable[str] | None) -> str:
+    return ", ".join(texts or ())
+
+
+#: Format of a field in a template, besides those of Python → the function that writes its value.
+_FORMATS: dict[str, Callable[[Any], str]] = {
+    "size": size,
+    "moment": moment,
+    "minute": minute,
+    "day": day,
+    "ranges": as_ranges,
+    "list": _listed,
+    "number": lambda items: str(len(items)),
+    "limit": lambda most: f"{most:,}" if most else "∞",
+    "limit_mib": lambda most: f"{most} MiB" if most else "∞",
+}
+
+
+class _Template(string.Formatter):
+    """Fills in a template with the fields of an entry; None is left out."""
+
+    def get_value(self, key: int | str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        return getattr(args, str(key))
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        if written := _FORMATS.get(format_spec):
+            return written(value)
+        return "" if value is None else format(value, format_spec)
+
+
+def text_of(cell: Cell, entry: Any) -> str:
+    """Return what a cell shows of an entry, as rich markup."""
+    return escape(_Template().vformat(cell, entry, {})) if isinstance(cell, str) else cell(entry)
+
+
 def table(
     title: str,
     *columns: str,
@@ -145,7 +182,7 @@ def lines(
     return table(
         title,
         *columns,
-        rows=([cell(entry) for cell in columns.values()] for entry in entries),
+        rows=([text_of(cell, entry) for cell in columns.values()] for entry in entries),
         right=right,
         most=most,
     )
@@ -191,7 +228,7 @@ def receipts(
 
     `jobs`: (id, captures, determinism).
     """
-    rows: list[tuple[str, RankReport, list[FileEntry]]] = []
+    rows: list[_Receipt] = []
     for job_id, captures, determinism in jobs:
         files = by_key(
             ((file.request, file.rank), file) for file in (captures.files if captures else [])
@@ -199,29 +236,37 @@ def receipts(
         stages = determinism.stages if determinism else []
         reports = [report for stage in stages for report in stage.ranks]
         rows += [
-            (job_id, report, files.get((report.request, report.rank), []))
+            _Receipt(job_id[-4:], report, files.get((report.request, report.rank), []))
             for report in sorted(reports, key=lambda report: (report.request, report.rank))
         ]
     return lines(title, _RECEIPT, rows, most=TABLE_ROWS)
 
 
-def _crc32(files: Sequence[FileEntry]) -> str:
-    if len(files) > 1:
-        return f"{len(files)} files"
-    return f"{files[0].crc32:08x}" if files else ""
+class _Receipt(NamedTuple):
+    """What a rank reported about a request."""
+
+    job: str  # the end of its id
+    report: RankReport
+    files: list[FileEntry]  # that it wrote
 
 
-#: Column of receipts → its cell, of the job's id, a rank's report, and the files that it wrote.
+def _crc32(row: _Receipt) -> str:
+    if len(row.files) > 1:
+        return f"{len(row.files)} files"
+    return f"{row.files[0].crc32:08x}" if row.files else ""
+
+
+#: Column of receipts → its cell.
 _RECEIPT: dict[str, Cell] = {
-    "job": lambda row: f"…{row[0][-4:]}",
-    "req": lambda row: str(row[1].request),
-    "rank": lambda row: str(row[1].rank),
-    "step": lambda row: str(row[1].step),
-    "acts": lambda row: str(row[1].actions),
-    "checksum": lambda row: row[1].checksum,
-    "edits": lambda row: str(row[1].applied),
-    "rows": lambda row: str(sum(file.rows for file in row[2])) if row[2] else "",
-    "crc32": lambda row: _crc32(row[2]),
+    "job": "…{job}",
+    "req": "{report.request}",
+    "rank": "{report.rank}",
+    "step": "{report.step}",
+    "acts": "{report.actions}",
+    "checksum": "{report.checksum}",
+    "edits": "{report.applied}",
+    "rows": lambda row: str(sum(file.rows for file in row.files)) if row.files else "",
+    "crc32": _crc32,
 }
 
 
@@ -284,7 +329,7 @@ _CHECK: dict[str, Cell] = {
         if check.path.suffix == ".seg"
         else check.path.name
     ),
-    "request": lambda check: str(check.request),
+    "request": "{request}",
     # a check of something missing has no size and checksum
     "bytes": lambda check: size(check.bytes) if check.bytes else "",
     "crc32": lambda check: f"{check.crc32:08x}" if check.bytes else "",

@@ -37,17 +37,18 @@ from .jobs import (
     day,
     facts,
     lines,
-    minute,
-    moment,
     run_prompts,
     seconds,
     size,
     table,
+    text_of,
 )
 from .steering import DIGEST, entries, what
 
 #: The most characters of a URL in a list: about as many as the id of a webhook above it has.
 _URL = 48
+#: The cell of a digest in a list.
+_SHORT_DIGEST = f"{{digest:.{DIGEST}}}"
 #: The most values of an array that a reader returned.
 _VALUES = 6
 #: The most labels of a probe in a list.
@@ -62,7 +63,9 @@ def listed(records: Iterable[Any], kind: type) -> Table:
 
 def one(record: Any) -> Table:
     """Return a table of one record's facts, without its details."""
-    return facts(*((name, cell(record)) for name, cell in layout(type(record)).facts.items()))
+    return facts(
+        *((name, text_of(cell, record)) for name, cell in layout(type(record)).facts.items())
+    )
 
 
 def parts(record: Any) -> list[Table]:
@@ -74,11 +77,6 @@ def outcome(attempt: DeliveryAttempt | None) -> str:
     """Return the response's status and the error of a delivery attempt."""
     said = ("", "") if attempt is None else (str(attempt.status or ""), escape(attempt.error))
     return " ".join(filter(None, said))
-
-
-def _text(name: str) -> Cell:
-    """Return a cell with the text of a field."""
-    return lambda record: escape(getattr(record, name))
 
 
 def _in_brief(name: str) -> Cell:
@@ -93,22 +91,10 @@ def _digest(record: Any) -> str:
     )
 
 
-def _short_digest(record: Any) -> str:
-    return escape(record.digest[:DIGEST])
-
-
-def _bytes(record: Any) -> str:
-    return size(record.bytes)
-
-
 def _receiver(delivery: WebhookDelivery) -> str:
     """Return the URL, cut: the other columns need their room."""
     url = delivery.url
     return url if len(url) <= _URL else f"{url[:_URL]}…"
-
-
-def _since(record: Any) -> str:
-    return minute(record.created)
 
 
 def _extent(view: JobView) -> str:
@@ -216,13 +202,13 @@ def _registered(
     """Return how registered artifacts of a kind are shown. `own`: the facts that others lack."""
     return Shown(
         title,
-        {"name": _text("name"), **columns},
+        {"name": "{name}", **columns},
         {
-            noun: _text("name"),
-            "model": _text("model"),
+            noun: "{name}",
+            "model": "{model}",
             "digest": _digest,
             **own,
-            "description": _text("description"),
+            "description": "{description}",
         },
         **more,
     )
@@ -234,16 +220,16 @@ def _lens(noun: str, **own: Cell) -> Shown:
         f"{noun[0].upper()}{noun[1:]}es",
         noun,
         {
-            "reads": _text("hook"),
-            "layers": lambda lens: as_ranges(lens.layers),
-            "bytes": _bytes,
-            "path": _text("path"),
+            "reads": "{hook}",
+            "layers": "{layers:ranges}",
+            "bytes": "{bytes:size}",
+            "path": "{path}",
         },
         {
-            "path": _text("path"),
-            "reads": lambda lens: f"{lens.hook} of layers {as_ranges(lens.layers)}",
+            "path": "{path}",
+            "reads": "{hook} of layers {layers:ranges}",
             **own,
-            "file": _bytes,
+            "file": "{bytes:size}",
         },
     )
 
@@ -258,36 +244,24 @@ def layout(kind: type) -> Shown:
         return Shown()
     own = {name: _in_brief(name) for name in kind.__struct_fields__ if name not in _OF_ALL}
     (row,) = (row for row in ARTIFACTS.values() if row.view is kind)
-    columns = {"digest": _short_digest, "since": _since, "description": _text("description")}
+    columns = {"digest": _SHORT_DIGEST, "since": "{created:minute}", "description": "{description}"}
     return _registered(row.plural.capitalize(), row.noun, columns, own)
-
-
-def _of(used: int, allowed: int | None) -> str:
-    return f"{used:,} / {allowed:,}" if allowed else f"{used:,} / ∞"
-
-
-def _size_of(used: int, allowed_mib: int | None) -> str:
-    return f"{size(used)} / {f'{allowed_mib} MiB' if allowed_mib else '∞'}"
 
 
 #: Fields that every registered artifact has.
 _OF_ALL = frozenset(Registered.__struct_fields__)
 #: What a tenant has used → the figure and its limit.
 _USAGE: dict[str, Cell] = {
-    "jobs in flight": lambda view: _of(view.usage.jobs_in_flight, view.limits.jobs_in_flight),
-    "requests this minute": lambda view: _of(
-        view.usage.requests_this_minute, view.limits.requests_per_minute
+    "jobs in flight": "{usage.jobs_in_flight:,} / {limits.jobs_in_flight:limit}",
+    "requests this minute": "{usage.requests_this_minute:,} / {limits.requests_per_minute:limit}",
+    "tokens this minute": "{usage.tokens_this_minute:,} / {limits.tokens_per_minute:limit}",
+    "captures, harvests": "{usage.capture_bytes:size} / {limits.capture_mib:limit_mib}",
+    "sweep cells": "{usage.sweep_cells:,} / {limits.sweep_cells:limit}",
+    "modules": (
+        "{usage.modules:,} / {limits.modules:limit}, "
+        "{usage.module_bytes:size} / {limits.module_mib:limit_mib}"
     ),
-    "tokens this minute": lambda view: _of(
-        view.usage.tokens_this_minute, view.limits.tokens_per_minute
-    ),
-    "captures, harvests": lambda view: _size_of(view.usage.capture_bytes, view.limits.capture_mib),
-    "sweep cells": lambda view: _of(view.usage.sweep_cells, view.limits.sweep_cells),
-    "modules": lambda view: (
-        f"{_of(view.usage.modules, view.limits.modules)}, "
-        f"{_size_of(view.usage.module_bytes, view.limits.module_mib)}"
-    ),
-    "open harvests": lambda view: _of(view.usage.harvests, view.limits.harvests),
+    "open harvests": "{usage.harvests:,} / {limits.harvests:limit}",
 }
 
 _condition = attrgetter("current.content.condition")
@@ -307,22 +281,17 @@ def _schedule(policy: Policy) -> str:
     return text
 
 
-def _release(policy: Policy) -> str:
-    below = _condition(policy).release_below
-    return "" if below is None else f"{below:g}"
-
-
 #: The cells of a policy's condition, in brief and in full.
 _DECIDES: dict[str, Cell] = {
-    "probe": lambda policy: escape(policy.current.content.probe),
-    "condition": lambda policy: (
-        f"{_condition(policy).aggregation} ≥ {_condition(policy).at_least:g}"
+    "probe": "{current.content.probe}",
+    "condition": (
+        "{current.content.condition.aggregation} ≥ {current.content.condition.at_least:g}"
     ),
 }
 _CONDITION: dict[str, Cell] = {
-    "window": lambda policy: f"{_condition(policy).window or ''}",
-    "decay": lambda policy: f"{_condition(policy).decay or ''}",
-    "release_below": _release,
+    "window": "{current.content.condition.window}",
+    "decay": "{current.content.condition.decay}",
+    "release_below": "{current.content.condition.release_below:g}",
     "schedule": _schedule,
     "cool_down": lambda policy: f"{_condition(policy).cool_down or ''}",
     "latch": lambda policy: _condition(policy).latch.removeprefix("none"),
@@ -334,11 +303,11 @@ SHOWN: dict[type, Shown] = {
         "Modules",
         "module",
         {
-            "digest": _short_digest,
+            "digest": _SHORT_DIGEST,
             "what": lambda view: what(view.entries),
-            "bytes": _bytes,
-            "since": _since,
-            "description": _text("description"),
+            "bytes": "{bytes:size}",
+            "since": "{created:minute}",
+            "description": "{description}",
         },
         {
             "tensors": lambda view: (
@@ -354,18 +323,18 @@ SHOWN: dict[type, Shown] = {
         "Adapters",
         "adapter",
         {
-            "digest": _short_digest,
-            "rank": lambda lora: str(lora.rank),
-            "bytes": _bytes,
-            "path": _text("path"),
-            "since": _since,
-            "description": _text("description"),
+            "digest": _SHORT_DIGEST,
+            "rank": "{rank}",
+            "bytes": "{bytes:size}",
+            "path": "{path}",
+            "since": "{created:minute}",
+            "description": "{description}",
         },
         {
-            "path": _text("path"),
-            "rank": lambda lora: str(lora.rank),
-            "modules": lambda lora: escape(", ".join(lora.modules)),
-            "weights": _bytes,
+            "path": "{path}",
+            "rank": "{rank}",
+            "modules": "{modules:list}",
+            "weights": "{bytes:size}",
         },
     ),
     Sae: _registered(
@@ -373,18 +342,18 @@ SHOWN: dict[type, Shown] = {
         "autoencoder",
         {
             "kind": _sae_kind,
-            "reads": lambda sae: escape(f"{sae.hook} {sae.layer}"),
-            "features": lambda sae: f"{sae.form.d_sae:,}",
-            "bytes": _bytes,
-            "path": _text("path"),
+            "reads": "{hook} {layer}",
+            "features": "{form.d_sae:,}",
+            "bytes": "{bytes:size}",
+            "path": "{path}",
         },
         {
-            "trained on": _text("trained_on"),
-            "path": _text("path"),
+            "trained on": "{trained_on}",
+            "path": "{path}",
             "kind": _sae_kind,
-            "reads": lambda sae: f"{sae.hook} of layer {sae.layer}",
-            "features": lambda sae: f"{sae.form.d_sae:,} of rows of width {sae.form.d_in:,}",
-            "weights": _bytes,
+            "reads": "{hook} of layer {layer}",
+            "features": "{form.d_sae:,} of rows of width {form.d_in:,}",
+            "weights": "{bytes:size}",
         },
     ),
     TunedLens: _lens(
@@ -399,10 +368,10 @@ SHOWN: dict[type, Shown] = {
         "Probes",
         "probe",
         {
-            "digest": _short_digest,
+            "digest": _SHORT_DIGEST,
             "site": _site,
             "labels": _labels,
-            "description": _text("description"),
+            "description": "{description}",
         },
         {
             "site": _site,
@@ -417,7 +386,7 @@ SHOWN: dict[type, Shown] = {
     Policy: Shown(
         "Policies",
         {
-            "name": lambda policy: f"{escape(policy.name)} v{policy.current.version}",
+            "name": "{name} v{current.version}",
             "mode": lambda policy: (
                 policy.mode + (", all traffic" if policy.current.content.all_traffic else "")
             ),
@@ -426,14 +395,14 @@ SHOWN: dict[type, Shown] = {
             "hits": _hits,
         },
         {
-            "name": _text("name"),
-            "digest": _short_digest,
-            "version": lambda policy: str(policy.current.version),
-            "mode": _text("mode"),
+            "name": "{name}",
+            "digest": _SHORT_DIGEST,
+            "version": "{current.version}",
+            "mode": "{mode}",
             "traffic": lambda policy: "all" if policy.current.content.all_traffic else "named",
             **_DECIDES,
             **_CONDITION,
-            "actions": lambda policy: ", ".join(policy.current.content.kinds),
+            "actions": "{current.content.kinds:list}",
             "hits": _hits_of_all_versions,
         },
     ),
@@ -441,23 +410,23 @@ SHOWN: dict[type, Shown] = {
     RunView: Shown(
         "Source runs",
         {
-            "run": lambda view: f"{escape(view.name)}\n{view.job}",
+            "run": "{name}\n{job}",
             "state": lambda view: coloured(view.state),
-            "bytes": _bytes,
-            "in use": lambda view: str(view.in_use),
-            "held by": lambda view: escape(", ".join(view.held_by)),
+            "bytes": "{bytes:size}",
+            "in use": "{in_use}",
+            "held by": "{held_by:list}",
         },
         {
-            "run": _text("name"),
+            "run": "{name}",
             "state": lambda view: (
                 coloured(view.state) + (f" ({escape(view.detail)})" if view.detail else "")
             ),
-            "model": _text("model"),
-            "job": _text("job"),
-            "tag": _text("tag"),
-            "files": _bytes,
+            "model": "{model}",
+            "job": "{job}",
+            "tag": "{tag}",
+            "files": "{bytes:size}",
             "in use": lambda view: f"by {count(view.in_use, 'job')}" if view.in_use else "",
-            "in memory": lambda view: escape(", ".join(view.held_by)),
+            "in memory": "{held_by:list}",
         },
         lambda view: [run_prompts(view.prompts)] if view.prompts else [],
     ),
@@ -465,7 +434,7 @@ SHOWN: dict[type, Shown] = {
     JobView: Shown(
         "Jobs",
         {
-            "job": lambda view: f"{view.id}\n{escape(view.model)}",
+            "job": "{id}\n{model}",
             "state": lambda view: (
                 coloured(view.state)
                 + (f", attempt {view.attempt}" if view.retry_reason else "")
@@ -482,7 +451,7 @@ SHOWN: dict[type, Shown] = {
             "took": lambda view: seconds(view.created, view.finished),
         },
         {
-            "job": _text("id"),
+            "job": "{id}",
             "state": lambda view: coloured(view.state),
             "kind": lambda view: f"{view.kind}, {_extent(view)}, model {escape(view.model)}",
             "identity": lambda view: view.identity[:SHOWN_IDENTITY],
@@ -493,7 +462,7 @@ SHOWN: dict[type, Shown] = {
             "waited": lambda view: seconds(view.queued or view.created, view.started),
             "generated in": lambda view: seconds(view.started, view.generated),
             "ended after": lambda view: seconds(view.created, view.finished),
-            "worker": lambda view: escape(view.worker or ""),
+            "worker": "{worker}",
             "captures": lambda view: (
                 coloured(view.capture_status)
                 if view.capture_status != "not_requested"
@@ -508,27 +477,25 @@ SHOWN: dict[type, Shown] = {
     CaptureEntry: Shown(
         "Captures",
         {
-            "job": _text("job"),
+            "job": "{job}",
             "status": lambda entry: coloured(entry.status),
-            "rows": lambda entry: str(entry.rows),
-            "size": _bytes,
-            "tags": lambda entry: escape(", ".join(entry.tags)),
+            "rows": "{rows}",
+            "size": "{bytes:size}",
+            "tags": "{tags:list}",
         },
     ),
     Output: Shown(
         "Outputs",
         {
-            "request": lambda output: str(output.index),
-            "text": lambda output: escape(repr(output.text)),
-            "tokens": lambda output: str(len(output.token_ids)),
-            "finish": _text("finish_reason"),
+            "request": "{index}",
+            "text": "{text!r}",
+            "tokens": "{token_ids:number}",
+            "finish": "{finish_reason}",
         },
     ),
     ReaderReading: Shown(
         facts={
-            "reader": lambda reading: escape(
-                f"{reading.name} of {reading.package} {reading.version}, prompt {reading.request}"
-            ),
+            "reader": "{name} of {package} {version}, prompt {request}",
             "options": lambda reading: escape(
                 ", ".join(f"{name}={value}" for name, value in reading.options.items())
             ),
@@ -541,15 +508,15 @@ SHOWN: dict[type, Shown] = {
         {
             "id": lambda delivery: f"{delivery.id}\n→ {escape(_receiver(delivery))}",
             "state": lambda delivery: coloured(delivery.state),
-            "tries": lambda delivery: str(len(delivery.attempts)),
+            "tries": "{attempts:number}",
             "last": lambda delivery: outcome(next(reversed(delivery.attempts), None)),
         },
         {
-            "webhook": _text("id"),
-            "event": _text("event"),
+            "webhook": "{id}",
+            "event": "{event}",
             "state": lambda delivery: coloured(delivery.state),
-            "to": _text("url"),
-            "job": _text("job"),
+            "to": "{url}",
+            "job": "{job}",
             "again in": lambda delivery: (
                 ""
                 if delivery.next_attempt is None
@@ -561,8 +528,8 @@ SHOWN: dict[type, Shown] = {
     DeliveryAttempt: Shown(
         "Attempts",
         {
-            "at": lambda attempt: moment(attempt.at),
-            "took": lambda attempt: f"{attempt.seconds:.3f} s",
+            "at": "{at:moment}",
+            "took": "{seconds:.3f} s",
             "answer": outcome,
         },
     ),
@@ -570,27 +537,27 @@ SHOWN: dict[type, Shown] = {
     KeyView: Shown(
         "keys",
         {
-            "id": _text("id"),
-            "name, tenant": lambda key: f"{escape(key.name)}\n{key.tenant}",
+            "id": "{id}",
+            "name, tenant": "{name}\n{tenant}",
             "scopes": lambda key: " ".join(key.scopes),
-            "created": lambda key: day(key.created),
+            "created": "{created:day}",
             "expires": _expires,
         },
     ),
     TenantView: Shown(
         "Tenants: used / limit",
         {
-            "tenant": _text("name"),
+            "tenant": "{name}",
             **{name: _USAGE[name] for name in ("jobs in flight", "requests this minute")},
             "captures, harvests": _USAGE["captures, harvests"],
-            "weight": lambda view: str(view.limits.weight),
+            "weight": "{limits.weight}",
         },
         {
-            "tenant": lambda view: f"{escape(view.name)}: used / limit",
+            "tenant": "{name}: used / limit",
             **_USAGE,
-            "may harvest": lambda view: escape(", ".join(view.limits.harvest_sources or ())),
-            "weight": lambda view: str(view.limits.weight),
-            "highest priority": lambda view: view.limits.highest_priority,
+            "may harvest": "{limits.harvest_sources:list}",
+            "weight": "{limits.weight}",
+            "highest priority": "{limits.highest_priority}",
             "edits": lambda view: (
                 f"{view.limits.edit_limit.relative:g} ({view.limits.edit_limit.then})"
                 if view.limits.edit_limit
