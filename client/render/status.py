@@ -10,7 +10,7 @@ from rich.text import Text
 from ...schemas.jobs.jobs import State
 from ...schemas.jobs.models import SHOWN_IDENTITY, WorkerInfo
 from ...schemas.service.status import QueueStatus, ServiceStatus
-from .jobs import bare, count, moment, size
+from .jobs import Cell, bare, count, moment, size, text_of
 
 #: Column titles in the table of jobs, by state.
 _STATES = {
@@ -52,33 +52,25 @@ def _head(now: ServiceStatus, url: str) -> Text:
         if redis.limit_bytes
         else size(redis.used_bytes)
     )
-    line = Text()
-    line.append(f"midstream {now.version}", style="bold")
-    line.append(f" at {url} · {moment(now.at)}\n")
-    line.append(
-        f"{count(now.live, 'job')} live, {now.queued} queued, {count(now.held, 'response')} held\n"
-    )
-    line.append_text(_alive("relay", now.relay.alive, count(now.relay.received, "receipt")))
-    line.append(f" · redis {memory}, {redis.milliseconds:.1f} ms\n")
+    callbacks = now.callbacks
     late = (
-        f", {now.callbacks.webhooks_overdue_s:.0f} s overdue"
-        if now.callbacks.webhooks_overdue_s >= 1
+        f", {callbacks.webhooks_overdue_s:.0f} s overdue"
+        if callbacks.webhooks_overdue_s >= 1
         else ""
     )
-    line.append_text(
-        _alive(
-            "callbacks",
-            now.callbacks.alive,
-            f"{count(now.callbacks.webhooks_pending, 'webhook')} pending{late}",
-        )
+    webhooks = f"{count(callbacks.webhooks_pending, 'webhook')} pending{late}"
+    relay = _alive("relay", now.relay.alive, count(now.relay.received, "receipt"))
+    lines = (
+        f"[bold]midstream {escape(now.version)}[/] at {escape(url)} · {moment(now.at)}",
+        f"{count(now.live, 'job')} live, {now.queued} queued, {count(now.held, 'response')} held",
+        f"{relay} · redis {memory}, {redis.milliseconds:.1f} ms",
+        _alive("callbacks", callbacks.alive, webhooks),
     )
-    return line
+    return Text.from_markup("\n".join(lines))
 
 
-def _alive(name: str, alive: bool, more: str) -> Text:
-    text = Text(f"{name} ")
-    text.append("alive" if alive else "not seen", style="green" if alive else "bold red")
-    return text.append(f", {more}" if alive else "")
+def _alive(name: str, alive: bool, more: str) -> str:
+    return f"{name} [green]alive[/], {more}" if alive else f"{name} [bold red]not seen[/]"
 
 
 def _table(
@@ -133,7 +125,7 @@ def _queues(queues: Iterable[QueueStatus]) -> Table:
 def _workers(workers: Sequence[WorkerInfo]) -> RenderableType:
     if not workers:
         return Text("\nno worker is running", style="bold red")
-    columns = ["worker", "tp×pp", "jobs", "run", "wait", "tok/s in", "out", "kv", "rows", "outbox"]
+    columns = ["worker", "tp×pp", *_STATS]
     tables: list[RenderableType] = []
     for model in sorted({worker.model for worker in workers}):
         of_model = [worker for worker in workers if worker.model == model]
@@ -155,21 +147,22 @@ def _workers(workers: Sequence[WorkerInfo]) -> RenderableType:
 def _worker(worker: WorkerInfo) -> list[str | Text]:
     name = Text(worker.worker, style="green" if worker.healthy else "red")
     place = f"{worker.tp}×{worker.pp}"
-    stats = worker.stats
-    if stats is None:
-        return [name, place, *["–"] * 8]
-    return [
-        name,
-        place,
-        str(stats.jobs),
-        str(stats.running),
-        str(stats.waiting),
-        f"{stats.prompt_tokens_s:.0f}",
-        f"{stats.generated_tokens_s:.0f}",
-        f"{stats.kv_cache:.0%}",
-        f"{stats.rows_used}/{stats.rows}",
-        str(stats.outbox),
-    ]
+    if worker.stats is None:
+        return [name, place, *["–"] * len(_STATS)]
+    return [name, place, *[text_of(cell, worker.stats) for cell in _STATS.values()]]
+
+
+#: Column of workers → its cell, of what the worker last told.
+_STATS: dict[str, Cell] = {
+    "jobs": "{jobs}",
+    "run": "{running}",
+    "wait": "{waiting}",
+    "tok/s in": "{prompt_tokens_s:.0f}",
+    "out": "{generated_tokens_s:.0f}",
+    "kv": "{kv_cache:.0%}",
+    "rows": "{rows_used}/{rows}",
+    "outbox": "{outbox}",
+}
 
 
 def _ago(seconds: float) -> str:

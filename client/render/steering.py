@@ -15,7 +15,7 @@ from ...schemas.requests.steering import (
     RankAgreement,
     WorkerSteering,
 )
-from .jobs import TABLE_ROWS, count, size, table
+from .jobs import TABLE_ROWS, Cell, count, lines, text_of
 
 #: Characters shown of a digest, enough to distinguish digests.
 DIGEST = 12
@@ -32,30 +32,33 @@ def what(entries: Sequence[EntryView]) -> str:
 
 def entries(views: Sequence[EntryView]) -> Table:
     """Return a table of the first `TABLE_ROWS` entries."""
-    names = ("op", "hook", "layers", "positions", "scale", "numbers", "tensors")
-    return table("Entries", *names, rows=map(_cells, views), most=TABLE_ROWS)
+    return lines("Entries", _ENTRY, views, most=TABLE_ROWS)
 
 
-def _cells(view: EntryView) -> tuple[str, ...]:
+def _op(view: EntryView) -> str:
+    rank = f" of rank {view.rank}" if view.rank else ""
+    return f"{view.op}{rank}{' norm_match' if view.norm_match else ''}"
+
+
+def _positions(view: EntryView) -> str:
     positions = (
         view.positions if isinstance(view.positions, str) else to_json(view.positions).decode()
     )
-    op = (
-        view.op
-        + (f" of rank {view.rank}" if view.rank else "")
-        + (" norm_match" if view.norm_match else "")
-    )
     if view.trigger is not None:
         positions += f", trigger {to_json(view.trigger).decode()}"
-    return (
-        op,
-        view.hook,
-        as_ranges(view.layers),
-        escape(positions),
-        f"{view.scale:g}",
-        ", ".join(f"{number:g}" for number in view.numbers),
-        ", ".join(tensor[:DIGEST] for tensor in view.tensors),
-    )
+    return escape(positions)
+
+
+#: Column of entries → its cell.
+_ENTRY: dict[str, Cell] = {
+    "op": _op,
+    "hook": "{hook}",
+    "layers": "{layers:ranges}",
+    "positions": _positions,
+    "scale": "{scale:g}",
+    "numbers": lambda view: ", ".join(f"{number:g}" for number in view.numbers),
+    "tensors": lambda view: ", ".join(tensor[:DIGEST] for tensor in view.tensors),
+}
 
 
 def global_line(view: GlobalView) -> str:
@@ -89,30 +92,25 @@ def ranks(worker: WorkerSteering, agreement: RankAgreement) -> Table:
     }
     # no padding, so that a rank fits on one line of 80 columns
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
-    for column in (
-        "rank",
-        "pp",
-        "checksum",
-        "actions",
-        "rows",
-        "entries",
-        "requests",
-        "queues",
-    ):
+    for column in _RANK:
         shown.add_column(column, justify="right", no_wrap=True)
     for rank in worker.ranks:
-        room = (f"{rank.rows_used}/{rank.rows}", f"{rank.entries_used}/{rank.entries}")
-        cells = (
-            str(rank.rank),
-            str(rank.pp),
-            rank.checksum,
-            str(rank.actions),
-            *room,
-            str(rank.requests),
-            f"{rank.outbox}, {size(rank.backlog)}",
-        )
+        cells = [text_of(cell, rank) for cell in _RANK.values()]
         shown.add_row(*cells, style="red" if rank.pp in inconsistent else None)
     return shown
+
+
+#: Column of ranks → its cell.
+_RANK: dict[str, Cell] = {
+    "rank": "{rank}",
+    "pp": "{pp}",
+    "checksum": "{checksum}",
+    "actions": "{actions}",
+    "rows": "{rows_used}/{rows}",
+    "entries": "{entries_used}/{entries}",
+    "requests": "{requests}",
+    "queues": "{outbox}, {backlog:size}",
+}
 
 
 def agreement_line(dynamic: Dynamic) -> str:
