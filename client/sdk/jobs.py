@@ -161,28 +161,31 @@ class Jobs(Calls[M]):
         """
         # The server sends a comment every 15 s: silence for longer means that the connection is
         # dead.
-        parser = wire.EventParser(after)
+        seen = after
         patience = wire.Patience()
         timeout = httpx2.Timeout(10.0, read=45.0)
         while True:
             try:
-                seen = {"last-event-id": parser.last_id} if parser.last_id else {}
+                resumed = {"last-event-id": seen} if seen else {}
                 async with self._io.stream(
                     method="GET",
                     url=wire.job_path(job_id, "events"),
-                    headers={"accept": "text/event-stream"} | seen,
+                    headers={"accept": "text/event-stream"} | resumed,
                     timeout=timeout,
                 ) as response:
                     wire.raise_problem(response)
                     if response.status_code == 204:  # the job has ended: no more events
                         return
-                    async with aclosing(self._io.chunks(response)) as pieces:
-                        async for piece in pieces:
+                    async with aclosing(self._io.events(response)) as events:
+                        async for sent in events:
                             patience.ok()
-                            for event in parser.events(piece):
-                                yield event
-                                if event.event == "done":
-                                    return
+                            if not sent.data:  # when to connect again, which begins a stream
+                                continue
+                            event = wire.event_of(sent)
+                            seen = event.id
+                            yield event
+                            if event.event == "done":
+                                return
             except httpx2.TransportError as error:
                 patience.check(wire.unreachable(self._io.url, error))
             except MidstreamError as error:

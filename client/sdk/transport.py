@@ -47,12 +47,17 @@ class BlockingTransport:
                 response.read()
             yield response
 
-    async def chunks(
-        self, response: httpx2.Response, size: int | None = None
-    ) -> AsyncGenerator[bytes, None]:
-        """Yield the body as it arrives, or in chunks of `size` bytes."""
+    async def chunks(self, response: httpx2.Response, size: int) -> AsyncGenerator[bytes, None]:
+        """Yield the body in chunks of `size` bytes."""
         for chunk in response.iter_bytes(size):
             yield chunk
+
+    async def events(
+        self, response: httpx2.Response
+    ) -> AsyncGenerator[httpx2.ServerSentEvent, None]:
+        """Yield the server-sent events of the body, as large as they are."""
+        for sent in httpx2.EventSource(response, max_event_size=None):
+            yield sent
 
     async def sleep(self, seconds: float) -> None:
         time.sleep(seconds)  # noqa: ASYNC251 (no event loop runs this)
@@ -96,11 +101,15 @@ class AwaitingTransport:
                 await response.aread()
             yield response
 
-    async def chunks(
-        self, response: httpx2.Response, size: int | None = None
-    ) -> AsyncGenerator[bytes, None]:
+    async def chunks(self, response: httpx2.Response, size: int) -> AsyncGenerator[bytes, None]:
         async for chunk in response.aiter_bytes(size):
             yield chunk
+
+    async def events(
+        self, response: httpx2.Response
+    ) -> AsyncGenerator[httpx2.ServerSentEvent, None]:
+        async for sent in httpx2.EventSource(response, max_event_size=None):
+            yield sent
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

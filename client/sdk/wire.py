@@ -4,7 +4,6 @@ import json
 import os
 import time
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -413,49 +412,17 @@ def is_over(view: JobView) -> bool:
     return view.state in TERMINAL
 
 
-class EventParser:
-    """Parses a stream of server-sent events into `Event`s; keeps the last id for resuming."""
-
-    def __init__(self, after: str = ""):
-        self.last_id = after
-        self._fields: dict[str, list[str]] = {}
-        self._begun = b""  # of a line
-
-    def events(self, piece: bytes) -> Iterator[Event]:
-        """Yield the events that a piece of the stream completes. Lines end with a newline alone:
-        texts may have other separators of lines.
-
-        Raises as `feed`.
-        """
-        *lines, self._begun = (self._begun + piece).split(b"\n")
-        for line in lines:
-            if (event := self.feed(line.decode())) is not None:
-                yield event
-
-    def feed(self, line: str) -> Event | None:
-        """Return the event that `line` (without its newline) completes, or None. Comments are
-        ignored.
-
-        Raises the MidstreamError with which the server ended the stream.
-        """
-        if line:
-            name, _, value = line.partition(":")
-            if name:
-                self._fields.setdefault(name, []).append(value.removeprefix(" "))
-            return None
-        fields = self._fields
-        self._fields = {}
-        if "data" not in fields:
-            return None
-        self.last_id = fields.get("id", [self.last_id])[-1]
-        if fields["event"][-1] == PROBLEM_EVENT:
-            raise error_of(from_json("\n".join(fields["data"]), _Received))
-        body = json.loads("\n".join(fields["data"]))
-        attempt = body.pop("attempt", 0)
-        return msgspec.convert(
-            {"event": fields["event"][-1], "data": body, "attempt": attempt, "id": self.last_id},
-            Event,
-        )
+def event_of(sent: httpx2.ServerSentEvent) -> Event:
+    """Return the event of a job that the server sent. Raises the MidstreamError with which it ended
+    the stream.
+    """
+    if sent.event == PROBLEM_EVENT:
+        raise error_of(from_json(sent.data, _Received))
+    body = json.loads(sent.data)
+    attempt = body.pop("attempt", 0)
+    return msgspec.convert(
+        {"event": sent.event, "data": body, "attempt": attempt, "id": sent.id}, Event
+    )
 
 
 def only_model(served: list[str]) -> str:
