@@ -35,6 +35,9 @@ from .wire import HttpCall
 P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M")
+#: What a function returns in `Client`, and in `AsyncClient`.
+R = TypeVar("R")
+A = TypeVar("A")
 
 #: Seconds for which calls that are safe to repeat are repeated while the server does not answer.
 REPEAT_S = 5.0
@@ -170,15 +173,15 @@ class Calls(Generic[M]):
                 await self._io.sleep(wire.PAUSE_S)
 
 
-class _Asking(Generic[P, T]):
-    """Base of attributes whose function returns a result or, in `AsyncClient`, a coroutine."""
+class _Asking(Generic[P, R, A]):
+    """Base of attributes whose function returns R in `Client`, and A in `AsyncClient`."""
 
     @overload
-    def __get__(self, group: None, kind: type[Any]) -> Callable[Concatenate[Any, P], T]: ...
+    def __get__(self, group: None, kind: type[Any]) -> Callable[Concatenate[Any, P], R]: ...
     @overload
-    def __get__(self, group: Calls[Blocks] | Blocking, kind: type[Any]) -> Callable[P, T]: ...
+    def __get__(self, group: Calls[Blocks] | Blocking, kind: type[Any]) -> Callable[P, R]: ...
     @overload
-    def __get__(self, group: object, kind: type[Any]) -> Callable[P, Coroutine[Any, Any, T]]: ...
+    def __get__(self, group: object, kind: type[Any]) -> Callable[P, A]: ...
     def __get__(self: Any, group: object, kind: type[Any]) -> Any:
         return self._bound(group, kind)
 
@@ -208,7 +211,7 @@ class _Method:
 
 # Not generated from one client (two copies in the tree), and not a description of a request with a
 # parser: calls that poll, stream or retry do not fit into one.
-class call(_Method, _Asking[P, T]):
+class call(_Method, _Asking[P, T, Coroutine[Any, Any, T]]):
     """A method written as a coroutine: it returns the coroutine's result in `Calls[Blocks]`, the
     coroutine elsewhere.
     """
@@ -231,7 +234,7 @@ class call(_Method, _Asking[P, T]):
         super().__init__(awaiting, blocking)
 
 
-class stream(_Method, Generic[P, T]):
+class stream(_Method, _Asking[P, Iterator[T], AsyncGenerator[T, None]]):
     """A method written as an asynchronous generator: in `Calls[Blocks]`, it returns an iterator of
     the same items.
     """
@@ -255,21 +258,8 @@ class stream(_Method, Generic[P, T]):
 
         super().__init__(awaiting, blocking)
 
-    @overload
-    def __get__(
-        self, group: None, kind: type[Any]
-    ) -> Callable[Concatenate[Any, P], Iterator[T]]: ...
-    @overload
-    def __get__(
-        self, group: Calls[Blocks] | Blocking, kind: type[Any]
-    ) -> Callable[P, Iterator[T]]: ...
-    @overload
-    def __get__(self, group: object, kind: type[Any]) -> Callable[P, AsyncGenerator[T, None]]: ...
-    def __get__(self, group: object, kind: type[Any]) -> Any:
-        return self._bound(group, kind)
 
-
-class verb(_Asking[P, T]):
+class verb(_Asking[P, T, Coroutine[Any, Any, T]]):
     """Exposes a call of a group as a method of the client itself."""
 
     def __init__(self, function: Callable[Concatenate[Any, P], T]):
