@@ -11,7 +11,6 @@ from rich.text import Text
 from midstream.client.render import records
 from midstream.client.render.drawing import side_by_side
 from midstream.client.render.forms import Form, Shown
-from midstream.client.render.jobs import minute, size
 
 from ..files.shards import Harvest
 from ..files.surveys import Surveyed
@@ -80,17 +79,17 @@ def _survey(survey: Surveyed) -> dict[str, np.ndarray]:
 _HARVEST = Shown(
     "Harvests",
     {
-        "id": lambda view: f"{view.id}\n{minute(view.created)}",
-        "state": lambda view: view.state,
-        "done": lambda view: f"{view.share:.0%}",
-        "rows": lambda view: f"{view.rows:,}",
-        "size": lambda view: size(view.bytes),
+        "id": "{id}\n{created:minute}",
+        "state": "{state}",
+        "done": "{share:.0%}",
+        "rows": "{rows:,}",
+        "size": "{bytes:size}",
     },
     {
-        "harvest": lambda view: view.id,
+        "harvest": "{id}",
         "state": lambda view: view.state + (f": {escape(view.reason)}" if view.reason else ""),
-        "read": lambda view: f"{view.documents:,} documents, {view.tokens:,} tokens",
-        "written": lambda view: f"{view.rows:,} rows, {size(view.bytes)} in {view.shards:,} shards",
+        "read": "{documents:,} documents, {tokens:,} tokens",
+        "written": "{rows:,} rows, {bytes:size} in {shards:,} shards",
         "acknowledged": lambda view: ", ".join(
             f"{escape(name)}: {units:,} units" for name, units in view.acknowledged.items()
         ),
@@ -102,12 +101,12 @@ _HARVEST = Shown(
         ),
         "left": lambda view: "" if view.left_s is None else f"about {_time(view.left_s)}",
         "error": lambda view: f"[red]{escape(view.error.detail)}[/]" if view.error else "",
-        "files": lambda view: escape(view.uri),
+        "files": "{uri}",
     },
 )
 _FEATURES = Shown(
     columns={
-        "feature": lambda each: str(each.feature),
+        "feature": "{feature}",
         "density": lambda each: " → ".join(f"{share:.2%}" for share in each.density),
         "mean activation": lambda each: " → ".join(f"{mean:.2f}" for mean in each.mean),
     }

@@ -13,11 +13,11 @@ from ..records.doses import DoseCell, DoseEffect, DoseResult
 #: Column of a dose → its cell.
 _CELL: dict[str, Cell] = {
     "layer": lambda cell: _layer(cell),
-    "scale": lambda cell: f"{cell.scale:g}",
-    "effect": lambda cell: f"{cell.effect:.3g}",
-    "loss": lambda cell: f"{cell.loss:.2f}",
-    "repeats": lambda cell: f"{cell.repetition:.0%}",
-    "size": lambda cell: f"{cell.median:.2f}",
+    "scale": "{scale:g}",
+    "effect": "{effect:.3g}",
+    "loss": "{loss:.2f}",
+    "repeats": "{repetition:.0%}",
+    "size": "{median:.2f}",
     "text": lambda cell: escape(" ".join(cell.text.split())[:24]),
 }
 

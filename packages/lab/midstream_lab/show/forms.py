@@ -52,7 +52,7 @@ FORMS: dict[type, Form] = {
                 "module": _registered,
                 "learned": lambda result: training(result.training),
                 "effect": lambda result: effect(result.training),
-                "reason": lambda result: escape(result.reason),
+                "reason": "{reason}",
             }
         ),
     ),
