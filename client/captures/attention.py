@@ -138,13 +138,13 @@ def pattern(
         raise invalid("head", detail, hint="ask for fewer heads, or the queries of fewer positions")
     result = np.zeros(shape, dtype=np.float32)
     step = max(1, _BLOCK_BYTES // (8 * max(len(places), 1)))
+    queries = queries.reshape(len(queries), kind.heads, kind.head_dim)
+    keys = keys.reshape(len(keys), key_heads, kind.head_dim)
     for at, head in enumerate(chosen):
-        columns = slice(head * kind.head_dim, (head + 1) * kind.head_dim)
-        shared = head * key_heads // kind.heads
-        of_keys = keys[:, shared * kind.head_dim : (shared + 1) * kind.head_dim].astype(np.float64)
+        of_keys = keys[:, head * key_heads // kind.heads].astype(np.float64)
         for start in range(0, len(needed), step):
             block = slice(start, start + step)
-            of_queries = queries[needed[block], columns].astype(np.float64)
+            of_queries = queries[needed[block], head].astype(np.float64)
             result[at, block] = attention.weights(
                 of_queries, of_keys, kind, head, places, places[needed[block]]
             )
@@ -221,7 +221,8 @@ def mixed(
                 f"{width}"
             ),
         )
-    result = np.zeros((count, kind.heads * width), dtype=np.float32)
+    values = values.reshape(count, key_heads, width)
+    result = np.zeros((count, kind.heads, width), dtype=np.float32)
     for head, weights in patterns.items():
         pattern = np.asarray(weights, dtype=np.float64)
         if pattern.shape != (count, count):
@@ -238,8 +239,5 @@ def mixed(
                 "patterns",
                 (f"of head {head}: the query at {query} attends to the later key at {key}"),
             )
-        shared = head * key_heads // kind.heads
-        result[:, head * width : (head + 1) * width] = pattern @ values[
-            :, shared * width : (shared + 1) * width
-        ].astype(np.float64)
-    return result
+        result[:, head] = pattern @ values[:, head * key_heads // kind.heads].astype(np.float64)
+    return result.reshape(count, kind.heads * width)
