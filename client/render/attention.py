@@ -109,11 +109,9 @@ def coarse(pattern: np.ndarray, merged: int) -> np.ndarray:
     """Return the largest weight in every block of `merged` × `merged` tokens: `[cells, cells]`; NaN
     above the diagonal, where keys are later than the query.
     """
-    size = -(-len(pattern) // merged) * merged
-    padded = np.zeros((size, size), dtype=np.float32)
-    padded[: len(pattern), : pattern.shape[1]] = pattern
-    result: np.ndarray = padded.reshape(size // merged, merged, size // merged, merged).max(
-        axis=(1, 3)
+    starts = np.arange(0, len(pattern), merged)
+    result: np.ndarray = np.maximum.reduceat(
+        np.maximum.reduceat(pattern, starts, axis=0), starts, axis=1
     )
     result[np.triu_indices(len(result), 1)] = np.nan
     return result
