@@ -90,8 +90,7 @@ def test_steps_on_a_stand_in_for_a_gpu_are_timed() -> None:
             str(ROOT / "benchmarks" / "host_bound.py"),
             *("--requests", "4", "--generated", "24", "--rounds", "1", "--device-ms", "1"),
         ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
     )
