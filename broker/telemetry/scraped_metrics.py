@@ -4,6 +4,8 @@ Adding one means a line here and a row in docs/observability.md.
 
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from prometheus_client.core import (
@@ -35,9 +37,29 @@ class ScrapedMetric(NamedTuple, Generic[T]):
     samples: Callable[[T], Iterable[MetricSample]]
 
 
-def _one(value: Callable[[T], float]) -> Callable[[T], Iterable[MetricSample]]:
-    """Return the function that samples a metric without labels."""
-    return lambda source: [((), float(value(source)))]
+#: Name of a metric → its family, the attribute that has its value, its help.
+Attributes = Mapping[str, tuple[Family, str, str]]
+#: What has the attributes, each with the values of its labels.
+Labelled = Iterable[tuple[tuple[str, ...], object]]
+
+
+def _of_attributes(
+    prefix: str,
+    labels: tuple[str, ...],
+    metrics: Attributes,
+    sources: Callable[[T], Labelled],
+) -> Iterator[ScrapedMetric[T]]:
+    """Yield metrics whose values are attributes of what `sources` returns."""
+    for name, (family, attribute, words) in metrics.items():
+        samples = partial(_values, attrgetter(attribute), sources)
+        yield ScrapedMetric(prefix + name, family, words, labels, samples)
+
+
+def _values(
+    value: Callable[[object], float], sources: Callable[[T], Labelled], source: T
+) -> Iterator[MetricSample]:
+    for labels, found in sources(source):
+        yield labels, value(found)
 
 
 def _queues(status: ServiceStatus) -> Iterator[MetricSample]:
@@ -56,6 +78,30 @@ def _workers(status: ServiceStatus) -> Iterator[MetricSample]:
     )
 
 
+def _whole(status: ServiceStatus) -> Labelled:
+    return [((), status)]
+
+
+_OF_STATUS: Attributes = {
+    "jobs_live": (GaugeMetricFamily, "live", "Jobs that have not ended"),
+    "relay_up": (GaugeMetricFamily, "relay.alive", "1 if the relay reported recently"),
+    "callbacks_up": (
+        GaugeMetricFamily,
+        "callbacks.alive",
+        "1 if the callbacks worker reported recently",
+    ),
+    "redis_memory_bytes": (GaugeMetricFamily, "redis.used_bytes", "Memory used by Redis"),
+    "redis_memory_limit_bytes": (
+        GaugeMetricFamily,
+        "redis.limit_bytes",
+        "Redis maxmemory; 0: no limit",
+    ),
+    "redis_memory_share": (
+        GaugeMetricFamily,
+        "redis.share",
+        "Redis memory used / limit; 0 without a limit",
+    ),
+}
 #: Metrics of the whole service, as the API reads them from the ledger.
 OF_SERVICE: tuple[ScrapedMetric[ServiceStatus], ...] = (
     ScrapedMetric(
@@ -83,48 +129,7 @@ OF_SERVICE: tuple[ScrapedMetric[ServiceStatus], ...] = (
         ("model", "priority", "place"),
         _queues,
     ),
-    ScrapedMetric(
-        "jobs_live",
-        GaugeMetricFamily,
-        "Jobs that have not ended",
-        (),
-        _one(lambda status: status.live),
-    ),
-    ScrapedMetric(
-        "relay_up",
-        GaugeMetricFamily,
-        "1 if the relay reported recently",
-        (),
-        _one(lambda status: status.relay.alive),
-    ),
-    ScrapedMetric(
-        "callbacks_up",
-        GaugeMetricFamily,
-        "1 if the callbacks worker reported recently",
-        (),
-        _one(lambda status: status.callbacks.alive),
-    ),
-    ScrapedMetric(
-        "redis_memory_bytes",
-        GaugeMetricFamily,
-        "Memory used by Redis",
-        (),
-        _one(lambda status: status.redis.used_bytes),
-    ),
-    ScrapedMetric(
-        "redis_memory_limit_bytes",
-        GaugeMetricFamily,
-        "Redis maxmemory; 0: no limit",
-        (),
-        _one(lambda status: status.redis.limit_bytes),
-    ),
-    ScrapedMetric(
-        "redis_memory_share",
-        GaugeMetricFamily,
-        "Redis memory used / limit; 0 without a limit",
-        (),
-        _one(lambda status: status.redis.share),
-    ),
+    *_of_attributes("", (), _OF_STATUS, _whole),
 )
 
 
@@ -138,31 +143,49 @@ class SteeringReport(NamedTuple):
     consistent: Mapping[int, bool]
 
 
-def _steering(
-    name: str, words: str, value: Callable[[WorkerSteering], float]
-) -> ScrapedMetric[SteeringReport]:
-    return ScrapedMetric(
-        f"steering_{name}",
+#: Of a rank, as the API and its worker expose them.
+_OF_EVERY_RANK: Attributes = {
+    "rows_used": (GaugeMetricFamily, "rows_used", "Rows of the steering table in use"),
+    "rows": (GaugeMetricFamily, "rows", "Rows of the steering table"),
+    "entries_used": (GaugeMetricFamily, "entries_used", "Entries of the steering table in use"),
+    "entries": (GaugeMetricFamily, "entries", "Entries of the steering table"),
+    "backlog_bytes": (GaugeMetricFamily, "backlog", "Captured rows waiting for the writers"),
+}
+_WAITING_RECEIPTS = (GaugeMetricFamily, "outbox", "Receipts that the relay has not acknowledged")
+_RESYNCS = "Rank disagreements that were resolved by a resync"
+_STEERING_OF_WORKER: Attributes = {
+    "waiting": (GaugeMetricFamily, "waiting", "Requests waiting for rows of the steering table"),
+    "desyncs": (
         GaugeMetricFamily,
-        words,
-        ("model", "worker"),
-        lambda report: [((report.worker.model, report.worker.worker), value(report.worker))],
-    )
+        "desyncs",
+        "Rank disagreements found since the worker started",
+    ),
+    "resyncs": (GaugeMetricFamily, "resyncs", _RESYNCS),
+}
+_STEERING_OF_RANK: Attributes = {
+    **_OF_EVERY_RANK,
+    "vectors": (GaugeMetricFamily, "vectors", "Tensors held by the rank"),
+    "requests": (
+        GaugeMetricFamily,
+        "requests",
+        "Requests on the rank with an intervention or a capture",
+    ),
+    "actions": (
+        GaugeMetricFamily,
+        "actions",
+        "Actions recorded by the rank since its last reset",
+    ),
+    "outbox": _WAITING_RECEIPTS,
+}
 
 
-def _steering_rank(
-    name: str, words: str, value: Callable[[RankSteering], float]
-) -> ScrapedMetric[SteeringReport]:
-    return ScrapedMetric(
-        f"steering_{name}",
-        GaugeMetricFamily,
-        words,
-        ("model", "worker", "rank"),
-        lambda report: (
-            ((report.worker.model, report.worker.worker, str(rank.rank)), value(rank))
-            for rank in report.worker.ranks
-        ),
-    )
+def _steered_worker(report: SteeringReport) -> Labelled:
+    return [((report.worker.model, report.worker.worker), report.worker)]
+
+
+def _steered_ranks(report: SteeringReport) -> Labelled:
+    worker = report.worker
+    return (((worker.model, worker.worker, str(rank.rank)), rank) for rank in worker.ranks)
 
 
 #: Metrics of every worker's steering, as the API reads them from the workers' reports.
@@ -186,40 +209,8 @@ OF_STEERING: tuple[ScrapedMetric[SteeringReport], ...] = (
             for stage, agree in report.consistent.items()
         ),
     ),
-    _steering(
-        "waiting", "Requests waiting for rows of the steering table", lambda worker: worker.waiting
-    ),
-    _steering(
-        "desyncs",
-        "Rank disagreements found since the worker started",
-        lambda worker: worker.desyncs,
-    ),
-    _steering(
-        "resyncs",
-        "Rank disagreements that were resolved by a resync",
-        lambda worker: worker.resyncs,
-    ),
-    _steering_rank("rows_used", "Rows of the steering table in use", lambda rank: rank.rows_used),
-    _steering_rank("rows", "Rows of the steering table", lambda rank: rank.rows),
-    _steering_rank(
-        "entries_used", "Entries of the steering table in use", lambda rank: rank.entries_used
-    ),
-    _steering_rank("entries", "Entries of the steering table", lambda rank: rank.entries),
-    _steering_rank("vectors", "Tensors held by the rank", lambda rank: rank.vectors),
-    _steering_rank(
-        "requests",
-        "Requests on the rank with an intervention or a capture",
-        lambda rank: rank.requests,
-    ),
-    _steering_rank(
-        "actions", "Actions recorded by the rank since its last reset", lambda rank: rank.actions
-    ),
-    _steering_rank(
-        "outbox", "Receipts that the relay has not acknowledged", lambda rank: rank.outbox
-    ),
-    _steering_rank(
-        "backlog_bytes", "Captured rows waiting for the writers", lambda rank: rank.backlog
-    ),
+    *_of_attributes("steering_", ("model", "worker"), _STEERING_OF_WORKER, _steered_worker),
+    *_of_attributes("steering_", ("model", "worker", "rank"), _STEERING_OF_RANK, _steered_ranks),
 )
 
 
@@ -231,116 +222,60 @@ class WorkerReport(NamedTuple):
     ranks: list[RankSteering]
 
 
-def _worker(
-    name: str, family: Family, words: str, value: Callable[[WorkerStats], float]
-) -> ScrapedMetric[WorkerReport]:
-    return ScrapedMetric(
-        name, family, words, ("model",), lambda report: [((report.model,), value(report.stats))]
-    )
+def _stats(report: WorkerReport) -> Labelled:
+    return [((report.model,), report.stats)]
 
 
-def _rank(
-    name: str, family: Family, words: str, value: Callable[[RankSteering], float]
-) -> ScrapedMetric[WorkerReport]:
-    return ScrapedMetric(
-        f"rank_{name}",
-        family,
-        words,
-        ("model", "rank"),
-        lambda report: (((report.model, str(rank.rank)), value(rank)) for rank in report.ranks),
-    )
+def _ranks(report: WorkerReport) -> Labelled:
+    return (((report.model, str(rank.rank)), rank) for rank in report.ranks)
 
 
+_OF_STATS: Attributes = {
+    "running_jobs": (GaugeMetricFamily, "jobs", "Jobs held by the worker"),
+    "engine_running": (GaugeMetricFamily, "running", "Requests running in the engine"),
+    "engine_waiting": (
+        GaugeMetricFamily,
+        "waiting",
+        "Requests that wait for the engine or for rows of the steering table",
+    ),
+    "kv_cache_share": (GaugeMetricFamily, "kv_cache", "Share of the KV cache in use, 0 to 1"),
+    "prompt_tokens": (
+        CounterMetricFamily,
+        "prompt_tokens",
+        "Prompt tokens of requests that have begun to generate",
+    ),
+    "generated_tokens": (CounterMetricFamily, "generated_tokens", "Tokens generated"),
+    "cells": (CounterMetricFamily, "cells", "Sweep cells completed"),
+    "desyncs": (
+        CounterMetricFamily,
+        "desyncs",
+        "Rank disagreements found by or reported to the worker",
+    ),
+    "resyncs": (CounterMetricFamily, "resyncs", _RESYNCS),
+}
+_OF_RANK: Attributes = {
+    **_OF_EVERY_RANK,
+    "outbox_depth": _WAITING_RECEIPTS,
+    "captured_rows": (
+        CounterMetricFamily,
+        "captured_rows",
+        "Rows captured: one hook of one layer at one position",
+    ),
+    "captured_bytes": (
+        CounterMetricFamily,
+        "captured_bytes",
+        "Bytes of captured rows, as stored",
+    ),
+    "dropped_positions": (
+        CounterMetricFamily,
+        "dropped_positions",
+        "Requested positions dropped under overload",
+    ),
+}
 #: Metrics of one worker, exposed by its own process.
 OF_WORKER: tuple[ScrapedMetric[WorkerReport], ...] = (
-    _worker("running_jobs", GaugeMetricFamily, "Jobs held by the worker", lambda stats: stats.jobs),
-    _worker(
-        "engine_running",
-        GaugeMetricFamily,
-        "Requests running in the engine",
-        lambda stats: stats.running,
-    ),
-    _worker(
-        "engine_waiting",
-        GaugeMetricFamily,
-        "Requests that wait for the engine or for rows of the steering table",
-        lambda stats: stats.waiting,
-    ),
-    _worker(
-        "kv_cache_share",
-        GaugeMetricFamily,
-        "Share of the KV cache in use, 0 to 1",
-        lambda stats: stats.kv_cache,
-    ),
-    _worker(
-        "prompt_tokens",
-        CounterMetricFamily,
-        "Prompt tokens of requests that have begun to generate",
-        lambda stats: stats.prompt_tokens,
-    ),
-    _worker(
-        "generated_tokens",
-        CounterMetricFamily,
-        "Tokens generated",
-        lambda stats: stats.generated_tokens,
-    ),
-    _worker("cells", CounterMetricFamily, "Sweep cells completed", lambda stats: stats.cells),
-    _worker(
-        "desyncs",
-        CounterMetricFamily,
-        "Rank disagreements found by or reported to the worker",
-        lambda stats: stats.desyncs,
-    ),
-    _worker(
-        "resyncs",
-        CounterMetricFamily,
-        "Rank disagreements that were resolved by a resync",
-        lambda stats: stats.resyncs,
-    ),
-    _rank(
-        "rows_used",
-        GaugeMetricFamily,
-        "Rows of the steering table in use",
-        lambda rank: rank.rows_used,
-    ),
-    _rank("rows", GaugeMetricFamily, "Rows of the steering table", lambda rank: rank.rows),
-    _rank(
-        "entries_used",
-        GaugeMetricFamily,
-        "Entries of the steering table in use",
-        lambda rank: rank.entries_used,
-    ),
-    _rank("entries", GaugeMetricFamily, "Entries of the steering table", lambda rank: rank.entries),
-    _rank(
-        "outbox_depth",
-        GaugeMetricFamily,
-        "Receipts that the relay has not acknowledged",
-        lambda rank: rank.outbox,
-    ),
-    _rank(
-        "backlog_bytes",
-        GaugeMetricFamily,
-        "Captured rows waiting for the writers",
-        lambda rank: rank.backlog,
-    ),
-    _rank(
-        "captured_rows",
-        CounterMetricFamily,
-        "Rows captured: one hook of one layer at one position",
-        lambda rank: rank.captured_rows,
-    ),
-    _rank(
-        "captured_bytes",
-        CounterMetricFamily,
-        "Bytes of captured rows, as stored",
-        lambda rank: rank.captured_bytes,
-    ),
-    _rank(
-        "dropped_positions",
-        CounterMetricFamily,
-        "Requested positions dropped under overload",
-        lambda rank: rank.dropped_positions,
-    ),
+    *_of_attributes("", ("model",), _OF_STATS, _stats),
+    *_of_attributes("rank_", ("model", "rank"), _OF_RANK, _ranks),
 )
 
 
