@@ -29,7 +29,7 @@ from refusal_kit import refuses
 
 from midstream.broker.ledger.core import scripts
 from midstream.broker.ledger.jobs.ledger import ClaimRefused, Ledger
-from midstream.broker.ledger.named import steering as broker_steering
+from midstream.broker.ledger.named import registry, steering as broker_steering
 from midstream.broker.ledger.named.registry import Registry
 from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.schemas.base.errors import MidstreamError
@@ -151,7 +151,7 @@ async def test_state_of_another_version_names_both_versions(
 
     with monkeypatch.context() as newer:
         newer.setattr(scripts, "__version__", "9.0.0")
-        newer.setattr(scripts, "to_msgpack", later)
+        newer.setattr(registry, "to_msgpack", later)
         scripts.sources.cache_clear()
         newer.setattr(ledger, "scripts", scripts.Scripts(ledger.redis))
         theirs = LedgerSteering(ledger)

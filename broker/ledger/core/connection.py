@@ -91,6 +91,10 @@ class LedgerConnection:
             self._bound[folder] = scripts.Scripts(self.redis, folder, parts)
         return self._bound[folder]
 
+    async def run(self, script: str, at: float | None = None, **own: Any) -> Any:
+        """Return the reply of a script of the ledger that takes the common arguments and `own`."""
+        return await getattr(self.scripts, script)(args=scripts.pack(self.settings, at, **own))
+
     async def close(self) -> None:
         await self.redis.aclose()
 

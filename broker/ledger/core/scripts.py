@@ -1,12 +1,10 @@
 """The Lua scripts that change the ledger, and their arguments.
 
 Every change of a job is one script in `lua/`, so that it is atomic. The tables of states and
-problems that the scripts read are generated from `schemas`, the single source. The packers below
-are typed signatures of the scripts with many arguments; the others are called with `pack`.
+problems that the scripts read are generated from `schemas`, the single source.
 """
 
 import asyncio
-import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -15,21 +13,18 @@ from typing import Any, Protocol
 import msgspec
 from zlib_ng import zlib_ng
 
-from ....schemas.access.keys import unscoped
 from ....schemas.artifacts.conditions import StoredPolicy
 from ....schemas.artifacts.loras import use_of
 from ....schemas.artifacts.probes import ProbeScore
-from ....schemas.artifacts.registered import ArtifactKind, Registered
+from ....schemas.artifacts.registered import Registered
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
-from ....schemas.base.limits import MAX_REQUEST_POLICIES, POLICY_DAYS
+from ....schemas.base.limits import POLICY_DAYS
 from ....schemas.base.records import from_msgpack, now, to_json, to_msgpack
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import SHOWN_IDENTITY
-from ....schemas.jobs.queues import Queue
-from ....schemas.jobs.receipts import PLACED, STORE_UNAVAILABLE, CapturedFile, LostRange, Receipt
-from ....schemas.requests.policies import Policy
+from ....schemas.jobs.receipts import PLACED, STORE_UNAVAILABLE, CapturedFile, Receipt
 from ....schemas.requests.source_runs import RunRecord
 from ....schemas.settings.settings import Settings
 from ...queue.celery_app import SEPARATOR, channels_of
@@ -304,40 +299,8 @@ def submit(
         # files of the work itself are charged as they are kept
         charged=captured and not job.opened.facts.writes_files,
         limits=limits_of(settings),
-        blobs=_tensors({**dict.fromkeys(pinned, b""), **blobs}),
+        blobs=tensors({**dict.fromkeys(pinned, b""), **blobs}),
         spec=spec,
-    )
-
-
-def claim(
-    settings: Settings,
-    job_id: str,
-    worker: str,
-    boot: str,
-    ranks: int,
-    identity: str,
-    unreachable: str = "",
-    queue: Queue = "",
-    crowded: bool = False,
-) -> list[bytes]:
-    """Return ARGV of `claim`, with a unique id that identifies the call if redis-py repeats it.
-
-    `ledger.Ledger.claim` describes the arguments.
-    """
-    return pack(
-        settings,
-        id=job_id,
-        worker=worker,
-        boot=boot,
-        ranks=ranks,
-        lease_s=settings.lease_s,
-        blob_ttl=BLOB_TTL_FACTOR * settings.result_ttl_s,
-        call=secrets.token_hex(8),
-        unreachable=unreachable,
-        queue=queue,
-        crowded=crowded,
-        identity=identity,
-        on_model_change=settings.on_model_change,
     )
 
 
@@ -401,47 +364,6 @@ def _size_of(files: Sequence[CapturedFile]) -> tuple[int, int]:
     return sum(file.bytes for file in captures), sum(file.rows for file in captures)
 
 
-def lost(settings: Settings, worker: str, rank: int, lost_range: LostRange) -> list[bytes]:
-    return pack(
-        settings,
-        first=lost_range.first,
-        last=lost_range.last,
-        worker=worker,
-        rank=rank,
-        message=lost_range.message,
-        jobs=lost_range.jobs,
-    )
-
-
-def put_pinned(
-    settings: Settings,
-    kind: ArtifactKind[Any],
-    record: Registered,
-    former: bytes | None,
-    blobs: Mapping[str, bytes],
-    changes: bytes | None,
-) -> list[bytes]:
-    """Return ARGV of `put_pinned`. `former`: the record being replaced, as stored. `changes`: how
-    often those that apply to all traffic have changed, as stored.
-    """
-    return pack(
-        settings,
-        kind=kind.plural,
-        model=record.model,
-        name=record.name,
-        record=to_msgpack(record),
-        former=former,
-        changes=changes,
-        limit=kind.limit,
-        tenant=unscoped(record.name)[0] if kind.of_tenants else None,
-        size=size_of(record),
-        limits=limits_of(settings),
-        watching=isinstance(record, Policy) and record.current.content.all_traffic,
-        watch_limit=MAX_REQUEST_POLICIES,
-        tensors=_tensors({name: blobs.get(name, b"") for name in record.tensors}),
-    )
-
-
 def size_of(record: Registered) -> int:
     """Return what an artifact counts towards its tenant's limit, in bytes: a module's vectors, and
     its record.
@@ -449,7 +371,7 @@ def size_of(record: Registered) -> int:
     return getattr(record, "bytes", 0) + len(to_msgpack(record))
 
 
-def _tensors(blobs: Mapping[str, bytes]) -> list[tuple[str, msgspec.Raw | bool]]:
+def tensors(blobs: Mapping[str, bytes]) -> list[tuple[str, msgspec.Raw | bool]]:
     """Return (name, bytes) of each blob; False instead of bytes if it is already pinned."""
     return [(name, binary(data) if data else False) for name, data in blobs.items()]
 

@@ -35,8 +35,8 @@ class Fleet(LedgerConnection):
         identity under the name. While vLLM workers serve the name, gradient workers have to fit
         them; otherwise those that live.
         """
-        arguments = scripts.pack(
-            self.settings,
+        reply = await self.run(
+            "publish",
             name=worker.model,
             queue=worker.queue,
             worker=worker.worker,
@@ -46,7 +46,7 @@ class Fleet(LedgerConnection):
             info=_encoded(worker),
             lease_s=self.settings.lease_s,
         )
-        outcome, *rest = scripts.text(await self.scripts.publish(args=arguments))
+        outcome, *rest = scripts.text(reply)
         if outcome == "refused":
             other, identity = rest
             raise MidstreamError(

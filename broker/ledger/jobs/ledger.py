@@ -285,9 +285,7 @@ class Ledger(Fleet):
 
         Raises not_found, and conflict if the job is over. A repeated request is harmless.
         """
-        outcome, *state = scripts.text(
-            await self.scripts.cancel(args=scripts.pack(self.settings, id=job_id))
-        )
+        outcome, *state = scripts.text(await self.run("cancel", id=job_id))
         if outcome == "unknown":
             raise not_found(job_id)
         if outcome == "refused":
@@ -324,18 +322,22 @@ class Ledger(Fleet):
         gets receipts), and with latches. Raises not_found; ClaimRefused while the worker's ranks
         disagree.
         """
-        arguments = scripts.claim(
-            settings=self.settings,
-            job_id=job_id,
+        outcome, *rest = await self.run(
+            "claim",
+            id=job_id,
             worker=worker,
             boot=boot,
             ranks=ranks,
-            identity=identity,
+            lease_s=self.settings.lease_s,
+            blob_ttl=scripts.BLOB_TTL_FACTOR * self.settings.result_ttl_s,
+            # identifies the call if redis-py repeats it
+            call=secrets.token_hex(8),
             unreachable=unreachable,
             queue=self.settings.queue,
             crowded=crowded,
+            identity=identity,
+            on_model_change=self.settings.on_model_change,
         )
-        outcome, *rest = await self.scripts.claim(args=arguments)
         if outcome == b"unknown":
             raise not_found(job_id)
         if outcome == b"refused":
@@ -453,9 +455,7 @@ class Ledger(Fleet):
 
     @reachable
     async def _report(self, script: str, job_id: str, attempt: int, **own: Any) -> str:
-        reply = await getattr(self.scripts, script)(
-            args=scripts.pack(self.settings, id=job_id, attempt=attempt, **own)
-        )
+        reply = await self.run(script, id=job_id, attempt=attempt, **own)
         if (outcome := str(reply.decode())) == "unknown":
             raise not_found(job_id)
         return outcome
@@ -463,14 +463,13 @@ class Ledger(Fleet):
     @reachable
     async def renew(self, worker: str, boot: str, held: Mapping[str, int]) -> Renewal:
         """Renew the leases of `held` (job id -> attempt) by `lease_s`."""
-        arguments = scripts.pack(
-            self.settings,
+        lost, cancelling = await self.run(
+            "renew",
             worker=worker,
             boot=boot,
             lease_s=self.settings.lease_s,
             held=[*held.items()],
         )
-        lost, cancelling = await self.scripts.renew(args=arguments)
         return Renewal(set(scripts.text(lost)), set(scripts.text(cancelling)))
 
     # --- reading
@@ -631,8 +630,4 @@ class LedgerPart:
         self._ledger = ledger
         self._redis: Any = ledger.redis
         self._settings = ledger.settings
-        self._scripts = ledger.scripts
-
-    async def _run(self, script: str, at: float | None = None, **own: Any) -> Any:
-        """Return the reply of a script of the ledger that takes the common arguments and `own`."""
-        return await getattr(self._scripts, script)(args=scripts.pack(self._settings, at, **own))
+        self._run = ledger.run

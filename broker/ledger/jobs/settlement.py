@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
+import msgspec
 import redis
 
 from ....schemas.base.records import now
@@ -104,7 +105,9 @@ class Settler:
         """
         reply: Any = self._scripts.lost(
             keys=[mark_key(worker, rank, epoch)],
-            args=scripts.lost(self._settings, worker, rank, lost),
+            args=scripts.pack(
+                self._settings, worker=worker, rank=rank, **msgspec.structs.asdict(lost)
+            ),
         )
         mark = int(reply[0])
         failed = int(reply[1])

@@ -14,8 +14,9 @@ from ....schemas.base.limits import MAX_REQUEST_POLICIES
 from ....schemas.base.records import from_msgpack, to_msgpack
 from ....schemas.base.tensors import Tensor
 from ....schemas.jobs.models import GradientInfo
+from ....schemas.requests.policies import Policy
 from ..core import scripts
-from ..core.tenants import MIB, refusal
+from ..core.tenants import MIB, limits_of, refusal
 from ..jobs.ledger import Ledger, LedgerPart, reachable, unreadable
 
 log = logging.getLogger(__name__)
@@ -170,8 +171,7 @@ class Registry(LedgerPart, Generic[T]):
             record = make(former).after(former)
             if check is not None:
                 check(record, await self.of_model(model))
-            arguments = scripts.put_pinned(self._settings, self._kind, record, packed, raw, changes)
-            outcome, *count = scripts.text(await self._scripts.put_pinned(args=arguments))
+            outcome, *count = await self._store(record, packed, raw, changes)
             if outcome == "stored":
                 self._ledger.took_room(size_of(raw))
                 return record, former
@@ -205,6 +205,30 @@ class Registry(LedgerPart, Generic[T]):
             f"the {self._kind.noun} {unscoped(name)[1]!r} was changed or deleted meanwhile: "
             "try again",
         )
+
+    async def _store(
+        self, record: T, former: bytes | None, blobs: Mapping[str, bytes], changes: bytes | None
+    ) -> list[str]:
+        """Run lua/named/put_pinned.lua. `former`: the record being replaced, as stored. `changes`:
+        how often those that apply to all traffic have changed, as stored.
+        """
+        reply = await self._run(
+            "put_pinned",
+            kind=self._kind.plural,
+            model=record.model,
+            name=record.name,
+            record=to_msgpack(record),
+            former=former,
+            changes=changes,
+            limit=self._kind.limit,
+            tenant=unscoped(record.name)[0] if self._kind.of_tenants else None,
+            size=scripts.size_of(record),
+            limits=limits_of(self._settings),
+            watching=isinstance(record, Policy) and record.current.content.all_traffic,
+            watch_limit=MAX_REQUEST_POLICIES,
+            tensors=scripts.tensors({name: blobs.get(name, b"") for name in record.tensors}),
+        )
+        return scripts.text(reply)
 
     @reachable
     async def delete(self, model: str, name: str) -> bool:

@@ -40,8 +40,8 @@ def test_parts_of_a_ledger_use_its_scripts(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("bound again")
 
     monkeypatch.setattr(redis.asyncio.Redis, "register_script", bind)
-    assert LedgerUnits(ledger)._scripts is ledger.scripts
-    assert Reaper(ledger)._scripts is ledger.scripts
+    assert LedgerUnits(ledger)._run.__self__ is ledger  # type: ignore[attr-defined]
+    assert Reaper(ledger)._run.__self__ is ledger  # type: ignore[attr-defined]
 
 
 def test_job_ids_cannot_be_guessed_and_sort_by_age() -> None:  # field case 40

@@ -88,7 +88,7 @@ class Stores:
     """
 
     settings = SETTINGS
-    redis = scripts = None
+    redis = run = None
 
     def __init__(self) -> None:
         self._state = ModelState({"joy": module_of(limits.MAX_ENTRIES)})
