@@ -13,10 +13,10 @@ import os
 import signal
 import sys
 import time
-from collections import OrderedDict
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 import msgspec
@@ -35,7 +35,7 @@ from ...schemas.settings import faults
 from ...schemas.settings.faults import crash_point
 from ...schemas.settings.settings import Settings, SettingsError, load_settings
 from ..ledger.core.aof_barrier import PATIENCE_S, PAUSE_S, Barrier
-from ..ledger.jobs.settlement import mark_key
+from ..ledger.jobs.settlement import Settler, mark_key
 from ..processes.liveness import RELAY_ALIVE_S, RELAY_BEAT_S, RELAY_KEY
 from ..redis_service import durability as redis_durability, opening as redis_open
 from ..telemetry import logs, metrics, start as observability
@@ -65,18 +65,6 @@ LOOPBACK = {"127.0.0.1", "::1", "localhost"}
 OutboxEpoch = tuple[str, int, str]  # worker, rank, epoch
 
 
-class Settles(Protocol):
-    """The part of `broker.ledger.settlement.Settler` that the relay uses."""
-
-    def mark(self, worker: str, rank: int, epoch: str) -> int: ...
-
-    def settle(
-        self, worker: str, rank: int, epoch: str, receipts: list[tuple[int, Receipt]]
-    ) -> int: ...
-
-    def lost(self, worker: str, rank: int, epoch: str, lost: LostRange) -> int: ...
-
-
 class ImpostorError(FrameError):
     """A sender identifies as a worker that its key does not belong to."""
 
@@ -85,7 +73,7 @@ class FrameBatch:
     """The frames of one turn, grouped by kind and stream."""
 
     def __init__(self) -> None:
-        self.receipts: OrderedDict[OutboxEpoch, list[tuple[int, Receipt]]] = OrderedDict()
+        self.receipts: defaultdict[OutboxEpoch, list[tuple[int, Receipt]]] = defaultdict(list)
         self.losses: list[tuple[OutboxEpoch, LostRange]] = []
         self.peers: dict[
             OutboxEpoch, bytes
@@ -107,7 +95,7 @@ class FrameBatch:
             for file in receipt.files:
                 if fault := path_fault(file.path, receipt.job):
                     raise FrameError(f"receipt {frame.seq}: {fault}")
-            self.receipts.setdefault(stream, []).append((frame.seq, receipt))
+            self.receipts[stream].append((frame.seq, receipt))
         elif frame.kind is FrameKind.HELLO:
             self.greetings[stream] = frame.seq
         elif frame.kind is FrameKind.LOST:
@@ -123,7 +111,7 @@ class Relay:
 
     def __init__(
         self,
-        settler: Settles,
+        settler: Settler,
         settings: Settings,
         redis_client: "redis.Redis | None" = None,
         curve: ServerKeys | None = None,
@@ -240,11 +228,7 @@ class Relay:
         message.
         """
         if self._known is None:
-            # every message of a ROUTER has at least two parts
-            message = [self._socket.recv(zmq.DONTWAIT), self._socket.recv(zmq.DONTWAIT)]
-            while self._socket.getsockopt(zmq.RCVMORE):
-                message.append(self._socket.recv(zmq.DONTWAIT))
-            return message, ""
+            return self._socket.recv_multipart(zmq.DONTWAIT), ""
         parts = self._socket.recv_multipart(zmq.DONTWAIT, copy=False)
         return [part.bytes for part in parts], str(parts[-1].get("User-Id"))
 
@@ -291,19 +275,10 @@ class Relay:
                 answers.append((stream, kind, payload))
 
         for stream, receipts in batch.receipts.items():
-            receipts.sort(key=lambda numbered: numbered[0])
             crash_point("relay.received")
             commit(stream, partial(self._settler.settle, *stream, receipts), FrameKind.ACK)
             crash_point("relay.committed")
         for stream, lost in batch.losses:
-            log.error(
-                "worker %s rank %d lost receipts %d to %d of jobs %s: %s",
-                *stream[:2],
-                lost.first,
-                lost.last,
-                lost.jobs,
-                lost.message,
-            )
             commit(stream, partial(self._settler.lost, *stream, lost), FrameKind.ACK)
         for stream, nonce in batch.greetings.items():
             commit(stream, partial(self._settler.mark, *stream), FrameKind.MARK, to_msgpack(nonce))
@@ -491,8 +466,6 @@ def run(settings: Settings) -> None:
 
     Raises SettingsError.
     """
-    from ..ledger.jobs.settlement import Settler
-
     if not settings.redis_url:
         raise SettingsError("redis_url (MIDSTREAM_REDIS_URL) is empty: the relay requires Redis")
     redis_durability.require(settings)

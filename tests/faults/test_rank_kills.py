@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import killed_rank
 import killed_rowd
@@ -22,6 +22,7 @@ import pytest
 from killed_requests import BLOCKED, KINDS, check_files, check_receipt, kind_of
 from test_durability import serving
 
+from midstream.broker.ledger.jobs.settlement import Settler
 from midstream.broker.receipts.relay import Relay
 from midstream.schemas.base.records import from_msgpack
 from midstream.schemas.jobs.receipts import LostRange, Receipt
@@ -58,7 +59,7 @@ class Arrived:
     def settle(
         self, worker: str, rank: int, epoch: str, receipts: list[tuple[int, Receipt]]
     ) -> int:
-        for number, receipt in receipts:
+        for number, receipt in sorted(receipts, key=lambda numbered: numbered[0]):
             if number == self._marks[epoch] + 1:
                 self.receipts[epoch, number] = receipt
                 self._marks[epoch] = number
@@ -217,7 +218,7 @@ def test_a_rank_killed_at_every_boundary_loses_nothing(  # field case 37
     draws.shuffle(deaths)
     arrived = Arrived()
     began = time.monotonic()
-    with serving(Relay(arrived, Settings())) as relay:
+    with serving(Relay(cast(Settler, arrived), Settings())) as relay:
         ranks = Ranks(tmp_path, draws, relay.endpoint, arrived)
         try:
             for number, point in enumerate(deaths, 1):

@@ -114,13 +114,15 @@ class Settler:
         metrics.LOST.labels(worker).inc(failed)
         if mark == lost.last:
             log.error(
-                "worker %s rank %d epoch %s lost receipts %d to %d; jobs failed: %d",
+                "worker %s rank %d epoch %s lost receipts %d to %d of jobs %s; jobs failed: %d: %s",
                 worker,
                 rank,
                 epoch,
                 lost.first,
                 lost.last,
+                lost.jobs,
                 failed,
+                lost.message,
             )
         return mark
 
