@@ -123,31 +123,34 @@ def _tables() -> str:
     allowed = {state: dict.fromkeys(following, True) for state, following in TRANSITIONS.items()}
     of_kind = {kind: MidstreamError(kind, "").problem() for kind in STATUS_OF_KIND}
     problems = {kind: [problem.title, problem.status] for kind, problem in of_kind.items()}
+    constants = {
+        "VERSION": __version__,
+        "ALLOWED": allowed,
+        "TERMINAL": dict.fromkeys(TERMINAL, True),
+        "STAMP": STAMP,
+        "STEPS": STEPS,
+        "URGENCY": URGENCY,
+        "SEPARATOR": SEPARATOR,
+        "TASK_CHANNELS": TASK_CHANNELS,
+        "ORIGIN": ORIGIN,
+        "QUEUED_LOOK_S": QUEUED_LOOK_S,
+        "SWEEP_EVENTS": SWEEP_EVENTS,
+        "READS_RECEIPTS": {of: row.reads_receipts for of, row in KINDS.items()},
+        "GRIDS": {of: row.grid for of, row in KINDS.items()},
+        "MARK_TTL_S": MARK_TTL_S,
+        "POLICY_DAYS": POLICY_DAYS,
+        "SHELVED_S": SHELVED_S,
+        "SHOWN_IDENTITY": SHOWN_IDENTITY,
+        "STORE_UNAVAILABLE": STORE_UNAVAILABLE,
+    }
     return "\n".join(
         [
-            f"local VERSION = {_lua(__version__)}",
-            f"local ALLOWED = {_lua(allowed)}",
-            f"local TERMINAL = {_lua(dict.fromkeys(TERMINAL, True))}",
-            f"local STAMP = {_lua(STAMP)}",
+            *(f"local {name} = {_lua(value)}" for name, value in constants.items()),
             f"local function PROBLEMS() return {_lua(problems)} end",  # built only when a job fails
-            f"local STEPS = {_lua(STEPS)}",
-            f"local URGENCY = {_lua(URGENCY)}",
-            *[
+            *(
                 f"local function {name}(of) return {expression} end"
                 for name, expression in templates().items()
-            ],
-            f"local SEPARATOR = {_lua(SEPARATOR)}",
-            f"local TASK_CHANNELS = {_lua(TASK_CHANNELS)}",
-            f"local ORIGIN = {_lua(ORIGIN)}",
-            f"local QUEUED_LOOK_S = {QUEUED_LOOK_S}",
-            f"local SWEEP_EVENTS = {SWEEP_EVENTS}",
-            f"local READS_RECEIPTS = {_lua({of: row.reads_receipts for of, row in KINDS.items()})}",
-            f"local GRIDS = {_lua({of: row.grid for of, row in KINDS.items()})}",
-            f"local MARK_TTL_S = {MARK_TTL_S}",
-            f"local POLICY_DAYS = {POLICY_DAYS}",
-            f"local SHELVED_S = {SHELVED_S}",
-            f"local SHOWN_IDENTITY = {SHOWN_IDENTITY}",
-            f"local STORE_UNAVAILABLE = {_lua(STORE_UNAVAILABLE)}",
+            ),
         ]
     )
 
