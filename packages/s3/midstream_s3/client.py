@@ -105,12 +105,21 @@ REFUSALS = (errno.EACCES, errno.EIO)
 _NOT_THE_KEY = frozenset({"NoSuchBucket", "NoSuchUpload"})
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3})")
-#: In obstore's error for a request without a response.
-#: Such an error has a text but no type, so obstore is pinned to a minor release and a test compares
-#: the texts.
-_TIMEOUT = re.compile(r"kind: Timeout|timed out|Elapsed")
-_CUT = re.compile(r"kind: (Request|Body|Decode)|IncompleteMessage|body error")
-_METADATA = "169.254.169.254"
+#: What obstore's error for a request without a response contains → error number, and message for
+#: users, in this order. Such an error has a text but no type, so obstore is pinned to a minor
+#: release and a test compares the texts.
+_WITHOUT_RESPONSE: dict[str, tuple[int, str]] = {
+    r"169\.254\.169\.254": (
+        errno.EACCES,
+        "{at}: there are no credentials: set artifact_access_key and artifact_secret_key",
+    ),
+    "kind: Timeout|timed out|Elapsed": (errno.ETIMEDOUT, "{at} does not answer in time"),
+    "kind: Connect": (errno.ECONNREFUSED, "{at} cannot be reached"),
+    "kind: (Request|Body|Decode)|IncompleteMessage|body error": (
+        errno.ECONNRESET,
+        "the connection to {at} was cut",
+    ),
+}
 
 
 class Stale(OSError):
@@ -294,28 +303,20 @@ def where(address: S3Address) -> str:
 
 
 def as_os_error(address: S3Address, key: str, error: Exception) -> OSError:
-    text = str(error).partition("\n\nDebug source")
-    code = match[1] if (match := _CODE.search(text[0])) else ""
-    status = match[1] if (match := _STATUS.search(text[0])) else ""
+    text = str(error)
+    said = text.partition("\n\nDebug source")[0]
+    code = match[1] if (match := _CODE.search(said)) else ""
+    status = match[1] if (match := _STATUS.search(said)) else ""
     if isinstance(error, FileNotFoundError) and code not in _NOT_THE_KEY:
         return FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
     at = where(address)
+    named = f" ({code})" if code else ""
     if (reason := _REASONS.get(code) or _REASONS.get(status)) is not None:
-        return OSError(reason[0], f"{at}: {reason[1]}" + (f" ({code})" if code else ""))
+        return OSError(reason[0], f"{at}: {reason[1]}{named}")
     if status:
-        return OSError(
-            errno.EBUSY if status.startswith("5") else errno.EIO,
-            f"{at} answers {status}" + (f" ({code})" if code else ""),
-        )
-    if _METADATA in text[0]:
-        return PermissionError(
-            errno.EACCES,
-            (f"{at}: there are no credentials: set artifact_access_key and artifact_secret_key"),
-        )
-    if _TIMEOUT.search(text[0] + text[2]):
-        return TimeoutError(errno.ETIMEDOUT, f"{at} does not answer in time")
-    if "kind: Connect" in text[2]:
-        return ConnectionRefusedError(errno.ECONNREFUSED, f"{at} cannot be reached")
-    if _CUT.search(text[0] + text[2]):
-        return ConnectionResetError(errno.ECONNRESET, f"the connection to {at} was cut")
-    return OSError(errno.EIO, f"{at}: {text[0][:300]}")
+        number = errno.EBUSY if status.startswith("5") else errno.EIO
+        return OSError(number, f"{at} answers {status}{named}")
+    for pattern, (number, message) in _WITHOUT_RESPONSE.items():
+        if re.search(pattern, text):
+            return OSError(number, message.format(at=at))
+    return OSError(errno.EIO, f"{at}: {said[:300]}")
