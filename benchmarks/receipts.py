@@ -113,7 +113,7 @@ def measure(
     if not all(outbox.flush(300) for outbox in outboxes):
         raise SystemExit("receipts were not acknowledged within 300 s")
     took = time.perf_counter() - start
-    transactions = sum(outbox.transactions for outbox in outboxes)
+    transactions = sum(outbox.store.transactions for outbox in outboxes)
     alone = []
     for number in range(LONE):
         begin = time.perf_counter()

@@ -71,7 +71,7 @@ class Outbox:
         `relay_url` is not an address or a list of addresses.
         """
         relays = relay_addresses(relay_url)
-        self._store = Store(Path(directory), worker, rank, lock_wait_s)
+        self.store = Store(Path(directory), worker, rank, lock_wait_s)
         self.worker = worker
         self.rank = rank
         self._on_fatal = on_fatal
@@ -80,19 +80,19 @@ class Outbox:
         self._work = threading.Condition(lock)  # for the writer
         self._changed = threading.Condition(lock)  # for callers of `flush`
         # The lock guards all attributes below.
-        self._queue: list[tuple[str, bytes, Callable[[], object] | None]] = []
+        self._queue: list[tuple[str, bytes]] = []  # job and payload
         self._forgotten: list[str] = []  # past epochs whose losses are reported
         self._renumber = False
         self._closing = False
         self._broken: Exception | None = None
-        self._acked = self._store.acked
+        self._acked = self.store.acked
         self._shift = 0  # number in the current epoch + shift = place in the order of appending
-        self._appended = self._store.last
+        self._appended = self.store.last
         self._rearm = False  # the writer must recompute how long it may sleep
         # (since when, up to which number) acknowledged rows are kept
         self._aging: _Aging | None = None
         self._sender = ReceiptSender(
-            self._store,
+            self.store,
             relays,
             acked=self._note_acked,
             forget=self._note_forgotten,
@@ -100,11 +100,11 @@ class Outbox:
             fatal=self._fatal,
             curve=curve,
         )
-        if self._store.last > self._store.acked:
+        if self.store.last > self.store.acked:
             log.info(
                 "outbox %s: receipts of an earlier process waiting: %d",
-                self._store.path,
-                self._store.last - self._store.acked,
+                self.store.path,
+                self.store.last - self.store.acked,
             )
         self._writer = threading.Thread(
             target=self._write_loop, name=f"receipt-writer-{worker}-{rank}", daemon=True
@@ -114,26 +114,25 @@ class Outbox:
 
     # --- what callers use
 
-    def append(self, receipt: Receipt, on_durable: Callable[[], object] | None = None) -> None:
+    def append(self, receipt: Receipt) -> None:
         """Queue `receipt`, from any thread, without waiting for the disk.
 
-        `on_durable()` is called from the writer thread once the receipt is on disk; it must be
-        quick. Raises ValueError for another rank's receipt, OutboxError when the outbox is closed
-        or its disk has failed.
+        Raises ValueError for another rank's receipt, OutboxError when the outbox is closed or its
+        disk has failed.
         """
         if (receipt.worker, receipt.rank) != (self.worker, self.rank):
             raise ValueError(
                 f"receipt of {receipt.worker}/{receipt.rank} in the outbox of "
                 f"{self.worker}/{self.rank}"
             )
-        row = (receipt.attempt_id, to_msgpack(receipt), on_durable)
+        row = (receipt.attempt_id, to_msgpack(receipt))
         with self._changed:
             if self._broken is not None:
                 raise OutboxError(
-                    "internal", f"outbox {self._store.path} has failed: {self._broken}"
+                    "internal", f"outbox {self.store.path} has failed: {self._broken}"
                 ) from self._broken
             if self._closing:
-                raise OutboxError("internal", f"outbox {self._store.path} is closed")
+                raise OutboxError("internal", f"outbox {self.store.path} is closed")
             self._queue.append(row)
             self._appended += 1
             self._work.notify()
@@ -173,32 +172,13 @@ class Outbox:
             self._work.notify()
         self._writer.join()
         self._sender.stop()
-        self._store.close()
+        self.store.close()
 
     def __enter__(self) -> "Outbox":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    @property
-    def path(self) -> Path:
-        """The database file."""
-        return self._store.path
-
-    @property
-    def epoch(self) -> str:
-        return self._store.epoch
-
-    @property
-    def connected(self) -> bool:
-        """True while there is a connection to the relay."""
-        return self._sender.connected
-
-    @property
-    def transactions(self) -> int:
-        """Number of transactions committed by this process; under load, far below the receipts."""
-        return self._store.transactions
 
     def _settled(self, goal: int) -> bool:
         return self._acked + self._shift >= goal and not self._sender.past_epochs
@@ -233,7 +213,7 @@ class Outbox:
             if self._fatal_reported:
                 return
             self._fatal_reported = True
-        log.error("outbox %s: %s", self._store.path, error)
+        log.error("outbox %s: %s", self.store.path, error)
         if self._on_fatal is not None:
             self._on_fatal(error)
 
@@ -247,7 +227,7 @@ class Outbox:
             with self._changed:
                 self._broken = error
                 self._changed.notify_all()
-            log.exception("outbox %s: receipts can no longer be stored", self._store.path)
+            log.exception("outbox %s: receipts can no longer be stored", self.store.path)
             self._fatal(error)
 
     def _write_once(self) -> bool:
@@ -265,19 +245,15 @@ class Outbox:
             self._rearm = False
             closing = self._closing
         for epoch in forgotten:
-            self._persist(functools.partial(self._store.forget, epoch))
+            self._persist(functools.partial(self.store.forget, epoch))
         if renumber:
             self._start_new_epoch()
             acked = prune = 0
-        if group or prune or (closing and acked > self._store.acked):
-            rows = [(job, payload) for job, payload, _ in group]
-            last = self._persist(functools.partial(self._store.commit, rows, acked, prune))
+        if group or prune or (closing and acked > self.store.acked):
+            last = self._persist(functools.partial(self.store.commit, group, acked, prune))
             if group:
                 crash_point("receipt.stored")
             self._sender.committed(last)
-            for _, _, on_durable in group:
-                if on_durable is not None:
-                    self._call(on_durable)
         return bool(group or not closing)
 
     def _has_work(self) -> bool:
@@ -299,8 +275,8 @@ class Outbox:
         return prune
 
     def _start_new_epoch(self) -> None:
-        dropped = self._store.opened_at
-        last = self._persist(self._store.restart_epoch)
+        dropped = self.store.opened_at
+        last = self._persist(self.store.restart_epoch)
         with self._changed:
             self._acked = 0
             self._shift = self._shift + dropped
@@ -324,20 +300,12 @@ class Outbox:
                 if pause == RETRY_S:  # once, not with every try
                     log.error(
                         "outbox %s: %s: receipts wait until the outbox is writable",
-                        self._store.path,
+                        self.store.path,
                         trouble or error,
                     )
                 time.sleep(pause)
                 pause = min(2 * pause, MAX_RETRY_S)
             else:
                 if pause > RETRY_S:
-                    log.warning("outbox %s is writable again", self._store.path)
+                    log.warning("outbox %s is writable again", self.store.path)
                 return last
-
-    def _call(self, on_durable: Callable[[], object]) -> None:
-        try:
-            on_durable()
-        except Exception:
-            log.exception(
-                "outbox %s: an on_durable callback failed; its receipt is durable", self._store.path
-            )

@@ -168,7 +168,7 @@ class Store:
         self.path = base.with_name(base.name + ".sqlite")
         self.worker = worker
         self.rank = rank
-        self.transactions = 0  # number committed
+        self.transactions = 0  # number committed; under load, far below the receipts
         self._jobs = JobLog(base.with_name(base.name + ".jobs"))
         self._lock = lock(base.with_name(base.name + ".lock"), lock_wait_s)
         try:

@@ -341,7 +341,7 @@ def test_receipts_lost_by_a_restarted_redis_are_not_acknowledged(
                 hold_back(server.url)
                 deliver(outbox, [job], [1])
                 assert deaths
-                assert jobs.mark(outbox.epoch) == 2, (
+                assert jobs.mark(outbox.store.epoch) == 2, (
                     "it came again: what was committed first was forgotten"
                 )
             assert jobs.arrived(job) == once_each(2)

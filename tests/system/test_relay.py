@@ -123,7 +123,7 @@ def test_receipts_are_settled_in_groups(
         before = client.info("commandstats").get("cmdstat_evalsha", {"calls": 0})["calls"]
         deliver(outbox, made, range(400))
         calls = client.info("commandstats")["cmdstat_evalsha"]["calls"] - before
-        assert outbox.transactions <= 100
+        assert outbox.store.transactions <= 100
     assert calls <= 200  # for 2000 receipts
     assert [jobs.arrived(job) for job in made] == [once_each(400)] * 5
 
@@ -140,11 +140,11 @@ def test_kills_of_the_relay_under_load_lose_and_double_nothing(
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
         with appended(outbox, made, range(100), every_s=0.02):
             for kill in (1, 2):
-                wait_until(lambda kill=kill: jobs.mark(outbox.epoch) >= 200 * kill)
+                wait_until(lambda kill=kill: jobs.mark(outbox.store.epoch) >= 200 * kill)
                 relay.kill()
                 relay.start()
         assert outbox.flush(LONG_S)
-        assert jobs.mark(outbox.epoch) == 1000
+        assert jobs.mark(outbox.store.epoch) == 1000
     assert [jobs.arrived(job) for job in made] == [once_each(100)] * 10
 
 
@@ -177,7 +177,7 @@ def test_a_kill_of_redis_under_load_loses_and_doubles_nothing(tmp_path: Path) ->
         made = jobs.claim(5, 100)
         with Outbox(tmp_path, "w", 0, relay.endpoint) as outbox:
             with appended(outbox, made, range(100), every_s=0.02):
-                wait_until(lambda: jobs.mark(outbox.epoch) >= 100)
+                wait_until(lambda: jobs.mark(outbox.store.epoch) >= 100)
                 server.kill()
                 wait_until(lambda: "Redis is unreachable" in relay.log.read_text())
                 server.start()
@@ -191,7 +191,7 @@ def test_a_full_redis_refuses_receipts_and_gets_them_once_there_is_room(
 ) -> None:
     (job,) = jobs.claim(1, 100)
     with redis.Redis.from_url(redis_url) as client, Outbox(tmp_path, "w", 0, relay.url) as outbox:
-        wait_until(lambda: outbox.connected)
+        wait_until(lambda: outbox._sender.connected)
         client.config_set("maxmemory", "1mb")
         try:
             fill(outbox, [job], range(100))
@@ -266,18 +266,18 @@ def test_a_damaged_outbox_fails_the_jobs_it_lost_and_goes_on(
     relay: RelayProcess, jobs: Jobs, tmp_path: Path
 ) -> None:
     made, outbox = unsent(relay, jobs, tmp_path, 3)
-    outbox.path.write_bytes(b"this is not a database" * 1000)
+    outbox.store.path.write_bytes(b"this is not a database" * 1000)
     relay.start()
     (fresh,) = jobs.claim(1, 1)
     with Outbox(tmp_path, "w", 0, relay.url) as again:
         deliver(again, [fresh], [0])
-        assert again.epoch != outbox.epoch
+        assert again.store.epoch != outbox.store.epoch
     for job in made:
         view = jobs.view(job)
         assert view.state == State.FAILED
         assert "damaged" in view.error.detail
     assert jobs.arrived(fresh) == once_each(1)
-    assert jobs.mark(outbox.epoch) == 3
+    assert jobs.mark(outbox.store.epoch) == 3
     with Outbox(tmp_path, "w", 0, relay.url) as third:
         assert third.flush(LONG_S), "lost receipts are reported once"
 
@@ -288,7 +288,7 @@ def test_a_damaged_outbox_fails_only_jobs_whose_receipts_had_not_arrived(
     (arrived,) = jobs.claim(1, 2)
     with Outbox(tmp_path, "w", 0, relay.url) as outbox:
         deliver(outbox, [arrived], [0])
-    outbox.path.unlink()
+    outbox.store.path.unlink()
     with Outbox(tmp_path, "w", 0, relay.url) as again:
         deliver(again, [arrived], [1])
     assert jobs.view(arrived).state is State.RUNNING
@@ -299,7 +299,7 @@ def test_single_damaged_and_missing_receipts_fail_their_jobs_and_no_others(
     relay: RelayProcess, jobs: Jobs, tmp_path: Path
 ) -> None:
     made, outbox = unsent(relay, jobs, tmp_path, 7)
-    with sqlite3.connect(outbox.path) as database:
+    with sqlite3.connect(outbox.store.path) as database:
         database.execute("UPDATE receipts SET payload = x'c0' WHERE seq = 2")
         database.execute("DELETE FROM receipts WHERE seq IN (4, 5)")
     database.close()
@@ -323,7 +323,7 @@ def test_an_outbox_put_back_to_an_older_state_does_not_lose_its_new_receipts(
     with Outbox(tmp_path / "backup", "w", 0, relay.url) as restored:
         # numbers 3 to 5 of the old epoch, which the relay has already
         deliver(restored, [job], range(5, 8))
-        assert restored.epoch != outbox.epoch
+        assert restored.store.epoch != outbox.store.epoch
     assert jobs.arrived(job) == once_each(8)
 
 
@@ -336,12 +336,12 @@ def test_receipts_lost_by_redis_are_sent_again(
     with Outbox(tmp_path, "w", 0, relay.url) as outbox, redis.Redis.from_url(redis_url) as client:
         deliver(outbox, [job], range(10))
         relay.kill()
-        client.set(f"ms:mark:w:0:{outbox.epoch}", 7)
+        client.set(f"ms:mark:w:0:{outbox.store.epoch}", 7)
         client.hdel(f"ms:ticket:{job}", "7/0", "8/0", "9/0")
         client.hset(f"ms:job:{job}", "receipts", 7)
         relay.start()
         wait_until(lambda: jobs.view(job).receipts == 10)
-        assert jobs.mark(outbox.epoch) == 10
+        assert jobs.mark(outbox.store.epoch) == 10
 
 
 def test_acknowledged_receipts_are_deleted_without_further_traffic(
@@ -349,7 +349,10 @@ def test_acknowledged_receipts_are_deleted_without_further_traffic(
 ) -> None:
     monkeypatch.setattr("midstream.broker.receipts.outbox.KEEP_ACKED_S", 0.3)
     (job,) = jobs.claim(1, 20)
-    with Outbox(tmp_path, "w", 0, relay.url) as outbox, sqlite3.connect(outbox.path) as database:
+    with (
+        Outbox(tmp_path, "w", 0, relay.url) as outbox,
+        sqlite3.connect(outbox.store.path) as database,
+    ):
         began = time.monotonic()
         deliver(outbox, [job], range(20))
         wait_until(lambda: database.execute("SELECT count(*) FROM receipts").fetchone() == (0,))

@@ -176,6 +176,12 @@ def wrap_runs(runs: Any, faults: Faults) -> None:
     wrap(runs, "_find", find)
 
 
+def _hold_of(writer: Any) -> Path:
+    """The file that holds the writer's captures back while it exists."""
+    folder: Path = writer._outbox.store.path.parents[1]
+    return folder / "hold"
+
+
 def wrap_writer(writer: Any, faults: Faults) -> None:
     """Faults of `Writer`."""
     from midstream.workers.runner.files.consumers import placing
@@ -183,7 +189,7 @@ def wrap_writer(writer: Any, faults: Faults) -> None:
 
     def action(original: Callable[..., Any], name: str, consumers: Any) -> Any:
         if writer._diverted is None and name in ("filesystem", *placing()):
-            while "hold_write" in faults and (writer._outbox.path.parents[1] / "hold").exists():
+            while "hold_write" in faults and _hold_of(writer).exists():
                 time.sleep(0.01)
             if "slow_write" in faults:
                 time.sleep(_SLOW_S)

@@ -214,7 +214,7 @@ def test_everything_up_starts_is_private_to_the_account(
     with Outbox(tmp_path / "forged", "w1", 0, up.environment["MIDSTREAM_RELAY_URL"]) as forged:
         forged.append(receipt("job_x", 0, worker="w1"))
         assert not forged.flush(2.0)
-        assert not forged.connected
+        assert not forged._sender.connected
     # callers need a key, and the command that is printed makes the first
     with pytest.raises(MidstreamError, match="no API key given"), Client(url) as client:
         client.models()
