@@ -154,10 +154,7 @@ async def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason
     assert view.detail == "its job is running"
     assert view.prompts is None
     run = await named(runs)
-    assert await refusal(runs.prompts(run)) == (
-        "conflict",
-        "source run clean: its job is running",
-    )
+    assert (await runs.read(run)).prompts is None
     assert (await refusal(runs.files(run_key(job.id, 0, TAG))))[0] == "intervention_failed"
     await ledger.fail(
         job.id, attempt, MidstreamError("capture_failed", "the disk is full").problem()
@@ -165,10 +162,7 @@ async def test_a_run_is_pending_until_its_job_is_over_and_failed_with_its_reason
     view = await runs.view(MODEL, "clean")
     assert view.state == "failed"
     assert view.detail == "the disk is full"
-    assert await refusal(runs.prompts(run)) == (
-        "capture_failed",
-        "source run clean: the disk is full",
-    )
+    assert (await runs.read(run)).readiness.detail == "the disk is full"
     assert await refusal(runs.files(run_key(job.id, 0, TAG))) == (
         "intervention_failed",
         f"source run {run_key(job.id, 0, TAG)}: the disk is full",
@@ -216,7 +210,7 @@ async def test_rows_are_found_by_receipts_and_without_them_and_without_the_ledge
         (0, 3, [100, 101, 102], "bfloat16"),
         (1, 3, [100, 101, 102], "bfloat16"),
     ]
-    assert await runs.prompts(await named(runs), [1]) == prompts[1:]
+    assert (await runs.read(await named(runs), [1])).prompts == prompts[1:]
     await ledger.redis.delete(f"ms:ticket:{job.id}")
     assert told(await runs.files(key)) == told(by_receipts)
     assert (await runs.view(MODEL, "clean")).prompts == prompts
@@ -255,10 +249,7 @@ async def test_deleted_runs_are_refused_by_name_and_key_after_their_records_are_
         view = await runs.view(MODEL, "clean")
         assert view.state == "deleted"
         assert view.detail == "its captures were deleted"
-        assert await refusal(runs.prompts(run)) == (
-            "gone",
-            "source run clean: its captures were deleted",
-        )
+        assert (await runs.read(run)).readiness.state == "deleted"
         assert (await refusal(runs.files(key)))[0] == "intervention_failed"
     await runs.delete(MODEL, "clean")
     assert await runs.lookup(MODEL, "clean") is None

@@ -16,14 +16,6 @@ from ....schemas.requests.specs import PatchSpec
 from ....schemas.requests.steering import GlobalSteering, Module
 from .features import NONE, NamedFeatures
 
-#: Kind of an error when a run's files are read → the run's state.
-STATE_OF_KIND: dict[str, RunState] = {
-    "gone": "deleted",
-    "capture_failed": "failed",
-    "capture_damaged": "failed",
-    "conflict": "pending",
-}
-
 
 @dataclass(frozen=True)
 class ModelState:
@@ -71,24 +63,13 @@ async def find_runs(
 
     async def view(name: str) -> RunView | None:
         if (run := await runs.lookup(model, name)) is not None:
-            return await _read_run(runs, run, set(requested[name]))
+            readiness, prompts = await runs.read(run, set(requested[name]))
+            return _view(run, readiness.state, readiness.detail, prompts)
         foreign = await _of_another_model(ledger, runs, model, name)
         return None if foreign is None else _view(foreign, "ready", "", None)
 
     views = await asyncio.gather(*map(view, requested))
     return {name: found for name, found in zip(requested, views, strict=True) if found}
-
-
-async def _read_run(runs: LedgerRuns, run: RunRecord, prompts: set[int]) -> RunView:
-    standing = await runs.standing(run)
-    if standing.state != "ready":
-        return _view(run, standing.state, standing.detail, None)
-    try:
-        return _view(run, "ready", "", await runs.ready_prompts(run, prompts))
-    except MidstreamError as error:
-        if error.kind not in STATE_OF_KIND:
-            raise
-        return _view(run, STATE_OF_KIND[error.kind], error.detail, None)
 
 
 async def _of_another_model(

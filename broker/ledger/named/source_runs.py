@@ -45,12 +45,6 @@ Receipts = list[Receipt]
 
 #: Seconds between two searches for names of runs that the ledger no longer knows.
 PRUNE_S = 3600.0
-#: State of a run that is not ready → kind of the error of reading it.
-KIND_OF_STATE: dict[RunState, str] = {
-    "pending": "conflict",
-    "failed": "capture_failed",
-    "deleted": "gone",
-}
 
 
 class RunReadiness(NamedTuple):
@@ -59,6 +53,13 @@ class RunReadiness(NamedTuple):
     state: RunState
     detail: str = ""  # why it is not ready
     bytes: int = 0  # of its files
+
+
+class RunContent(NamedTuple):
+    """A run's state, and what it holds."""
+
+    readiness: RunReadiness
+    prompts: list[RunPrompt] | None = None  # None: it is not ready
 
 
 Standings = list[RunReadiness | None]
@@ -130,30 +131,27 @@ class LedgerRuns(LedgerPart):
         (standing,) = await self._known([run.job])
         return standing or DELETED
 
-    async def prompts(self, run: RunRecord, only: Collection[int] | None = None) -> list[RunPrompt]:
-        """Return the run's captured prompts, ascending; `only`: just these, if they were captured.
-
-        Raises MidstreamError: `conflict` while its job runs, `capture_failed` if it failed or rows
-        are missing, `gone` if they were deleted.
+    async def read(self, run: RunRecord, only: Collection[int] | None = None) -> RunContent:
+        """Return the state of a run and, if it is ready, its captured prompts, ascending; `only`:
+        just these, if they were captured. A run is not ready if its rows are missing or damaged.
         """
         standing = await self.standing(run)
         if standing.state != "ready":
-            raise MidstreamError(
-                KIND_OF_STATE[standing.state], f"source run {shown(run.name)}: {standing.detail}"
-            )
-        return await self.ready_prompts(run, only)
-
-    async def ready_prompts(
-        self, run: RunRecord, only: Collection[int] | None = None
-    ) -> list[RunPrompt]:
-        """Return what `prompts` returns, for a run whose `standing` is known to be ready."""
-        result = await self._blobs(run.job, run.tag, only)
-        for request, blobs in result.items():
+            return RunContent(standing)
+        try:
+            found = await self._blobs(run.job, run.tag, only)
+        except MidstreamError as error:
+            if error.kind not in UNREADABLE:
+                raise
+            state: RunState = "deleted" if error.kind == "gone" else "failed"
+            return RunContent(RunReadiness(state, error.detail))
+        for request, blobs in found.items():
             if why := source_run_files.shortfall(blobs):
-                raise MidstreamError(
-                    "capture_failed", f"source run {shown(run.name)}, prompt {request}: {why}"
-                )
-        return [source_run_files.run_prompt(blobs) for blobs in result.values()]
+                why = f"source run {shown(run.name)}, prompt {request}: {why}"
+                return RunContent(RunReadiness("failed", why))
+        return RunContent(
+            standing, [source_run_files.run_prompt(blobs) for blobs in found.values()]
+        )
 
     async def files(self, key: str) -> RunFiles:
         """Return the files that ranks load for a `run_key`.
@@ -183,16 +181,10 @@ class LedgerRuns(LedgerPart):
         """Return the run with its prompts. Raises MidstreamError("not_found")."""
         run = await self._existing(model, name)
         (view,) = await self._views([run], model)
-        if view.state != "ready":
-            return view
-        try:
-            return msgspec.structs.replace(view, prompts=await self.prompts(run))
-        except MidstreamError as error:
-            if error.kind not in UNREADABLE:
-                raise
-            return msgspec.structs.replace(
-                view, state="deleted" if error.kind == "gone" else "failed", detail=error.detail
-            )
+        readiness, prompts = await self.read(run)
+        return msgspec.structs.replace(
+            view, state=readiness.state, detail=readiness.detail, prompts=prompts
+        )
 
     async def list(self, model: str, limit: int = 50, cursor: str | None = None) -> RunPage:
         """Return the runs that have a name, newest first.
