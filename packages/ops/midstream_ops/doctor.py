@@ -25,7 +25,7 @@ from .checks.report import Report
 from .checks.service import Service
 from .engine_packages import COMMANDS, need_engine
 from .processes import sigterm_as_interrupt
-from .start import DataDirOption, check_engine
+from .start import DataDirOption, EngineOption, Set, check_engine
 
 #: Seconds of the timed pairs, with which all measurements take about three minutes.
 PAIRS_S = 60.0
@@ -48,14 +48,8 @@ def doctor(
         typer.Option(help="With --deep and --plan: the checkpoint; default: the settings' model."),
     ] = None,
     data_dir: DataDirOption = None,
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="NAME=VALUE", help="Any setting; repeatable."),
-    ] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option("--engine", metavar="NAME=VALUE", help="An option of vLLM; repeatable."),
-    ] = None,
+    set_: Set = None,
+    engine: EngineOption = None,
     seconds: Annotated[
         float, typer.Option(help="With --deep: time for calls to both servers.", min=0, max=3600)
     ] = PAIRS_S,

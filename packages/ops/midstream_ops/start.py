@@ -23,6 +23,12 @@ _KEYWORD = inspect.Parameter.KEYWORD_ONLY
 DataDirOption = Annotated[
     Path | None, typer.Option(help="Folder for Redis data, captures and logs.")
 ]
+EngineOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--engine", metavar="NAME=VALUE", help="An option of vLLM, such as seed=1; repeatable."
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="NAME=VALUE", help="Any other setting; repeatable."),
@@ -103,12 +109,7 @@ def up(
             help="Capture these sites for every request, such as post_block:all;pre_attn:0-17.",
         ),
     ] = None,
-    engine: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--engine", metavar="NAME=VALUE", help="An option of vLLM, such as seed=1; repeatable."
-        ),
-    ] = None,
+    engine: EngineOption = None,
     set_: Set = None,
 ) -> None:
     """Run the whole stack on this machine until Ctrl-C.

@@ -28,10 +28,14 @@ _METADATA = {
 }
 METADATA = "a cloud metadata address"
 #: Not private by definition, but never a valid receiver.
-_EXTRA_V4 = {
+_EXTRA: dict[IPv4Network | IPv6Network, str] = {
     IPv4Network("192.0.0.0/24"): "reserved",
     IPv4Network("192.88.99.0/24"): "reserved",
     IPv4Network("100.64.0.0/10"): "in the carrier-grade NAT range (CGNAT)",
+    IPv6Network("2001::/23"): "reserved, or a tunnel address",
+    IPv6Network("2001:db8::/32"): "reserved for documentation",
+    IPv6Network("2002::/16"): "a tunnel address",
+    IPv6Network("3fff::/20"): "reserved for documentation",
 }
 #: Every public IPv6 receiver is in this network, or is an IPv4 address behind NAT64.
 _GLOBAL_V6 = IPv6Network("2000::/3")
@@ -52,12 +56,6 @@ _EMBEDDING: tuple[tuple[IPv6Network, int, int], ...] = (
 )
 #: ISATAP (RFC 5214) embeds an IPv4 address in an address of any network, after these 32 bits.
 _ISATAP = {0x00005EFE, 0x02005EFE}
-_EXTRA_V6 = {
-    IPv6Network("2001::/23"): "reserved, or a tunnel address",
-    IPv6Network("2001:db8::/32"): "reserved for documentation",
-    IPv6Network("2002::/16"): "a tunnel address",
-    IPv6Network("3fff::/20"): "reserved for documentation",
-}
 _KINDS = (
     ("is_unspecified", "unspecified"),
     ("is_loopback", "loopback"),
@@ -95,15 +93,13 @@ def refusal(address: IPAddress, allow_private: bool = False) -> str | None:
     for kind, what in _KINDS:
         if getattr(address, kind):
             return what
-    if isinstance(address, IPv4Address):
-        result = next((what for network, what in _EXTRA_V4.items() if address in network), None)
-        return result or (None if address.is_global else "not public")
-    if address.scope_id is not None:
+    if isinstance(address, IPv6Address) and address.scope_id is not None:
         return "link-local"
-    if address not in _GLOBAL_V6:
-        return "not public"
-    result = next((what for network, what in _EXTRA_V6.items() if address in network), None)
-    return result or next((why for why in inner if why), None)
+    for network, what in _EXTRA.items():
+        if address in network:
+            return what
+    public = address.is_global if isinstance(address, IPv4Address) else address in _GLOBAL_V6
+    return next((why for why in inner if why), None) if public else "not public"
 
 
 def embedded(address: IPv6Address) -> list[IPv4Address]:
