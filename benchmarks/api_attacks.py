@@ -38,7 +38,7 @@ from services import service
 
 from midstream.broker.ledger.jobs.inputs import LedgerInputs
 from midstream.broker.ledger.jobs.ledger import Ledger
-from midstream.client.sdk.discovery import read_state
+from midstream.client.sdk.discovery import written
 from midstream.schemas.jobs.models import TokenizerBundle, encode_bundle
 from midstream.schemas.settings.settings import Settings
 
@@ -467,7 +467,7 @@ def main() -> None:
     ]
     with service(engine="fake", model=FAKE, log_level="WARNING", lease_s=LEASE_S) as stack:
         asyncio.run(publish(stack.settings))
-        pid = read_state(stack.data)["processes"]["api"][0]
+        pid = written(stack.data).processes["api"][0]
         with httpx2.Client(base_url=stack.url, timeout=300) as http:
             # reads the tokenizer, starts a helper
             http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)]})

@@ -27,7 +27,7 @@ import redis
 from noop_tasks import DONE, QUEUE, noop_app
 from services import report, service
 
-from midstream.client.sdk.discovery import read_state
+from midstream.client.sdk.discovery import written
 
 MODEL = "fake-model"
 JOB = {"model": MODEL, "prompts": ["a prompt"], "sampling": {"max_tokens": 1}}
@@ -92,7 +92,7 @@ def main() -> None:
         with (stack.data / "noop.log").open("wb") as log:
             noop = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            pids = {name: pid for name, (pid, _) in read_state(stack.data)["processes"].items()}
+            pids = {name: pid for name, (pid, _) in written(stack.data).processes.items()}
             pids |= {"noop": noop.pid, "client": os.getpid()}
             found = measure(stack.url, redis_url, options, pids)
         finally:

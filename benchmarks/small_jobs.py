@@ -40,7 +40,7 @@ from api_attacks import (
 )
 from services import report, service
 
-from midstream.client.sdk.discovery import read_state
+from midstream.client.sdk.discovery import written
 
 MIB = 1 << 20
 ADMIN = "ms_admin0000000_" + "a" * 43
@@ -183,7 +183,7 @@ def main() -> None:
         lease_s=LEASE_S,
     ) as stack:
         asyncio.run(publish(stack.settings, LENGTH))
-        pid = read_state(stack.data)["processes"]["api"][0]
+        pid = written(stack.data).processes["api"][0]
         keys = {}
         for tenant in ("small", "large"):
             asked = {"name": tenant, "tenant": tenant}

@@ -80,7 +80,7 @@ def own_redis_url(data: Path) -> str:
     """
     from ...broker.processes.install import kept_redis_url
 
-    shown = str(discovery.read_state(data).get("redis_url", ""))
+    shown = discovery.written(data, own=False).redis_url
     return (kept_redis_url(data) or shown) if shown else ""
 
 

@@ -6,10 +6,8 @@ directory is used only if it belongs to this user, its `midstream up` is alive, 
 reports the same instance.
 """
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import httpx2
 import msgspec
@@ -34,6 +32,7 @@ class WrittenStack(msgspec.Struct, kw_only=True):
     url: str = ""  # empty while it starts
     model: str = ""
     version: str = ""
+    redis_url: str = ""  # of its own Redis, without the password; empty: it uses another one
     started: float = 0.0  # seconds since the epoch
     # name → pid and birth, see `processes.birth`
     processes: dict[str, tuple[int, int]] = {}
@@ -65,23 +64,13 @@ def running(data: Path) -> RunningStack | None:
     return RunningStack(data=data, instance=instance, **msgspec.structs.asdict(state))
 
 
-def read_state(data: Path) -> dict[str, Any]:
-    """Return the state file of the last `midstream up` on a data directory, whoever wrote it; empty
-    if there is none.
-    """
-    try:
-        return dict(json.loads((data / STATE_FILE).read_text()))
-    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError):
-        return {}
-
-
-def written(data: Path) -> WrittenStack:
+def written(data: Path, *, own: bool = True) -> WrittenStack:
     """Return what the state file of the last `midstream up` on a data directory says; nothing if
-    there is none, or if it belongs to another user.
+    there is none, or with `own` if it belongs to another user.
     """
     path = data / STATE_FILE
     try:
-        if path.stat().st_uid == os.getuid():
+        if not own or path.stat().st_uid == os.getuid():
             return from_json(path.read_bytes(), WrittenStack)
     except (OSError, AttributeError, msgspec.DecodeError):
         # AttributeError: no os.getuid on this system, so no `midstream up` either

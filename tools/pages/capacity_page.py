@@ -294,7 +294,7 @@ def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
     from control_plane import MODEL, http_round, processor_s
     from services import service
 
-    from midstream.client.sdk.discovery import read_state
+    from midstream.client.sdk.discovery import written
     from midstream.schemas.settings.settings import to_environment
 
     count = JOBS if at_once > 1 else FEW_JOBS
@@ -313,7 +313,7 @@ def _run(workers: int, at_once: int, fitted: bool) -> dict[str, Any]:
                     others.append(
                         subprocess.Popen(command, env=environment, stdout=log, stderr=log)
                     )
-            pids = {name: pid for name, (pid, _) in read_state(stack.data)["processes"].items()} | {
+            pids = {name: pid for name, (pid, _) in written(stack.data).processes.items()} | {
                 "client": os.getpid()
             }
             pids |= {f"worker-{number}": process.pid for number, process in enumerate(others, 2)}

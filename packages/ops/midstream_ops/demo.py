@@ -29,7 +29,7 @@ from midstream.client.captures.reader import CaptureReader
 from midstream.client.render import jobs, steering as show_steering
 from midstream.client.render.steering import DIGEST
 from midstream.client.sdk.client import Client
-from midstream.client.sdk.discovery import read_state
+from midstream.client.sdk.discovery import written
 from midstream.client.sdk.wire import Answer
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_json
@@ -221,7 +221,7 @@ def _settings(data: Path | None, console: Console) -> Settings:
     # `midstream up` keeps other accounts out of it
     folder.parent.mkdir(mode=OWNER_ALONE, parents=True, exist_ok=True)
     # a supervisor that may still use the folder reports the conflict itself
-    if data is None and (folder / LOCK_FILE).exists() and not read_state(folder):
+    if data is None and (folder / LOCK_FILE).exists() and not written(folder, own=False).pid:
         shutil.rmtree(folder)  # left by an earlier demo
     with console.status("the demo model …"):
         model = fetch_demo_model(

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import fcntl
 import importlib.util
-import json
 import os
 import shlex
 import signal
@@ -23,9 +22,9 @@ from urllib.parse import urlsplit, urlunsplit
 import httpx2
 import msgspec
 
-from midstream.client.sdk.discovery import STATE_FILE, reachable, read_state
+from midstream.client.sdk.discovery import STATE_FILE, WrittenStack, reachable, written
 from midstream.schemas.base.errors import MidstreamError, Translated
-from midstream.schemas.base.records import now
+from midstream.schemas.base.records import now, to_json
 from midstream.schemas.base.version import __version__
 from midstream.schemas.settings.settings import (
     FILE_VARIABLE,
@@ -434,8 +433,8 @@ class Supervisor:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.close()
-            other = read_state(self.data)
-            where = f"pid {other.get('pid', 'unknown')}, {other.get('url') or 'not ready yet'}"
+            other = written(self.data, own=False)
+            where = f"pid {other.pid or 'unknown'}, {other.url or 'not ready yet'}"
             raise MidstreamError(
                 "conflict",
                 f"{self.data} is in use by another `midstream up` ({where})",
@@ -455,7 +454,7 @@ class Supervisor:
         `MARK` in their environment, and Redis, which clears its environment, has the lock file of
         its folder open.
         """
-        state = read_state(self.data).get("processes", {})
+        state = written(self.data, own=False).processes
         for name in (*STOP_ORDER, "redis"):
             if name in state:
                 yield name, *state[name]
@@ -573,18 +572,18 @@ class Supervisor:
         if self._redis is not None:
             pids["redis"] = self._redis.pid
         self._sessions.update(pids.values())
-        state = {
-            "pid": os.getpid(),
-            "version": __version__,
-            "url": self.url if self._children else "",
-            "model": self.settings.served_model,
-            "redis_url": _without_password(self.settings.redis_url) if self._own_redis else "",
-            "started": self._started,
-            "processes": {name: [pid, birth(pid)] for name, pid in pids.items()},
-        }
+        state = WrittenStack(
+            pid=os.getpid(),
+            version=__version__,
+            url=self.url if self._children else "",
+            model=self.settings.served_model,
+            redis_url=_without_password(self.settings.redis_url) if self._own_redis else "",
+            started=self._started,
+            processes={name: (pid, birth(pid)) for name, pid in pids.items()},
+        )
         path = self.data / STATE_FILE
         try:
-            path.with_suffix(".tmp").write_text(json.dumps(state))
+            path.with_suffix(".tmp").write_bytes(to_json(state))
             path.with_suffix(".tmp").rename(path)
         except OSError:
             self._unwritten = True  # retried by `tend`; `_look_at_disk` reports the reason

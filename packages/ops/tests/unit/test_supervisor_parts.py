@@ -430,7 +430,7 @@ def test_a_data_directory_that_cannot_be_written_ends_no_supervisor(
     ]
     (tmp_path / "data").mkdir()
     stack.tend()
-    assert discovery.read_state(tmp_path / "data")["pid"] == os.getpid()
+    assert discovery.written(tmp_path / "data").pid == os.getpid()
 
 
 def test_a_leftover_is_ended_only_if_it_is_the_same_process(sleeping: Sleeping) -> None:
