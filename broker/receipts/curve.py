@@ -40,14 +40,14 @@ DOMAIN = "midstream"
 #: long.
 LOOK_EVERY_S = 1.0
 RELAY = "relay"  # name of the relay's key pair in `curve_dir`; no worker may use it
-#: Seconds between two log lines about the same unknown key.
+#: Seconds between two log lines about the same unknown or invalid key.
 COMPLAIN_EVERY_S = 10.0
 
 CurveRole = Literal["relay", "worker"]
 
 
 class KnownClients:
-    """The workers that a folder of public keys names, read again when it changes; from any
+    """The workers that a folder of public keys names, read again from time to time; from any
     thread.
     """
 
@@ -56,9 +56,8 @@ class KnownClients:
         self.folder = folder
         self._lock = threading.Lock()
         self._keys: dict[str, str] = {}  # worker → its public key
-        self._files: object = None  # names, times and inodes at the last read
         self._next_look = 0.0
-        self._complaints = Complaints(COMPLAIN_EVERY_S)  # about unknown keys
+        self._complaints = Complaints(COMPLAIN_EVERY_S)  # about unknown and invalid keys
         with Translated(
             OSError,
             lambda error: SettingsError(f"curve_clients_dir={str(folder)!r}: {error.strerror}"),
@@ -98,7 +97,6 @@ class KnownClients:
                 self._look()
             except OSError as error:
                 self._keys = {}
-                self._files = None
                 log.error(
                     "all senders are rejected: cannot read the folder of their public keys: %s",
                     error,
@@ -106,26 +104,18 @@ class KnownClients:
 
     def _look(self) -> None:
         self._next_look = time.monotonic() + LOOK_EVERY_S
-        with os.scandir(self.folder) as entries:
-            files = sorted(
-                (entry.name, entry.stat().st_mtime_ns, entry.stat().st_ino)
-                for entry in entries
-                if entry.name.endswith(PUBLIC)
-            )
-        if files == self._files:
-            return
         keys = {}
-        for name, _, _ in files:
+        for path in sorted(self.folder.iterdir()):
+            if not path.name.endswith(PUBLIC):
+                continue
             try:
-                keys[name.removesuffix(PUBLIC)] = public_key(
-                    (self.folder / name).read_text(), str(self.folder / name)
-                )
+                keys[path.name.removesuffix(PUBLIC)] = public_key(path.read_text(), str(path))
             except (SettingsError, OSError, UnicodeDecodeError) as error:
-                log.error("ignoring a sender's public key: %s", error)
-        if self._files is not None:
+                if self._complaints.due(path):
+                    log.error("ignoring a sender's public key: %s", error)
+        if keys != self._keys:
             log.info("senders with known keys: %s", ", ".join(keys) or "none")
         self._keys = keys
-        self._files = files
 
 
 class ServerKeys(NamedTuple):
