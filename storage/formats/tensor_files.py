@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 
@@ -30,17 +30,10 @@ class TensorFileError(ValueError):
     """Fault in a file; the message names the file, then what is valid."""
 
 
-class StoredTensor(NamedTuple):
-    """Location of a tensor: its bytes in a safetensors file, or a member of an npz file."""
-
-    shape: list[int]
-    dtype: str
-    start: int = 0  # first byte in a safetensors file
-    member: str = ""  # of an npz file
-
-
 class TensorFile:
-    """An open file. `shapes`: tensor → its shape."""
+    """An open file. `shapes`: tensor → its shape. `state`: bytes, inode and time of the last change
+    when it was opened; they identify its content.
+    """
 
     def __init__(
         self, file: io.BufferedReader, name: str, most: int, tensors: int = _TENSORS
@@ -50,8 +43,8 @@ class TensorFile:
         """
         self._file = file
         self._name = name
-        self._before = _state(file)
-        self.bytes = self._before[0]
+        self.state = _state(file)
+        self.bytes = self.state[0]
         if self.bytes > most:
             raise TensorFileError(f"{name} has {self.bytes} bytes; the limit is {most}")
         self._zip: zipfile.ZipFile | None = None
@@ -63,13 +56,6 @@ class TensorFile:
             raise TensorFileError(
                 f"{name} has {len(self._places)} tensors; valid: at most {tensors}"
             )
-
-    @property
-    def state(self) -> tuple[int, int, int]:
-        """Bytes, inode and time of the last change when the file was opened; they identify its
-        content.
-        """
-        return self._before
 
     @property
     def shapes(self) -> dict[str, list[int]]:
@@ -104,7 +90,7 @@ class TensorFile:
         """Raises TensorFileError when the file has changed since it was opened: the tensors that
         were read may belong to different versions.
         """
-        if _state(self._file) != self._before:
+        if _state(self._file) != self.state:
             raise self._changed()
 
     def _changed(self) -> TensorFileError:
@@ -112,22 +98,20 @@ class TensorFile:
 
     # --- The two formats ---
 
-    def _of_safetensors(self) -> dict[str, StoredTensor]:
+    def _of_safetensors(self) -> dict[str, TensorPlace]:
         with Translated(DamagedBlob, lambda error: TensorFileError(f"{self._name}: {error}")):
             self.metadata, tensors = whole_header(self._bytes_at, self.bytes)
         for name, place in tensors.items():
             _check_shape(self._name, name, place.shape)
-        return {
-            name: StoredTensor(place.shape, place.dtype, place.start)
-            for name, place in tensors.items()
-        }
+        return tensors
 
     def _bytes_at(self, start: int, count: int) -> bytes:
         self._file.seek(start)
         return self._file.read(count)
 
-    def _of_npz(self, most: int, tensors: int) -> dict[str, StoredTensor]:
-        places: dict[str, StoredTensor] = {}
+    def _of_npz(self, most: int, tensors: int) -> dict[str, TensorPlace]:
+        """Return tensor → its member, whose bytes begin after its own header."""
+        places: dict[str, TensorPlace] = {}
         try:
             self._zip = zipfile.ZipFile(self._file)
             if sum(member.file_size for member in self._zip.infolist()) > most:
@@ -145,7 +129,8 @@ class TensorFile:
                         "order"
                     )
                 _check_shape(self._name, name, list(shape))
-                places[name] = StoredTensor(list(shape), dtype.str, member=member.filename)
+                size = dtype.itemsize * math.prod(shape)
+                places[name] = TensorPlace(member.filename, dtype.str, list(shape), 0, size)
         except (
             zipfile.BadZipFile,
             NotImplementedError,
@@ -165,22 +150,21 @@ class TensorFile:
         ):
             return npy_header(stream)
 
-    def _member(self, place: StoredTensor) -> np.ndarray:
+    def _member(self, place: TensorPlace) -> np.ndarray:
         assert self._zip is not None
         with (
             Translated(
                 (zipfile.BadZipFile, ValueError, EOFError, OSError, RuntimeError),
                 lambda error: TensorFileError(
-                    f"{self._name}: {place.member} cannot be read: {error}"
+                    f"{self._name}: {place.name} cannot be read: {error}"
                 ),
             ),
-            self._zip.open(place.member) as stream,
+            self._zip.open(place.name) as stream,
         ):
             npy_header(stream)
-            size = np.dtype(place.dtype).itemsize * math.prod(place.shape)
-            raw = stream.read(size)
-        if len(raw) != size:
-            raise TensorFileError(f"{self._name}: the bytes of {place.member} are not all there")
+            raw = stream.read(place.length)
+        if len(raw) != place.length:
+            raise TensorFileError(f"{self._name}: the bytes of {place.name} are not all there")
         return np.frombuffer(raw, place.dtype).astype(np.float32, copy=False).reshape(place.shape)
 
 
