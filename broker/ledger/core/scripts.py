@@ -20,6 +20,7 @@ from ....schemas.artifacts.registered import Registered
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
 from ....schemas.base.limits import POLICY_DAYS
 from ....schemas.base.records import from_msgpack, now, to_json, to_msgpack
+from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 from ....schemas.jobs.kinds import KINDS
@@ -372,6 +373,12 @@ def size_of(record: Registered) -> int:
     its record.
     """
     return getattr(record, "bytes", 0) + len(to_msgpack(record))
+
+
+def packed_blobs(blobs: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
+    return {
+        name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()
+    }
 
 
 def tensors(blobs: Mapping[str, bytes]) -> list[tuple[str, msgspec.Raw | bool]]:

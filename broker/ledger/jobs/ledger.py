@@ -204,16 +204,12 @@ class Ledger(Fleet):
         the tenant has reached a limit; overloaded if too many jobs wait or Redis is too full;
         invalid_request, with the field, if the job never fits. Nothing is accepted then.
         """
-        raw = {
-            name: to_msgpack(blob) if isinstance(blob, Tensor) else blob
-            for name, blob in blobs.items()
-        }
         room = room_of(job, self.settings)
         [packed] = scripts.submit(
             settings=self.settings,
             job=job,
             spec=await scripts.record(job),
-            blobs=raw,
+            blobs=scripts.packed_blobs(blobs),
             pinned=pinned,
             idempotency=idempotency,
             operator_tags=operator_tags,

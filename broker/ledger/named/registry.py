@@ -57,12 +57,6 @@ class Lookup(NamedTuple):
 NOTHING_FOUND = Lookup()
 
 
-def packed_blobs(blobs: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
-    return {
-        name: to_msgpack(blob) if isinstance(blob, Tensor) else blob for name, blob in blobs.items()
-    }
-
-
 def size_of(raw: Mapping[str, bytes]) -> int:
     return sum(map(len, raw.values()))
 
@@ -159,7 +153,7 @@ class Registry(LedgerPart, Generic[T]):
         in between, `make` is called again, with its content; `conflict` is raised if one came each
         time.
         """
-        raw = packed_blobs(blobs)
+        raw = scripts.packed_blobs(blobs)
         if not of_accepted:
             await self._ledger.check_room(size_of(raw))
         for _ in range(PUT_TRIES):

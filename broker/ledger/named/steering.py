@@ -26,7 +26,7 @@ from ....schemas.requests.steering import (
 )
 from ..core import scripts
 from ..jobs.ledger import LedgerPart, reachable, unreadable
-from .registry import GLOBAL, packed_blobs, size_of
+from .registry import GLOBAL, size_of
 
 log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ class LedgerSteering(LedgerPart):
         `blobs`: content hash → tensor, of those that may not be pinned yet. Raises
         MidstreamError("overloaded") if Redis is too full for them.
         """
-        raw = packed_blobs(blobs)
+        raw = scripts.packed_blobs(blobs)
         if entries:  # clearing is allowed however full Redis is
             await self._ledger.check_room(size_of(raw))
         check = secrets.token_hex(8)

@@ -49,7 +49,6 @@ def measured(
                 stock=stock,
                 seconds=seconds,
                 killed=killed,
-                say=say,
             )
             yield from findings_of(of("deep"), rig, say)
         say("stopping both")

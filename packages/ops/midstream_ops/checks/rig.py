@@ -14,7 +14,7 @@ from midstream.schemas.jobs.certificates import Certificate
 from midstream.schemas.jobs.jobs import JobView
 from midstream.schemas.settings.settings import Settings
 
-from ..processes import Announce, wait_for
+from ..processes import wait_for
 from ..supervisor import Supervisor
 
 #: Prompts of a call, and their tokens.
@@ -42,7 +42,6 @@ class Rig:
     stock: str  # address of stock vLLM's server
     seconds: float  # for the timed pairs
     killed: Sequence[str]  # the processes to kill
-    say: Announce
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(7))
 
     @cached_property
