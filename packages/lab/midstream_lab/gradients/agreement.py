@@ -20,12 +20,13 @@ import torch
 from midstream.broker.artifacts.source_run_files import on_disk, run_files, shortfall
 from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
-from midstream.schemas.base.errors import MidstreamError
+from midstream.schemas.base.errors import MidstreamError, Translated
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import TERMINAL, Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.queues import COMPARISONS
 from midstream.schemas.prompts.selectors import Hook
+from midstream.schemas.prompts.sites import hook_layers
 from midstream.schemas.requests.source_runs import run_key
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.storage.store import ArtifactStore
@@ -36,9 +37,8 @@ from midstream.workers.engine.proof.comparison import (
     differences,
 )
 from midstream.workers.engine.protocol import NotYet
-from midstream.workers.runner.edits.source_runs import RunStore
-from midstream.workers.runner.hooks.sites import RankSite
 
+from ..run.neurons import rows_of_run
 from .loading import refused
 from .points import Points
 
@@ -154,7 +154,7 @@ async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) ->
     await ledger.submit(job, {})
     try:
         await _ended(ledger, job.id)
-        rows = await asyncio.to_thread(_read, captures.store, job.id, info, capture)
+        rows = await asyncio.to_thread(_read, captures.store, job.id, capture)
     finally:
         with contextlib.suppress(MidstreamError):  # the reaper deletes what is left
             await captures.delete(job.id)
@@ -181,23 +181,15 @@ async def _ended(ledger: Ledger, job_id: str) -> None:
 
 
 def _read(
-    store: ArtifactStore, job_id: str, info: ModelInfo, capture: StoredCapture
+    store: ArtifactStore, job_id: str, capture: StoredCapture
 ) -> dict[tuple[Hook, int], torch.Tensor]:
-    sites = [
-        RankSite(hook, at, "single") for hook, layers in capture.sites.items() for at in layers
-    ]
-    runs = RunStore(store, sites, info.hidden_size)
     blobs = on_disk(store, job_id, COMPARISONS).get(0, [])
     if why := shortfall(blobs):
         raise refused(f"the vLLM worker's rows are incomplete: {why}")
     files = run_files(run_key(job_id, 0, COMPARISONS), blobs)
-    runs.put(files)
-    return {
-        (site.hook, site.layer): runs.rows(
-            files.key, site.hook, site.layer, files.positions
-        ).float()
-        for site in sites
-    }
+    with Translated(MidstreamError, lambda error: refused(error.detail)):
+        rows = rows_of_run(store, files, hook_layers(capture.sites))
+    return {site: found.float() for site, found in rows.items()}
 
 
 def compared(points: Points, served: ComparedPrompt, dtype: str) -> list[Difference]:

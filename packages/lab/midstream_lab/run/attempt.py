@@ -234,11 +234,7 @@ class SweepAttempt:
             controls = [unit for unit in missing if unit.kind != "cell"]
             for batch in features.batches([unit for unit in missing if unit.kind == "cell"]):
                 computing = asyncio.to_thread(features.rows, of_base, of_source, batch)
-                try:
-                    rows = await self._sources.reading(computing)
-                except (OSError, ValueError) as error:
-                    why = f"the rows of features cannot be computed: {error}"
-                    raise MidstreamError("intervention_failed", why) from error
+                rows = await self._sources.reading(computing)
                 tensors: dict[str, Tensor] = {}
                 for number, written in rows.items():
                     self._requests.rows[number] = [content_hash(row) for row in written]
@@ -321,23 +317,16 @@ class SweepAttempt:
             for place, layer in enumerate(self._sweep.layers)
         }
         store = open_store(self._ledger.settings.artifacts)
-        with Translated(
-            (OSError, ValueError),
-            lambda error: MidstreamError(
-                "intervention_failed",
-                f"the rows that neurons are chosen from cannot be read: {error}",
-            ),
-        ):
-            ordering = asyncio.to_thread(
-                order_by_difference,
-                store=store,
-                base=base,
-                source=source,
-                sites=list(sites.values()),
-                places=columns[0].places,
-                most=most,
-            )
-            order = await self._sources.reading(ordering)
+        ordering = asyncio.to_thread(
+            order_by_difference,
+            store=store,
+            base=base,
+            source=source,
+            sites=list(sites.values()),
+            places=columns[0].places,
+            most=most,
+        )
+        order = await self._sources.reading(ordering)
         self._requests.rank(pair, {numbers: order[site] for numbers, site in sites.items()})
 
     def _missing(self, pair: int) -> list[Unit]:

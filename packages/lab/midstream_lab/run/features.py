@@ -17,7 +17,7 @@ from midstream.schemas.settings.settings import Settings
 from midstream.storage.store import open_store
 
 from ..records.sweeps import StoredSweep, Unit
-from .neurons import read_rows
+from .neurons import rows_of_run
 
 if TYPE_CHECKING:
     from midstream.workers.runner.readings.sae import Autoencoder
@@ -87,8 +87,8 @@ class FeatureRows:
         """Return the number of each unit → the row that is written at each place of its column.
 
         `base`, `source`: the unpatched runs of the pair; no source in an ablation. `units`: one of
-        `batches`. Raises OSError, ValueError for rows that are not as expected, and MidstreamError
-        for an autoencoder that cannot be loaded.
+        `batches`. Raises MidstreamError for rows that cannot be read, and for an autoencoder
+        that cannot be loaded.
         """
         with _LOADED.turn:
             return self._rows(_LOADED.get(self._settings, self._named), base, source, units)
@@ -106,7 +106,7 @@ class FeatureRows:
         store = open_store(self._settings.artifacts)
 
         def read(files: RunFiles) -> torch.Tensor:
-            return torch.from_numpy(read_rows(store, files, site)).float()
+            return rows_of_run(store, files, [site])[site].float()
 
         # Not the gradient worker's rows, which differ from vLLM's by rounding: an exact value would
         # be that of rows that vLLM never computed.
