@@ -272,7 +272,6 @@ def _skipped(sweep: StoredSweep, records: KnownUnits) -> list[Skipped]:
         if number in units.cell_numbers and record.value is None
     ):
         cell = units.cell(number)
-        assert cell is not None
         result[cell.pair, cell.hook, cell.column, records[number].reason].append(
             sweep.layers[cell.layer]
         )
@@ -485,7 +484,6 @@ def _parts(sweep: StoredSweep, parts: int) -> Callable[[int], int]:
 
     def part(number: int) -> int:
         cell = units.cell(number)
-        assert cell is not None
         row = cell.layer * down // layers
         column = cell.column * across // columns
         return (cell.hook * down + row) * across + column
