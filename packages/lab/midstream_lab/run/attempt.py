@@ -84,7 +84,6 @@ class SweepAttempt:
         )
         self._units = self._requests.units
         attributed = self._sweep.attributed
-        self._adaptive = attributed is not None and attributed.method == "adaptive"
         self._features = (
             FeatureRows(settings, self._sweep)
             if attributed is not None and attributed.sae is not None
@@ -217,7 +216,7 @@ class SweepAttempt:
                 while missing:
                     kept = await self._begin_all(group, missing)
                     # further rounds of the method `adaptive`; one that was given up is over
-                    missing = self._missing(pair) if self._adaptive and kept else []
+                    missing = self._missing(pair) if self._sweep.adaptive and kept else []
         except MidstreamError as error:  # from loading the runs; requests raise a group
             reason = self._reason_or_raise(error)
             for unit in missing:
@@ -306,7 +305,7 @@ class SweepAttempt:
         """
         columns = self._sweep.pairs[pair].columns
         most = max(column.ranks[1] if column.ranks else 0 for column in columns)
-        if not most or not columns[0].places:
+        if not most:
             return
         locate = self._locate(pair)
         runs = self._requests.control_runs(pair)

@@ -1,11 +1,12 @@
 """Engine requests of a sweep's units: tokens, patches, captures, entry layer and grading."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from midstream.schemas.base.records import by_key
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.receipts import Receipt
-from midstream.schemas.prompts.selectors import FORWARD, Hook, PositionSelector, as_ranges
+from midstream.schemas.prompts.selectors import Hook, PositionSelector, as_ranges
 from midstream.schemas.prompts.sites import hook_layers
 from midstream.schemas.requests.source_runs import (
     ZEROS,
@@ -26,7 +27,7 @@ from midstream.schemas.requests.specs import (
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.requests import unit_request
 
-from ..records.sweep_paths import BRANCH_HOOK, StoredEnd, StoredPath, place_of, reaches
+from ..records.sweep_paths import StoredEnd, StoredPath, place_of, reaches
 from ..records.sweep_units import Node, SweepWork
 from ..records.sweeps import Unit
 
@@ -181,7 +182,6 @@ class SweepRequests:
         """Return the first pass of a cell with two passes, or of the sender that all cells of a
         pair share; it captures what the receivers compute.
         """
-        sweep = self._sweep
         path = self._sweep.path
         pair = self._sweep.pairs[unit.pair]
         assert path is not None
@@ -189,7 +189,7 @@ class SweepRequests:
         if path.sender is None:
             (layer,), places = self.units.patched(unit)
             steering = self._patches(unit, [layer], places, base)
-            hook = sweep.hooks[unit.hook]
+            hook = self._sweep.hooks[unit.hook]
         else:
             layer = path.sender.layer
             hook = path.sender.hook
@@ -210,21 +210,17 @@ class SweepRequests:
 
     def _first_capture(self, unit: Unit) -> StoredCapture:
         sweep = self._sweep
-        path = self._sweep.path
-        pair = self._sweep.pairs[unit.pair]
-        assert path is not None
-        needed: dict[Hook, set[int]] = {}
-        if path.sender is None:
+        assert sweep.path is not None
+        first = 0
+        needed = {(hook, layer) for hook in sweep.hooks for layer in sweep.layers}
+        if sweep.path.sender is None:
             (layer,), places = self.units.patched(unit)
-            for end in path.receivers:
-                if reaches((layer, sweep.hooks[unit.hook]), (end.layer, end.hook)):
-                    needed.setdefault(end.hook, set()).add(end.layer)
             first = places[0][0]
-        else:
-            needed = {hook: set(sweep.layers) for hook in sweep.hooks}
-            first = 0
-        sites = {hook: sorted(needed[hook]) for hook in sorted(needed, key=place_of)}
-        return StoredCapture(sites=sites, positions=list(range(first, len(pair.base))), tag=FIRST)
+            sender = layer, sweep.hooks[unit.hook]
+            ends = [(end.layer, end.hook) for end in sweep.path.receivers]
+            needed = {(hook, at) for at, hook in ends if reaches(sender, (at, hook))}
+        positions = list(range(first, len(sweep.pairs[unit.pair].base)))
+        return StoredCapture(sites=_sites(needed), positions=positions, tag=FIRST)
 
     def _split(self, capture: StoredCapture | None) -> list[StoredCapture]:
         return [] if capture is None else capture.split(self._info.inside)
@@ -455,46 +451,38 @@ class SweepRequests:
 
     def _base_capture(self, pair: int, place: int, for_entry: bool) -> StoredCapture | None:
         sweep = self._sweep
-        hooks = {"pre_attn", *self._sweep.hooks, *BRANCH_HOOK.values()}
-        needed: dict[Hook, set[int]] = {hook: set() for hook in FORWARD if hook in hooks}
+        path = sweep.path
+        columns = sweep.pairs[pair].columns
+        cells = {(hook, layer) for hook in sweep.hooks for layer in sweep.layers}
+        needed: set[tuple[Hook, int]] = set()
         positions: set[int] = set()
         for unit in self.units.noise(pair):
             layers, places = self.units.patched(unit)
-            needed[sweep.hooks[0]].update(layers)
+            needed.update((sweep.hooks[0], layer) for layer in layers)
             positions.update(position for position, _ in places)
-        present = any(column.places for column in sweep.pairs[pair].columns)
-        mean = present and sweep.ablation == "mean" and place == 0
         of_features = sweep.attributed is not None and sweep.attributed.sae is not None
-        ranked = place == 0 and (
-            of_features or any(column.ranks is not None for column in sweep.pairs[pair].columns)
-        )
-        if ranked:
-            positions.update(to for column in sweep.pairs[pair].columns for to, _ in column.places)
-        if mean or ranked:
-            for hook in sweep.hooks:
-                needed[hook].update(sweep.layers)
-        path = sweep.path
-        if path is not None and present:
-            senders = (
-                [(path.sender.layer, path.sender.hook)]
-                if path.sender is not None
-                else [(layer, hook) for layer in sweep.layers for hook in sweep.hooks]
-            )
-            for sender in senders:
-                for hook, layers in path.frozen_sites(*sender, self._top(path)).items():
-                    needed[hook].update(layers)
-        if present and for_entry:
+        ranked = of_features or any(column.ranks is not None for column in columns)
+        mean = sweep.ablation == "mean"
+        if place == 0 and (mean or ranked):
+            needed |= cells
+            positions.update(to for column in columns for to, _ in column.places)
+        if path is not None:
+            sent = cells if path.sender is None else {(path.sender.hook, path.sender.layer)}
+            for hook, layer in sent:
+                needed.update(hook_layers(path.frozen_sites(layer, hook, self._top(path))))
+        if for_entry:
             entered = [end.layer for end in path.receivers] if path is not None else []
-            needed["pre_attn"].update(layer for layer in (*sweep.layers, *entered) if layer > 0)
-        sites: dict[Hook, list[int]] = {
-            hook: sorted(layers) for hook, layers in needed.items() if layers
-        }
-        if not sites:
+            needed.update(("pre_attn", layer) for layer in (*sweep.layers, *entered) if layer > 0)
+        if not needed:
             return None
-        every: PositionSelector = (
-            "all_prompt" if mean or for_entry or path is not None else sorted(positions)
-        )
-        return StoredCapture(sites=sites, positions=every, tag=BASE)
+        whole = (mean and place == 0) or for_entry or path is not None
+        every: PositionSelector = "all_prompt" if whole else sorted(positions)
+        return StoredCapture(sites=_sites(needed), positions=every, tag=BASE)
+
+
+def _sites(needed: Iterable[tuple[Hook, int]]) -> dict[Hook, list[int]]:
+    """Return hook → layers, in the order of the forward pass."""
+    return by_key(sorted(needed, key=lambda site: (place_of(site[0]), site[1])))
 
 
 def _dims_of(end: StoredEnd) -> str:
