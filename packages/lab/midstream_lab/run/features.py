@@ -28,33 +28,21 @@ ROWS = 1024
 _ENCODED = 64
 
 
-class _Loaded:
-    """The one autoencoder that this process has loaded: those of several jobs do not add up."""
-
-    def __init__(self) -> None:
-        self.turn = threading.Lock()
-        self._digest = ""
-        self._sae: Autoencoder | None = None
-
-    def get(self, settings: Settings, named: StoredSae) -> "Autoencoder":
-        """Return it, loaded in place of another. Raises MidstreamError. Call it with `turn`."""
-        from midstream.workers.runner.readings.sae import load_registered
-
-        if self._sae is None or self._digest != named.digest:
-            self._sae = None
-            self._sae = load_registered(
-                named, settings.artifacts_of("saes"), settings.tuning.sae_cache_mib << 20
-            )
-            self._digest = named.digest
-        return self._sae
-
-    def drop(self, digest: str) -> None:
-        with self.turn:
-            if self._digest == digest:
-                self._sae = None
+_TURN = threading.Lock()
+#: Digest → the one autoencoder that this process has loaded: those of several jobs do not add up.
+_LOADED: dict[str, "Autoencoder"] = {}
 
 
-_LOADED = _Loaded()
+def _loaded(settings: Settings, named: StoredSae) -> "Autoencoder":
+    """Return an autoencoder, loaded in place of another. Raises MidstreamError."""
+    from midstream.workers.runner.readings.sae import load_registered
+
+    if named.digest not in _LOADED:
+        _LOADED.clear()
+        _LOADED[named.digest] = load_registered(
+            named, settings.artifacts_of("saes"), settings.tuning.sae_cache_mib << 20
+        )
+    return _LOADED[named.digest]
 
 
 class FeatureRows:
@@ -90,12 +78,13 @@ class FeatureRows:
         `batches`. Raises MidstreamError for rows that cannot be read, and for an autoencoder
         that cannot be loaded.
         """
-        with _LOADED.turn:
-            return self._rows(_LOADED.get(self._settings, self._named), base, source, units)
+        with _TURN:
+            return self._rows(_loaded(self._settings, self._named), base, source, units)
 
     def close(self) -> None:
         """Drop the autoencoder; another job that has it loads it again."""
-        _LOADED.drop(self._named.digest)
+        with _TURN:
+            _LOADED.pop(self._named.digest, None)
 
     def _rows(
         self, sae: "Autoencoder", base: RunFiles, source: RunFiles | None, units: Sequence[Unit]
