@@ -80,6 +80,12 @@ class SweepRequests:
         """Return the name under which the ranks keep that distribution."""
         return f"{self._job.id}.{self._attempt}.{pair}"
 
+    def asks(self, unit: Unit, captures: bool = True) -> list[EngineRequest]:
+        """Return the requests of a unit; of a kind `sender`, its first pass."""
+        if unit.kind in ("base", "source"):
+            return self.control(unit, captures=captures)
+        return [self.first(unit)] if unit.kind == "sender" else self.patched(unit)
+
     def control(self, unit: Unit, *, captures: bool = True) -> list[EngineRequest]:
         """Return the requests of a base or source unit, one per node."""
         stored = self._sweep.pairs[unit.pair]
