@@ -266,16 +266,13 @@ class SweepRequests:
             if file.tag == BASE
         ]
         present = {site for file in files for site in hook_layers(file.sites)}
-        positions = max((file.positions for file in files), default=0)
         tokens = len(self._sweep.pairs[pair].base)
-        for for_entry in (self._enters, not self._enters):
-            capture = self._base_capture(pair, 0, for_entry)
-            needed = set(hook_layers(capture.sites)) if capture else set()
-            if needed == present and positions == (
-                len(capture.select(0, tokens, tokens)) if capture else 0
-            ):
-                self._for_entry[pair] = for_entry
-                return
+        entered = self._base_capture(pair, 0, for_entry=True)
+        self._for_entry[pair] = (
+            entered is not None
+            and present == {*hook_layers(entered.sites)}
+            and all(file.positions == tokens for file in files)
+        )
 
     def runs(self, pair: int) -> list[str]:
         """Return the keys of the runs that the pair's patched units need."""
