@@ -149,7 +149,7 @@ class SweepRequests:
             ]
         run = self.first_key(unit)
         # A receiver's output is replaced instead of its input, on which alone it depends.
-        reached = [end for end in path.receivers if reaches((layer, hook), (end.layer, end.hook))]
+        reached = [end for end in path.receivers if reaches((layer, hook), end.site)]
         after = range(places[0][0], len(sweep.pairs[unit.pair].base))
         return [
             _row(RunRow(run, end.hook, end.layer, to), to, _dims_of(end))
@@ -197,8 +197,7 @@ class SweepRequests:
             steering = self._patches(unit, [layer], places, base)
             hook = self._sweep.hooks[unit.hook]
         else:
-            layer = path.sender.layer
-            hook = path.sender.hook
+            layer, hook = path.sender.site
             places = pair.sender
             source = self._key(self.units.source(unit.pair), 0, SOURCE)
             mask = _dims_of(path.sender)
@@ -223,8 +222,8 @@ class SweepRequests:
             (layer,), places = self.units.patched(unit)
             first = places[0][0]
             sender = layer, sweep.hooks[unit.hook]
-            ends = [(end.layer, end.hook) for end in sweep.path.receivers]
-            needed = {(hook, at) for at, hook in ends if reaches(sender, (at, hook))}
+            ends = [end for end in sweep.path.receivers if reaches(sender, end.site)]
+            needed = {(end.hook, end.layer) for end in ends}
         positions = list(range(first, len(sweep.pairs[unit.pair].base)))
         return StoredCapture(sites=_sites(needed), positions=positions, tag=FIRST)
 
