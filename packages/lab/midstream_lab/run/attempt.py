@@ -302,23 +302,17 @@ class SweepAttempt:
         locate = self._locate(pair)
         runs = self._requests.control_runs(pair)
         base, source = [await locate(key) for key in runs]
-        sites = {
-            (number, place): (hook, layer)
-            for number, hook in enumerate(self._sweep.hooks)
-            for place, layer in enumerate(self._sweep.layers)
-        }
         store = open_store(self._ledger.settings.artifacts)
         ordering = asyncio.to_thread(
             order_by_difference,
             store=store,
             base=base,
             source=source,
-            sites=list(sites.values()),
+            sites=[(hook, layer) for hook in self._sweep.hooks for layer in self._sweep.layers],
             places=columns[0].places,
             most=most,
         )
-        order = await self._sources.reading(ordering)
-        self._requests.rank(pair, {numbers: order[site] for numbers, site in sites.items()})
+        self._requests.ranked[pair] = await self._sources.reading(ordering)
 
     def _missing(self, pair: int) -> list[Unit]:
         """Return the patched units without a record, in the order in which they are submitted: by

@@ -1,6 +1,6 @@
 """Engine requests of a sweep's units: tokens, patches, captures, entry layer and grading."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from midstream.schemas.base.records import by_key
 from midstream.schemas.jobs.jobs import Job
@@ -60,8 +60,9 @@ class SweepRequests:
         self._reuses = reuses
         # pair → whether its base runs capture rows for entry; as `_enters` for pairs not named
         self._for_entry: dict[int, bool] = {}
-        # (pair, hook, layer) → dimensions, see `rank`
-        self._ranked: dict[tuple[int, int, int], list[int]] = {}
+        #: pair → (hook, layer) → dimensions, the one in which the rows of its two prompts differ
+        #: most first; of pairs with columns by rank
+        self.ranked: dict[int, Mapping[tuple[Hook, int], list[int]]] = {}
         #: number of a unit that patches a feature → the names of the rows that it writes
         self.rows: dict[int, list[str]] = {}
         self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(work.sweep.pairs)}
@@ -419,13 +420,10 @@ class SweepRequests:
         most first; empty on other axes.
         """
         ranks = self._sweep.pairs[unit.pair].columns[unit.column].ranks
-        return self._ranked[unit.pair, unit.hook, unit.layer][slice(*ranks)] if ranks else []
-
-    def rank(self, pair: int, order: dict[tuple[int, int], list[int]]) -> None:
-        """Set the pair's ranking. `order`: (hook, layer), as in `Unit` → dimensions, the one in
-        which the rows of the pair's two prompts differ most first.
-        """
-        self._ranked.update(((pair, hook, layer), dims) for (hook, layer), dims in order.items())
+        if ranks is None:
+            return []
+        site = self._sweep.hooks[unit.hook], self._sweep.layers[unit.layer]
+        return self.ranked[unit.pair][site][slice(*ranks)]
 
     def _capture(self, pair: int, place: int, tag: str) -> StoredCapture | None:
         """Return what is captured of a base or source unit at a node; None for nothing."""
