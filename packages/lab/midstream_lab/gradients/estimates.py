@@ -152,7 +152,7 @@ def estimate(
         edges_of: tuple[Hook, ...] = ("z", "mlp_out", "q_proj", "k_proj", "v", "mlp_in", "pre_attn")
         sites = [(hook, layer) for hook in edges_of for layer in range(points.num_layers)]
     else:
-        sites = [(hook, layer) for hook in sweep.hooks for layer in sweep.layers]
+        sites = sweep.sites
     pair = sweep.pairs[ask.pair]
     nodes = len(nodes_of(sweep.pairs[ask.pair]))
     # a node is a continuation of the prompt, or a shorter piece of one; all run in one pass

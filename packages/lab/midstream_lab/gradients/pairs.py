@@ -185,7 +185,7 @@ class PairRuns:
         self.stored = sweep.pairs[number]
         self.columns = PairColumns(sweep, number, mask)
         self.metric = PairMetric(sweep.metric, self.stored)
-        self.sites = list(sites) or [(hook, at) for hook in sweep.hooks for at in sweep.layers]
+        self.sites = list(sites) or sweep.sites
         self._source: dict[SiteKey, torch.Tensor] = {}
 
     def run(self, extra: Collection[SiteKey] = (), *, grad: bool = True) -> ForwardPass:

@@ -308,7 +308,7 @@ class SweepAttempt:
             store=store,
             base=base,
             source=source,
-            sites=[(hook, layer) for hook in self._sweep.hooks for layer in self._sweep.layers],
+            sites=self._sweep.sites,
             places=columns[0].places,
             most=most,
         )

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from midstream.schemas.base.records import by_key
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.jobs.receipts import Receipt
+from midstream.schemas.jobs.receipts import CapturedFile, Receipt
 from midstream.schemas.prompts.selectors import Hook, PositionSelector, as_ranges
 from midstream.schemas.prompts.sites import hook_layers
 from midstream.schemas.requests.source_runs import (
@@ -218,13 +218,13 @@ class SweepRequests:
         sweep = self._sweep
         assert sweep.path is not None
         first = 0
-        needed = {(hook, layer) for hook in sweep.hooks for layer in sweep.layers}
+        needed = sweep.sites
         if sweep.path.sender is None:
             (layer,), places = self.units.patched(unit)
             first = places[0][0]
             sender = layer, sweep.hooks[unit.hook]
             ends = [end for end in sweep.path.receivers if reaches(sender, end.site)]
-            needed = {(end.hook, end.layer) for end in ends}
+            needed = [(end.hook, end.layer) for end in ends]
         positions = list(range(first, len(sweep.pairs[unit.pair].base)))
         return StoredCapture(sites=_sites(needed), positions=positions, tag=FIRST)
 
@@ -258,13 +258,7 @@ class SweepRequests:
         That attempt's engine may have captured for entry where this engine does not, or vice versa.
         """
         request = self.units.request(self.units.base(pair), 0)
-        files = [
-            file
-            for receipt in receipts
-            if receipt.request == request
-            for file in receipt.files
-            if file.tag == BASE
-        ]
+        files = _files_of(receipts, request, BASE)
         present = {site for file in files for site in hook_layers(file.sites)}
         tokens = len(self._sweep.pairs[pair].base)
         entered = self._base_capture(pair, 0, for_entry=True)
@@ -311,13 +305,7 @@ class SweepRequests:
         self, key: str, capture: StoredCapture, receipts: Sequence[Receipt], tokens: int
     ) -> RunFiles:
         _, request, tag = parse_key(key)
-        captured = [
-            file
-            for receipt in receipts
-            if receipt.request == request
-            for file in receipt.files
-            if file.tag == tag
-        ]
+        captured = _files_of(receipts, request, tag)
         if not captured:
             raise ValueError(f"nothing was captured for {key}")
         return RunFiles(
@@ -453,7 +441,6 @@ class SweepRequests:
         sweep = self._sweep
         path = sweep.path
         columns = sweep.pairs[pair].columns
-        cells = {(hook, layer) for hook in sweep.hooks for layer in sweep.layers}
         needed: set[tuple[Hook, int]] = set()
         positions: set[int] = set()
         for unit in self.units.noise(pair):
@@ -464,10 +451,12 @@ class SweepRequests:
         ranked = of_features or any(column.ranks is not None for column in columns)
         mean = sweep.ablation == "mean"
         if place == 0 and (mean or ranked):
-            needed |= cells
+            needed.update(sweep.sites)
             positions.update(to for column in columns for to, _ in column.places)
         if path is not None:
-            sent = cells if path.sender is None else {(path.sender.hook, path.sender.layer)}
+            sent = sweep.sites
+            if path.sender is not None:
+                sent = [(path.sender.hook, path.sender.layer)]
             for hook, layer in sent:
                 needed.update(hook_layers(path.frozen_sites(layer, hook, self._top(path))))
         if for_entry:
@@ -483,6 +472,17 @@ class SweepRequests:
 def _sites(needed: Iterable[tuple[Hook, int]]) -> dict[Hook, list[int]]:
     """Return hook → layers, in the order of the forward pass."""
     return by_key(sorted(needed, key=lambda site: (place_of(site[0]), site[1])))
+
+
+def _files_of(receipts: Iterable[Receipt], request: int, tag: str) -> list[CapturedFile]:
+    """Return the files that the ranks wrote for one request and tag."""
+    return [
+        file
+        for receipt in receipts
+        if receipt.request == request
+        for file in receipt.files
+        if file.tag == tag
+    ]
 
 
 def _dims_of(end: StoredEnd) -> str:
