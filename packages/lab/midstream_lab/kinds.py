@@ -4,6 +4,7 @@ from midstream.schemas.jobs.job_kind import JobKind
 from midstream.schemas.jobs.queues import GRADIENTS
 
 _GRIDS = "midstream_lab.run.run:run"
+_SO_FAR = "midstream_lab.results.attribution_result:result_so_far"
 _FORMS = "midstream_lab.show.forms:FORMS"
 
 SWEEP = JobKind(
@@ -16,7 +17,7 @@ SWEEP = JobKind(
     work="midstream_lab.records.sweep_units:SweepWork",
     run={"": _GRIDS},
     result="midstream_lab.records.sweeps:SweepResult",
-    outcome="midstream_lab.results.sweep_result:sweep_so_far",
+    outcome=_SO_FAR,
     routes="midstream_lab.routes.sweeps:ROUTES",
     calls={
         "sweeps": "midstream_lab.client.sweeps:Sweeps",
@@ -36,7 +37,7 @@ ATTRIBUTION = JobKind(
     work="midstream_lab.records.sweep_units:SweepWork",
     run={"": _GRIDS, GRADIENTS: "midstream_lab.gradient_jobs.attribution_attempt:run"},
     result="midstream_lab.records.attributions:AttributionResult",
-    outcome="midstream_lab.results.attribution_result:attribution_so_far",
+    outcome=_SO_FAR,
     routes="midstream_lab.routes.sweeps:ROUTES",
     calls={
         "attributions": "midstream_lab.client.sweeps:Attributions",

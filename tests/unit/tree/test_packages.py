@@ -15,7 +15,7 @@ ROOMS: dict[str, set[str]] = {
     "bridges": {"client", "schemas", "storage"},
     "harvest": {"api", "broker", "client", "schemas", "storage", "workers"},
     "lab": {
-        *("api", "broker.artifacts", "broker.ledger", "broker.prompts", "broker.receipts"),
+        *("api", "broker.ledger", "broker.prompts", "broker.receipts"),
         *("client", "schemas", "storage", "workers"),
     },
     "ops": {"broker", "client", "schemas", "storage", "workers"},

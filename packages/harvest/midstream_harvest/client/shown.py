@@ -1,6 +1,7 @@
 """Tables, figures and data frames of harvests and surveys."""
 
 from collections.abc import Mapping
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -38,9 +39,9 @@ def survey_tables(view: SurveyView, words: Mapping[int, str]) -> list[Table | Te
     return drawn
 
 
-def _time(seconds: float) -> str:
-    hours, rest = divmod(int(seconds), 3600)
-    return f"{hours}:{rest // 60:02}:{rest % 60:02}" if hours else f"{rest // 60}:{rest % 60:02}"
+def _left(view: HarvestView) -> str:
+    """Return how long a harvest takes until its end."""
+    return "" if view.left_s is None else f"about {timedelta(seconds=int(view.left_s))}"
 
 
 def harvest_figure(harvest: Harvest, count: int = 10_000) -> "Figure":
@@ -99,7 +100,7 @@ _HARVEST = Shown(
             if view.units
             else ""
         ),
-        "left": lambda view: "" if view.left_s is None else f"about {_time(view.left_s)}",
+        "left": _left,
         "error": lambda view: f"[red]{escape(view.error.detail)}[/]" if view.error else "",
         "files": "{uri}",
     },

@@ -6,12 +6,9 @@ compared: `active` int64 and `mean` float32 `[F, harvests]`; `values` float32, `
 document −1, absent tokens id −1.
 """
 
-from functools import lru_cache
-
 import numpy as np
 
 from midstream.schemas.base.errors import MidstreamError
-from midstream.schemas.base.limits import MAX_PAGE
 from midstream.schemas.base.records import Result
 from midstream.storage.store import ArtifactStore, open_store
 
@@ -41,12 +38,6 @@ class Surveyed(Result, Shard):
 
     def __len__(self) -> int:
         return self.survey.rows
-
-    def __eq__(self, other: object) -> bool:  # a survey's file never changes
-        return isinstance(other, Surveyed) and self.survey.job == other.survey.job
-
-    def __hash__(self) -> int:
-        return hash(self.survey.job)
 
     def array(self, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows `[start, stop)` of a tensor (see the module). Raises OSError, DamagedBlob."""
@@ -82,7 +73,7 @@ class Surveyed(Result, Shard):
 
         Raises `not_found`.
         """
-        listed = _listed(self, order, max(limit, MAX_PAGE))[:limit]
+        listed = self.features(order, limit)
         compared = bool(self.survey.survey.against)
         asked = feature
         if asked is None:
@@ -127,11 +118,3 @@ class Surveyed(Result, Shard):
                 )
             )
         return found
-
-
-@lru_cache(maxsize=256)
-def _listed(survey: Surveyed, order: str, limit: int) -> list[FeatureFigures]:
-    """Return `survey.features`, which reads and orders the figures of all features, for several
-    calls.
-    """
-    return survey.features(order, limit)

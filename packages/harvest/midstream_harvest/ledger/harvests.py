@@ -26,6 +26,7 @@ from midstream.schemas.requests.policies import Policy
 from ..names import OVER, PARTS_PER_WORKER, HarvestState
 from ..records.harvests import (
     CheckedFile,
+    HarvestFacts,
     HarvestPage,
     HarvestPlan,
     HarvestView,
@@ -615,61 +616,35 @@ def _surveys(packed: Iterable[bytes], sae: str | None = None) -> list[SurveyEntr
 
 def _view(record: Mapping[str, Any], jobs: list[str]) -> HarvestView:
     harvest = from_msgpack(record["spec"], StoredHarvest)
-    state = cast(HarvestState, record["state"])
-    reason = record.get("reason", "")
+    fields = {name: record[name] for name in HarvestView.__struct_fields__ if name in record}
+    fields |= {name: getattr(harvest, name) for name in (*HarvestFacts.__struct_fields__, "uri")}
+    if "error" in record:
+        fields["error"] = from_json(record["error"], Problem)
+    view = msgspec.convert(fields, HarvestView, strict=False)  # numbers are texts in Redis
+    state = view.state
+    reason = view.reason
     if state == "running" and record.get("trouble"):
         state = "paused"
         reason = record["trouble"]
     if record["wanted"] == "cancel" and state not in OVER:
         reason = "being cancelled"
-    numbers: dict[str, Any] = {
-        name: int(record.get(name, 0))
-        for name in (
-            "units",
-            "units_done",
-            "documents",
-            "tokens",
-            "rows",
-            "bytes",
-            "shards",
-            "flagged",
-            "version",
-        )
-    }
-    started, finished = (
-        float(record[name]) if name in record else None for name in ("started", "finished")
-    )
-    end = finished or (
-        float(record["paused_at"])
-        if record["state"] == "paused" and "paused_at" in record
-        else now()
-    )
-    active = (
-        max(1e-9, end - started - float(record.get("paused_s", 0))) if started is not None else 0.0
-    )
+    paused_at = float(record.get("paused_at", 0)) if view.state == "paused" else 0.0
+    end = view.finished or paused_at or now()
+    active = 0.0
+    if view.started is not None:
+        active = max(1e-9, end - view.started - float(record.get("paused_s", 0)))
     weight = int(record.get("weight", 0))
-    done = int(record.get("weight_done", 0))
-    consumers = harvest.stream.consumers if harvest.stream else []
-    share = done / weight if weight else 0.0
+    share = int(record.get("weight_done", 0)) / weight if weight else 0.0
     if state == "succeeded":
         share = 1.0
-    return HarvestView(
-        id=harvest.id,
-        model=harvest.model,
+    consumers = harvest.stream.consumers if harvest.stream else []
+    return msgspec.structs.replace(
+        view,
         state=state,
-        created=harvest.created,
-        uri=harvest.uri,
-        started=started,
-        finished=finished,
         reason=reason,
-        error=from_json(record["error"], Problem) if "error" in record else None,
         share=share,
-        tokens_s=numbers["tokens"] / active if active else 0.0,
+        tokens_s=view.tokens / active if active else 0.0,
         left_s=active * (1 - share) / share if share and state not in OVER else None,
         jobs=sorted(jobs),
-        tenant=harvest.tenant,
-        metadata=harvest.metadata,
-        identity=harvest.identity,
         acknowledged={consumer: int(record.get(f"ack:{consumer}", 0)) for consumer in consumers},
-        **numbers,
     )

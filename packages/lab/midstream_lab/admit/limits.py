@@ -122,11 +122,9 @@ def _room_of_pass(sweep: StoredSweep, path: StoredPath, num_layers: int) -> Room
     """
     rows = max(len(pair.base) for pair in sweep.pairs)
     top = max((end.layer for end in path.receivers), default=num_layers - 1)
-    senders = (
-        [(path.sender.layer, path.sender.hook)]
-        if path.sender is not None
-        else [(sweep.layers[0], hook) for hook in sweep.hooks]
-    )
+    senders = [(sweep.layers[0], hook) for hook in sweep.hooks]
+    if path.sender is not None:
+        senders = [path.sender.site]
     frozen = max(sum(map(len, path.frozen_sites(*sender, top).values())) for sender in senders)
     return Room(rows, rows * max(2 + frozen, 2 * len(path.receivers)))
 

@@ -33,27 +33,18 @@ def resolve_path(
                     or "none with this model"
                 ),
             )
-    if path.sender is not None:
-        sender = _end("path.sender", path.sender, model)
-        stored = StoredPath(frozen=path.frozen, sender=sender)
-        result = [
-            layer
-            for layer in layers
-            if all(reaches((sender.layer, sender.hook), (layer, hook)) for hook in hooks)
-        ]
-        words = "the other end must come after path.sender in the forward pass"
-    else:
-        ends = path.receivers if isinstance(path.receivers, list) else []
-        stored = StoredPath(
-            frozen=path.frozen,
-            receivers=[
-                _end(f"path.receivers[{index}]", end, model) for index, end in enumerate(ends)
-            ],
-        )
-        result = [
-            layer for layer in layers if all(_reaches_one(layer, hook, stored) for hook in hooks)
-        ]
-        words = "a receiver must come after them in the forward pass"
+    ends = path.receivers if isinstance(path.receivers, list) else []
+    stored = StoredPath(
+        frozen=path.frozen,
+        sender=None if path.sender is None else _end("path.sender", path.sender, model),
+        receivers=[_end(f"path.receivers[{index}]", end, model) for index, end in enumerate(ends)],
+    )
+    result = [layer for layer in layers if all(_is_on(stored, (layer, hook)) for hook in hooks)]
+    words = (
+        "a receiver must come after them in the forward pass"
+        if path.sender is None
+        else "the other end must come after path.sender in the forward pass"
+    )
     if not result:
         raise invalid(
             "path",
@@ -69,10 +60,11 @@ def resolve_path(
     return stored, result
 
 
-def _reaches_one(layer: int, hook: Hook, path: StoredPath) -> bool:
-    return not path.receivers or any(
-        reaches((layer, hook), (end.layer, end.hook)) for end in path.receivers
-    )
+def _is_on(path: StoredPath, site: tuple[int, Hook]) -> bool:
+    """Return whether a cell at this (layer, hook) is on the path."""
+    if path.sender is not None:
+        return reaches(path.sender.site, site)
+    return not path.receivers or any(reaches(site, end.site) for end in path.receivers)
 
 
 def _check_fields(request: SweepRequest, path: SweepPath) -> None:

@@ -1,5 +1,5 @@
-"""Reads the prompts of a sweep: limits their characters first, then tokenises each distinct prompt
-once, and finds the place of each token in its text.
+"""Reads the prompts of a sweep: limits their characters first, then tokenises them, and finds the
+place of each token in its text.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,28 +51,17 @@ async def read_prompts(
         for name, prompt in (("clean", pair.clean), ("corrupt", pair.corrupt))
         if prompt is not None
     ]
-    distinct: dict[str | tuple[int, ...], ParsedPrompt] = {}
-    for prompt in parsed:
-        distinct.setdefault(_key(prompt), prompt)
-    texts = [prompt for prompt in distinct.values() if isinstance(prompt.value, str)]
-    as_ids = [prompt for prompt in distinct.values() if not isinstance(prompt.value, str)]
+    texts = [prompt for prompt in parsed if isinstance(prompt.value, str)]
+    as_ids = [prompt for prompt in parsed if not isinstance(prompt.value, str)]
     # ids first: their lengths can be checked without tokenising
-    read = await _read_ids(pairs, as_ids, model, codec) | await _read_texts(texts, model, codec)
-    return [read[_key(prompt)] for prompt in parsed]
+    of_ids = iter(await _read_ids(pairs, as_ids, model, codec))
+    of_texts = iter(await _read_texts(texts, model, codec))
+    return [next(of_texts if isinstance(prompt.value, str) else of_ids) for prompt in parsed]
 
 
-def _key(prompt: ParsedPrompt) -> str | tuple[int, ...]:
-    return (
-        prompt.value
-        if isinstance(prompt.value, str)
-        else tuple(token for token in prompt.value if isinstance(token, int))
-    )
-
-
-Read = dict[str | tuple[int, ...], ReadPrompt]
-
-
-async def _read_texts(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Codec) -> Read:
+async def _read_texts(
+    prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Codec
+) -> list[ReadPrompt]:
     texts = [str(prompt.value) for prompt in prompts]
     for prompt in prompts:
         if not prompt.value:
@@ -84,14 +73,13 @@ async def _read_texts(prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: 
     for prompt, result in zip(prompts, encoded, strict=True):
         if not len(result.ids):
             raise invalid(prompt.field, EMPTY_ONCE_TOKENISED)
-    return await anyio.to_thread.run_sync(
-        _as_read, texts, texts, [codec.as_list(result.ids) for result in encoded], encoded, codec
-    )
+    ids = [codec.as_list(result.ids) for result in encoded]
+    return await anyio.to_thread.run_sync(_as_read, texts, ids, encoded, codec)
 
 
 async def _read_ids(
     pairs: Sequence[SweepPair], prompts: Sequence[ParsedPrompt], model: ModelInfo, codec: Codec
-) -> Read:
+) -> list[ReadPrompt]:
     for prompt in prompts:
         if len(prompt.value) > model.max_model_len:
             raise too_long(TooLong(0, len(prompt.value)), prompt.field, model)
@@ -105,28 +93,15 @@ async def _read_ids(
 
     texts = await anyio.to_thread.run_sync(spell)
     check_text(pairs, dict(zip((prompt.field for prompt in prompts), texts, strict=True)))
-    with Translated(
-        TooLong,
-        lambda error: invalid(
-            prompts[error.index].field, f"the text of these token ids {error.detail}"
-        ),
-        hidden=True,
-    ):
-        encoded = await codec.encodings(texts, special_tokens=False, offsets=True)
-    return await anyio.to_thread.run_sync(
-        _as_read, [tuple(tokens) for tokens in ids], texts, ids, encoded, codec
-    )
+    encoded = await codec.encodings(texts, special_tokens=False, offsets=True)
+    return await anyio.to_thread.run_sync(_as_read, texts, ids, encoded, codec)
 
 
 def _as_read(
-    keys: Sequence[str | tuple[int, ...]],
-    texts: Sequence[str],
-    ids: Sequence[list[int]],
-    encoded: Sequence[Encoded],
-    codec: Codec,
-) -> Read:
-    made = {}
-    for key, text, tokens, result in zip(keys, texts, ids, encoded, strict=True):
+    texts: Sequence[str], ids: Sequence[list[int]], encoded: Sequence[Encoded], codec: Codec
+) -> list[ReadPrompt]:
+    made = []
+    for text, tokens, result in zip(texts, ids, encoded, strict=True):
         where = found_map(text, result, tokens)
-        made[key] = ReadPrompt(tokens, codec.words(tokens, where), where)
+        made.append(ReadPrompt(tokens, codec.words(tokens, where), where))
     return made

@@ -17,18 +17,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from midstream.broker.artifacts.source_run_files import on_disk, run_files, shortfall
 from midstream.broker.ledger.jobs.captures import LedgerCaptures
 from midstream.broker.ledger.jobs.ledger import Ledger, new_job_id
+from midstream.broker.ledger.named.source_runs import LedgerRuns
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import TERMINAL, Job, Sampling, State, StoredPrompt
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.jobs.queues import COMPARISONS
 from midstream.schemas.prompts.selectors import Hook
+from midstream.schemas.prompts.sites import hook_layers
 from midstream.schemas.requests.source_runs import run_key
 from midstream.schemas.requests.specs import StoredCapture
-from midstream.storage.store import ArtifactStore
+from midstream.storage.store import open_store
 from midstream.workers.engine.proof.comparison import (
     STREAM_TENSORS,
     ComparedPrompt,
@@ -36,9 +37,8 @@ from midstream.workers.engine.proof.comparison import (
     differences,
 )
 from midstream.workers.engine.protocol import NotYet
-from midstream.workers.runner.edits.source_runs import RunStore
-from midstream.workers.runner.hooks.sites import RankSite
 
+from ..run.neurons import rows_of_run
 from .loading import refused
 from .points import Points
 
@@ -129,8 +129,8 @@ def prompt_of(vocab_size: int, num_layers: int, max_model_len: int) -> tuple[lis
 async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) -> ComparedPrompt:
     """Return rows that a vLLM worker of the model computed for the fixed prompt, at every layer.
 
-    Raises RowsAwaited while no vLLM worker takes the capture job, and
-    MidstreamError("gradients_refused") if it fails.
+    Raises RowsAwaited while no vLLM worker takes the capture job, and MidstreamError if it fails
+    ("gradients_refused") or its rows cannot be read.
     """
     tokens, positions = prompt_of(info.vocab_size, info.num_layers, info.max_model_len)
     layers = list(range(info.num_layers))
@@ -150,15 +150,18 @@ async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) ->
         expires=now() + PATIENCE_S,
         identity=info.identity,
     )
-    captures = LedgerCaptures(ledger)
     await ledger.submit(job, {})
     try:
         await _ended(ledger, job.id)
-        rows = await asyncio.to_thread(_read, captures.store, job.id, info, capture)
+        files = await LedgerRuns(ledger).files(run_key(job.id, 0, COMPARISONS))
+        sites = hook_layers(capture.sites)
+        store = open_store(ledger.settings.artifacts)
+        rows = await asyncio.to_thread(rows_of_run, store, files, sites)
     finally:
         with contextlib.suppress(MidstreamError):  # the reaper deletes what is left
-            await captures.delete(job.id)
-    return ComparedPrompt(tokens, positions, rows)
+            await LedgerCaptures(ledger).delete(job.id)
+    of_site = {site: found.float() for site, found in rows.items()}
+    return ComparedPrompt(tokens, positions, of_site)
 
 
 async def _ended(ledger: Ledger, job_id: str) -> None:
@@ -178,26 +181,6 @@ async def _ended(ledger: Ledger, job_id: str) -> None:
         raise refused(
             "global steering is active: the vLLM worker's rows are those of the steered model"
         )
-
-
-def _read(
-    store: ArtifactStore, job_id: str, info: ModelInfo, capture: StoredCapture
-) -> dict[tuple[Hook, int], torch.Tensor]:
-    sites = [
-        RankSite(hook, at, "single") for hook, layers in capture.sites.items() for at in layers
-    ]
-    runs = RunStore(store, sites, info.hidden_size)
-    blobs = on_disk(store, job_id, COMPARISONS).get(0, [])
-    if why := shortfall(blobs):
-        raise refused(f"the vLLM worker's rows are incomplete: {why}")
-    files = run_files(run_key(job_id, 0, COMPARISONS), blobs)
-    runs.put(files)
-    return {
-        (site.hook, site.layer): runs.rows(
-            files.key, site.hook, site.layer, files.positions
-        ).float()
-        for site in sites
-    }
 
 
 def compared(points: Points, served: ComparedPrompt, dtype: str) -> list[Difference]:

@@ -21,7 +21,7 @@ import torch
 
 from midstream.schemas.prompts.selectors import Hook
 
-from ..records.sweeps import Baseline, StoredSweep
+from ..records.sweeps import StoredSweep
 from ..results.sweep_metrics import unchanged
 from .pairs import PairRuns, require_finite
 from .points import Attended, ForwardPass, Points, SiteKey, repeated, scores
@@ -37,15 +37,15 @@ CHUNK_BYTES = 64 << 20
 
 @dataclass
 class PairEstimate:
-    """The estimates of one pair.
+    """The estimates of one pair; `base`, `source`: as of `PairRuns`.
 
     `effects`: cell − unpatched prompt, in the metric's units, float64 `[layers, columns]`; NaN for
     skipped columns. `doubts`: how much the softmax of the attention that next reads a cell's rows
     departs from its tangent, in the same units, ≥ 0; a heuristic that orders cells.
     """
 
-    base: Baseline
-    source: Baseline | None
+    base: float
+    source: float | None
     unpatched: float  # value of a cell without an effect, in the metric's units
     effects: dict[Hook, np.ndarray]
     doubts: dict[Hook, np.ndarray] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def estimate_pair(
         }
         if doubtful:
             doubts = _by_hook(pair, _doubts(pair, run, gradients), abs(scale))
-    unpatched = unchanged(sweep.metric, pair.base.value)
+    unpatched = unchanged(sweep.metric, pair.base)
     return PairEstimate(pair.base, pair.source, unpatched, _by_hook(pair, effects, scale), doubts)
 
 

@@ -8,6 +8,7 @@ import torch
 
 from midstream.schemas.artifacts.saes import StoredSae
 from midstream.schemas.jobs.models import ModelInfo
+from midstream.schemas.prompts.sites import hook_layers
 from midstream.schemas.requests.scalars import StoredScalar
 from midstream.schemas.requests.specs import StoredCapture
 from midstream.workers.engine.protocol import EngineRequest
@@ -21,10 +22,7 @@ from .points import Points, SiteKey
 
 def sites_of(captures: Sequence[StoredCapture]) -> list[SiteKey]:
     """Return the sites of all of these captures, each once."""
-    every = (capture.sites.items() for capture in captures)
-    return list(
-        dict.fromkeys((hook, at) for sites in every for hook, layers in sites for at in layers)
-    )
+    return list(dict.fromkeys(site for capture in captures for site in hook_layers(capture.sites)))
 
 
 def finished(

@@ -20,7 +20,7 @@ from midstream.schemas.prompts.selectors import Hook
 from midstream.workers.runner.hooks.architectures import UnsupportedArchitectureError
 
 from ..records.estimates import Edge, EdgeEnd
-from ..records.sweeps import Baseline, StoredSweep
+from ..records.sweeps import StoredSweep
 from .attribution import CHUNK_BYTES
 from .pairs import PairRuns, require_finite, rows_at
 from .points import ForwardPass, Points, SiteKey, weight_of
@@ -36,8 +36,8 @@ _PROJECTED: dict[EdgeReader, Hook] = {"q": "q_proj", "k": "k_proj", "v": "v"}
 class EdgeScores:
     """`scores`: in the metric's units, float64 `[senders, receivers]`; NaN where no edge exists."""
 
-    base: Baseline
-    source: Baseline | None
+    base: float
+    source: float | None
     senders: list[EdgeEnd]
     receivers: list[EdgeEnd]
     scores: np.ndarray

@@ -19,7 +19,7 @@ from midstream.workers.runner.readings.sae import Autoencoder
 
 from ..records.estimates import Estimate, FeatureScore
 from ..records.sweep_units import nodes_of
-from ..records.sweeps import Baseline, StoredSweep
+from ..records.sweeps import StoredSweep
 from .attribution import estimate_pair
 from .edges import edge_scores
 from .loading import GIB, Footprint, refused
@@ -92,12 +92,7 @@ def feature_effects(points: Points, sweep: StoredSweep, number: int, sae: Autoen
             lots = lots[kept]
     scores.sort(key=lambda score: -abs(score.score))
     drawn.sort(key=lambda score: (score.column, score.feature))
-    return Estimate(
-        base=pair.base.value,
-        source=_value(pair.source),
-        features=scores[: how.keep],
-        drawn=drawn,
-    )
+    return Estimate(base=pair.base, source=pair.source, features=scores[: how.keep], drawn=drawn)
 
 
 def _scores(column: int, features: Sequence[int], effects: np.ndarray) -> list[FeatureScore]:
@@ -157,7 +152,7 @@ def estimate(
         edges_of: tuple[Hook, ...] = ("z", "mlp_out", "q_proj", "k_proj", "v", "mlp_in", "pre_attn")
         sites = [(hook, layer) for hook in edges_of for layer in range(points.num_layers)]
     else:
-        sites = [(hook, layer) for hook in sweep.hooks for layer in sweep.layers]
+        sites = sweep.sites
     pair = sweep.pairs[ask.pair]
     nodes = len(nodes_of(sweep.pairs[ask.pair]))
     # a node is a continuation of the prompt, or a shorter piece of one; all run in one pass
@@ -166,9 +161,7 @@ def estimate(
         return feature_effects(points, sweep, ask.pair, load_sae(stored.sae))
     if stored.method == "edges":
         found = edge_scores(points, sweep, ask.pair, stored.steps, check)
-        return Estimate(
-            base=found.base.value, source=_value(found.source), edges=found.top(stored.keep)
-        )
+        return Estimate(base=found.base, source=found.source, edges=found.top(stored.keep))
     outcome = estimate_pair(
         points,
         sweep,
@@ -186,12 +179,8 @@ def estimate(
         order = np.argsort(-np.nan_to_num(doubts), kind="stable")[: stored.most]
         doubtful = [int(place) for place in order if doubts[place] > 0]
     return Estimate(
-        base=outcome.base.value,
-        source=_value(outcome.source),
+        base=outcome.base,
+        source=outcome.source,
         values=[float(value) if np.isfinite(value) else None for value in values],
         doubtful=doubtful,
     )
-
-
-def _value(source: Baseline | None) -> float | None:
-    return None if source is None else source.value

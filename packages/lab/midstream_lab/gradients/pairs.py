@@ -15,7 +15,7 @@ from midstream.schemas.base.records import by_key
 from midstream.schemas.prompts.selectors import resolve_layers
 
 from ..records.sweep_units import Units
-from ..records.sweeps import Baseline, Metric, StoredPair, StoredSweep
+from ..records.sweeps import Metric, StoredPair, StoredSweep
 from ..results.sweep_metrics import LEAST_DIFFERENCE
 from .points import ForwardPass, Points, SiteKey
 
@@ -80,13 +80,6 @@ class PairMetric:
         if self._metric == "logprob" or not self._foil:
             return answer
         return answer - self._logprob(logits, self._foil)
-
-    def baseline(self, logits: torch.Tensor) -> Baseline:
-        answer, foil = (
-            self._logprob(logits, tokens).item() if tokens else None
-            for tokens in (self._answer, self._foil)
-        )
-        return Baseline(value=self.value(logits).item(), logprob=answer, foil_logprob=foil)
 
     def _logprob(self, logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
         sequence = self._sequence(tokens[:-1])
@@ -192,11 +185,12 @@ class PairRuns:
         self.stored = sweep.pairs[number]
         self.columns = PairColumns(sweep, number, mask)
         self.metric = PairMetric(sweep.metric, self.stored)
-        self.sites = list(sites) or [(hook, at) for hook in sweep.hooks for at in sweep.layers]
+        self.sites = list(sites) or sweep.sites
         self._source: dict[SiteKey, torch.Tensor] = {}
 
     def run(self, extra: Collection[SiteKey] = (), *, grad: bool = True) -> ForwardPass:
-        """Run both prompts, keep the source's rows, and set `value`, `base` and `source`.
+        """Run both prompts, keep the source's rows, and set `value`, and the metric of the patched
+        and the other prompt in nats, `base` and `source`.
 
         `extra`: sites beyond those that are replaced, of both runs. Returns the run of the prompt
         to patch, with a graph if `grad` is set.
@@ -218,8 +212,8 @@ class PairRuns:
         clean = other if other and not self.sweep.patches_clean else patched
         metric.clean = metric.next_token(clean.logits.detach())
         self.value = metric.value(patched.logits)
-        self.base = metric.baseline(patched.logits.detach())
-        self.source = metric.baseline(other.logits) if other else None
+        self.base: float = self.value.item()
+        self.source: float | None = metric.value(other.logits).item() if other else None
         require_finite({("", -1): self.value.detach()})
         return patched
 
@@ -297,15 +291,13 @@ class PairRuns:
         if self.sweep.metric != "recovered":
             return 1.0
         assert self.source is not None
-        base = self.base.value
-        source = self.source.value
-        if abs(source - base) < LEAST_DIFFERENCE:
+        if abs(self.source - self.base) < LEAST_DIFFERENCE:
             raise PairError(
-                f"the two prompts differ too little for `recovered`: {base:.4f} nats for the "
-                f"prompt to patch and {source:.4f} for the other; at least {LEAST_DIFFERENCE} are "
-                "needed"
+                f"the two prompts differ too little for `recovered`: {self.base:.4f} nats for the "
+                f"prompt to patch and {self.source:.4f} for the other; at least "
+                f"{LEAST_DIFFERENCE} are needed"
             )
-        return 1.0 / (source - base)
+        return 1.0 / (self.source - self.base)
 
 
 def rows_at(rows: torch.Tensor, positions: Sequence[int]) -> torch.Tensor:

@@ -64,6 +64,11 @@ class StoredEnd(Record):
     dims: str = ""  # dimensions of the row; empty: all
     head: int = -1
 
+    @property
+    def site(self) -> tuple[int, Hook]:
+        """Its (layer, hook), as `reaches` takes them."""
+        return self.layer, self.hook
+
 
 class StoredPath(Record):
     """A `SweepPath` after validation. Without sender and receivers, the path goes from the cells to

@@ -132,14 +132,8 @@ class Units:
         return self.cell_numbers[pair * many : (pair + 1) * many]
 
     def cells(self, pair: int) -> Iterator[Unit]:
-        """Yield all cells of a pair, including skipped ones, by number."""
-        sweep = self._sweep
-        number = self.cells_of(pair).start
-        for hook in range(len(sweep.hooks)):
-            for layer in range(len(sweep.layers)):
-                for column in range(sweep.num_columns):
-                    yield Unit(number, "cell", pair, hook, layer, column)
-                    number += 1
+        """Return all cells of a pair, including skipped ones, by number."""
+        return map(self.cell, self.cells_of(pair))
 
     def estimate(self, pair: int) -> Unit:
         return Unit(self.first_cell + self._sweep.num_cells + pair, "estimate", pair)
@@ -154,12 +148,9 @@ class Units:
             for place, score in enumerate(scores)
         ]
 
-    def cell(self, number: int) -> Unit | None:
-        """Return the unit with this number if it is a cell; otherwise None."""
-        remaining = number - self.first_cell
-        if not 0 <= remaining < self._sweep.num_cells:
-            return None
-        remaining, column = divmod(remaining, self._sweep.num_columns)
+    def cell(self, number: int) -> Unit:
+        """Return the cell with this number, which is one of `cell_numbers`."""
+        remaining, column = divmod(number - self.first_cell, self._sweep.num_columns)
         remaining, layer = divmod(remaining, len(self._sweep.layers))
         pair, hook = divmod(remaining, len(self._sweep.hooks))
         return Unit(number, "cell", pair, hook, layer, column)

@@ -254,6 +254,11 @@ class StoredSweep(SweepTerms, kw_only=True):
         return self.attributed is not None and self.attributed.method == "adaptive"
 
     @property
+    def sites(self) -> list[tuple[Hook, int]]:
+        """The (hook, layer) of its cells."""
+        return [(hook, layer) for hook in self.hooks for layer in self.layers]
+
+    @property
     def num_columns(self) -> int:
         return len(self.pairs[0].columns)
 

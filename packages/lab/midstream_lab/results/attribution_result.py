@@ -19,7 +19,7 @@ from ..records.attributions import (
 )
 from ..records.estimates import Estimate
 from ..records.sweep_units import SweepWork, Units
-from ..records.sweeps import StoredSweep, Unit, UnitRecord
+from ..records.sweeps import StoredSweep, SweepResult, Unit, UnitRecord
 from .sweep_metrics import unchanged
 from .sweep_result import (
     KnownUnits,
@@ -39,13 +39,14 @@ from .sweep_result import (
 LEAST_CELLS = 3
 
 
-def attribution_so_far(
+def result_so_far(
     work: SweepWork, units: Iterable[bytes], seconds: float | None
-) -> tuple[AttributionResult, list[Receipt]]:
-    """Return the result so far, and the receipts of its units."""
+) -> tuple[SweepResult, list[Receipt]]:
+    """Return the result of a sweep or an attribution so far, and the receipts of its units."""
     records = known_units(units)
     receipts = [receipt for record in records.values() for receipt in record.receipts]
-    return attribution_result(work.sweep, records, seconds), receipts
+    result_of = sweep_result if work.sweep.attributed is None else attribution_result
+    return result_of(work.sweep, records, seconds), receipts
 
 
 def attribution_result(

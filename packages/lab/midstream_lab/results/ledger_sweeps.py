@@ -1,13 +1,10 @@
 """Ledger records of sweep units, and a sweep as its readers see it before it ends."""
 
-from typing import NamedTuple
-
 from msgspec import UnsetType
 from msgspec.structs import asdict
 
 from midstream.broker.ledger.jobs.ledger import Ledger, reachable
 from midstream.broker.ledger.jobs.units import UnitRow, kept_once
-from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import to_json, to_msgpack
 from midstream.schemas.jobs.jobs import Event, EventKind, Job
 
@@ -16,20 +13,12 @@ from ..records.sweep_units import SweepWork
 from ..records.sweeps import SweepCell, SweepResult, UnitRecord
 
 
-class SweepSnapshot(NamedTuple):
-    """A sweep's request and what is known of its result so far."""
-
-    request: bytes  # as it was sent, JSON; empty: an older server accepted it
-    result: SweepResult
-    last_event: str  # id of the last event that `result` surely includes; empty: no events
-
-
 @reachable
-async def standing(ledger: Ledger, job_id: str) -> SweepSnapshot:
-    """Return a sweep's request, its result so far and its last event.
+async def standing(ledger: Ledger, job_id: str) -> tuple[bytes, SweepResult, str]:
+    """Return a sweep's request as it was sent (JSON; empty: an older server accepted it), its
+    result so far, and the id of the last event that this surely includes; empty: no events.
 
-    Raises MidstreamError: `not_found`, also for a job that is not a sweep, and `gone` after the
-    retention time.
+    Raises MidstreamError: `not_found`, and `gone` after the retention time.
     """
     # before the cells are read: an event may be repeated, none is missed
     async with ledger.redis.pipeline(transaction=True) as pipe:
@@ -37,9 +26,7 @@ async def standing(ledger: Ledger, job_id: str) -> SweepSnapshot:
         raw, newest = await pipe.execute()
     whole = await ledger.result(job_id)
     result = whole.sweep if isinstance(whole.attribution, UnsetType) else whole.attribution
-    if result is None:
-        raise MidstreamError("not_found", f"job {job_id} is not a sweep")
-    return SweepSnapshot(raw or b"", result, newest[0][0].decode() if newest else "")
+    return raw or b"", result, newest[0][0].decode() if newest else ""
 
 
 def units_key(job_id: str) -> str:

@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 import numpy as np
 
-from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import Hook
 
 from ..records.attributions import NotLookedAt
 from ..records.estimates import Estimate, StoredAttribution, Why
-from ..records.sweep_units import SweepWork, Units
+from ..records.sweep_units import Units
 from ..records.sweeps import (
     HEAD_AXES,
     Baseline,
@@ -51,15 +50,6 @@ _DOWN = (
 def known_units(packed: Iterable[bytes]) -> dict[int, UnitRecord]:
     """Return number of the unit → its record, from stored ones."""
     return {record.unit: record for record in map(_decoder.decode, packed)}
-
-
-def sweep_so_far(
-    work: SweepWork, units: Iterable[bytes], seconds: float | None
-) -> tuple[SweepResult, list[Receipt]]:
-    """Return the result so far, and the receipts of its units."""
-    records = known_units(units)
-    receipts = [receipt for record in records.values() for receipt in record.receipts]
-    return sweep_result(work.sweep, records, seconds), receipts
 
 
 def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepResult:
@@ -272,7 +262,6 @@ def _skipped(sweep: StoredSweep, records: KnownUnits) -> list[Skipped]:
         if number in units.cell_numbers and record.value is None
     ):
         cell = units.cell(number)
-        assert cell is not None
         result[cell.pair, cell.hook, cell.column, records[number].reason].append(
             sweep.layers[cell.layer]
         )
@@ -485,7 +474,6 @@ def _parts(sweep: StoredSweep, parts: int) -> Callable[[int], int]:
 
     def part(number: int) -> int:
         cell = units.cell(number)
-        assert cell is not None
         row = cell.layer * down // layers
         column = cell.column * across // columns
         return (cell.hook * down + row) * across + column

@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, aclosing
 from itertools import chain
-from typing import NamedTuple
 
 from midstream.schemas.base.errors import MidstreamError, Translated
 from midstream.schemas.base.tensors import Tensor, content_hash
@@ -45,15 +44,6 @@ UNREAD = 4
 FIRST_PASSES = 64
 
 
-class _Settled(NamedTuple):
-    """A unit that every rank has reported on, or that has failed."""
-
-    unit: Unit
-    requests: list[int]
-    report: list[list[Receipt]]  # of the requests of a first pass, unless it has failed
-    record: UnitRecord
-
-
 class SweepAttempt:
     """One attempt at one sweep.
 
@@ -84,14 +74,13 @@ class SweepAttempt:
         )
         self._units = self._requests.units
         attributed = self._sweep.attributed
-        self._adaptive = attributed is not None and attributed.method == "adaptive"
         self._features = (
             FeatureRows(settings, self._sweep)
             if attributed is not None and attributed.sae is not None
             else None
         )
         # request → first pass of a cell, until its second pass has ended
-        self._firsts: dict[int, tuple[Unit, list[Receipt]]] = {}
+        self._firsts: dict[int, tuple[Unit, Sequence[Receipt]]] = {}
         self._slots = cells_in_flight
         self._unread = asyncio.Semaphore(UNREAD * settings.tuning.sweep_cells_in_flight)
         self._patience_s = settings.capture_timeout_s
@@ -217,7 +206,7 @@ class SweepAttempt:
                 while missing:
                     kept = await self._begin_all(group, missing)
                     # further rounds of the method `adaptive`; one that was given up is over
-                    missing = self._missing(pair) if self._adaptive and kept else []
+                    missing = self._missing(pair) if self._sweep.adaptive and kept else []
         except MidstreamError as error:  # from loading the runs; requests raise a group
             reason = self._reason_or_raise(error)
             for unit in missing:
@@ -234,11 +223,7 @@ class SweepAttempt:
             controls = [unit for unit in missing if unit.kind != "cell"]
             for batch in features.batches([unit for unit in missing if unit.kind == "cell"]):
                 computing = asyncio.to_thread(features.rows, of_base, of_source, batch)
-                try:
-                    rows = await self._sources.reading(computing)
-                except (OSError, ValueError) as error:
-                    why = f"the rows of features cannot be computed: {error}"
-                    raise MidstreamError("intervention_failed", why) from error
+                rows = await self._sources.reading(computing)
                 tensors: dict[str, Tensor] = {}
                 for number, written in rows.items():
                     self._requests.rows[number] = [content_hash(row) for row in written]
@@ -269,7 +254,7 @@ class SweepAttempt:
         """
         if sender.number not in self._known:
             async with self._holding(sender.pair, runs), asyncio.TaskGroup() as group:
-                await self._begin(group, sender, [self._requests.first(sender)])
+                await self._begin(group, sender)
         return self._known[sender.number].reason
 
     async def _in_two_passes(self, pair: int, missing: Sequence[Unit]) -> None:
@@ -285,22 +270,24 @@ class SweepAttempt:
                 if start == 0:
                     for unit in controls:
                         await self._begin(group, unit)
-                firsts = [
-                    await self._begin(group, unit, [self._requests.first(unit)], first=True)
+                firsts = {
+                    unit: await self._begin(group, unit._replace(kind="sender"), kept=False)
                     for unit in cells[start : start + FIRST_PASSES]
                     if not self._given_up(unit)
-                ]
-            succeeded = []
-            for unit, requests, report, record in (first.result() for first in firsts):
+                }
+            sent: dict[int, Unit] = {}
+            for unit, first in firsts.items():
+                record = first.result()
                 if record.reason:
                     self._decide(unit, f"the first pass failed: {record.reason}")
                 else:
-                    self._firsts[requests[0]] = unit, report[0]
-                    succeeded.append((unit, requests[0]))
-            held = [*runs, *(self._requests.first_key(unit) for unit, _ in succeeded)]
+                    request = self._units.first_request(unit)
+                    self._firsts[request] = unit, record.receipts
+                    sent[request] = unit
+            held = [*runs, *map(self._requests.first_key, sent.values())]
             async with self._holding(pair, held), asyncio.TaskGroup() as group:
-                await self._begin_all(group, [unit for unit, _ in succeeded])
-            for _, request in succeeded:
+                await self._begin_all(group, sent.values())
+            for request in sent:
                 del self._firsts[request]
 
     async def _rank(self, pair: int) -> None:
@@ -310,35 +297,22 @@ class SweepAttempt:
         """
         columns = self._sweep.pairs[pair].columns
         most = max(column.ranks[1] if column.ranks else 0 for column in columns)
-        if not most or not columns[0].places:
+        if not most:
             return
         locate = self._locate(pair)
         runs = self._requests.control_runs(pair)
         base, source = [await locate(key) for key in runs]
-        sites = {
-            (number, place): (hook, layer)
-            for number, hook in enumerate(self._sweep.hooks)
-            for place, layer in enumerate(self._sweep.layers)
-        }
         store = open_store(self._ledger.settings.artifacts)
-        with Translated(
-            (OSError, ValueError),
-            lambda error: MidstreamError(
-                "intervention_failed",
-                f"the rows that neurons are chosen from cannot be read: {error}",
-            ),
-        ):
-            ordering = asyncio.to_thread(
-                order_by_difference,
-                store=store,
-                base=base,
-                source=source,
-                sites=list(sites.values()),
-                places=columns[0].places,
-                most=most,
-            )
-            order = await self._sources.reading(ordering)
-        self._requests.rank(pair, {numbers: order[site] for numbers, site in sites.items()})
+        ordering = asyncio.to_thread(
+            order_by_difference,
+            store=store,
+            base=base,
+            source=source,
+            sites=self._sweep.sites,
+            places=columns[0].places,
+            most=most,
+        )
+        self._requests.ranked[pair] = await self._sources.reading(ordering)
 
     def _missing(self, pair: int) -> list[Unit]:
         """Return the patched units without a record, in the order in which they are submitted: by
@@ -375,7 +349,7 @@ class SweepAttempt:
         reference = self._requests.reference(pair)
         if self._sweep.metric == "kl":
             units.sort(key=lambda unit: unit != reference)  # the other unit is compared with it
-        computed: dict[int, asyncio.Task[_Settled]] = {}
+        computed: dict[int, asyncio.Task[UnitRecord]] = {}
         async with asyncio.TaskGroup() as group:
             for unit in units:
                 known = unit.number in self._known
@@ -387,13 +361,12 @@ class SweepAttempt:
                 # the ranks keep the reference's distribution for one attempt only
                 recomputed = needed and self._sweep.metric == "kl" and unit == reference
                 if not known or recomputed:
-                    asks = self._requests.control(unit, captures=not known)
-                    computed[unit.number] = await self._begin(group, unit, asks)
+                    computed[unit.number] = await self._begin(group, unit, captures=not known)
                     if self._sweep.metric == "kl":
                         await computed[unit.number]
         for unit in units:
             record = (
-                computed[unit.number].result().record
+                computed[unit.number].result()
                 if unit.number in computed
                 else self._known[unit.number]
             )
@@ -425,7 +398,7 @@ class SweepAttempt:
 
     async def _begin_all(
         self, group: asyncio.TaskGroup, units: Iterable[Unit]
-    ) -> "list[asyncio.Task[_Settled]]":
+    ) -> "list[asyncio.Task[UnitRecord]]":
         """Submit the units that their pair has not given up, and wait until each is settled."""
         begun = [await self._begin(group, unit) for unit in units if not self._given_up(unit)]
         await asyncio.gather(*begun)
@@ -435,18 +408,18 @@ class SweepAttempt:
         self,
         group: asyncio.TaskGroup,
         unit: Unit,
-        asks: list[EngineRequest] | None = None,
         *,
-        first: bool = False,
-    ) -> "asyncio.Task[_Settled]":
-        """Submit the unit's requests to the engine, once there are free slots. `first`: they are
-        the first of a cell's two passes, which gives no value.
+        captures: bool = True,
+        kept: bool = True,
+    ) -> "asyncio.Task[UnitRecord]":
+        """Submit the unit's requests to the engine, once there are free slots. `captures`: those of
+        an unpatched prompt capture its rows. `kept`: the unit's record is kept.
         """
         if self._ended:
             # a group cancels its tasks once, and this task's cancellation was swallowed (see
             # `redis_retry`)
             raise asyncio.CancelledError
-        asks = self._requests.patched(unit) if asks is None else asks
+        asks = self._requests.asks(unit, captures)
         await self._unread.acquire()
         running = []
         for ask in asks:
@@ -455,7 +428,7 @@ class SweepAttempt:
             # a callback releases the slot even if the task never runs
             running[-1].add_done_callback(lambda _: self._slots.release())
         settled = group.create_task(
-            self._settle(unit, [ask.request for ask in asks], running, first)
+            self._settle(unit, [ask.request for ask in asks], running, kept)
         )
         settled.add_done_callback(lambda _: self._unread.release())
         return settled
@@ -483,9 +456,9 @@ class SweepAttempt:
         return reason
 
     async def _settle(
-        self, unit: Unit, requests: list[int], running: "list[asyncio.Task[str]]", first: bool
-    ) -> _Settled:
-        """Wait until the engine and every rank are done with a unit, and keep its record."""
+        self, unit: Unit, requests: list[int], running: "list[asyncio.Task[str]]", kept: bool
+    ) -> UnitRecord:
+        """Wait until the engine and every rank are done with a unit, and return its record."""
         reason = next(filter(None, await asyncio.gather(*running)), "")
         report: list[list[Receipt]] = []
         if not reason:
@@ -501,10 +474,10 @@ class SweepAttempt:
                     f"{len(partly)} of {self._engine.world * len(requests)} receipts arrived "
                     f"within {self._patience_s:g} s of the engine's output"
                 )
-        record = await self._pairs[unit.pair].record(unit, report, reason, first)
-        if not first:
+        record = await self._pairs[unit.pair].record(unit, report, reason)
+        if kept:
             await self._records.add(record)
-        return _Settled(unit, requests, report if first else [], record)
+        return record
 
     def _locate(self, pair: int) -> Locate:
         return _locator(self._requests, self._known, self._firsts, pair)
@@ -536,7 +509,7 @@ class SweepAttempt:
 def _locator(
     requests: SweepRequests,
     known: Mapping[int, UnitRecord],
-    firsts: Mapping[int, tuple[Unit, list[Receipt]]],
+    firsts: Mapping[int, tuple[Unit, Sequence[Receipt]]],
     pair: int,
 ) -> Locate:
     """Return what finds the files of a pair's runs by their key. `firsts`: by request."""

@@ -17,7 +17,7 @@ from midstream.schemas.settings.settings import Settings
 from midstream.storage.store import open_store
 
 from ..records.sweeps import StoredSweep, Unit
-from .neurons import read_rows
+from .neurons import rows_of_run
 
 if TYPE_CHECKING:
     from midstream.workers.runner.readings.sae import Autoencoder
@@ -28,33 +28,21 @@ ROWS = 1024
 _ENCODED = 64
 
 
-class _Loaded:
-    """The one autoencoder that this process has loaded: those of several jobs do not add up."""
-
-    def __init__(self) -> None:
-        self.turn = threading.Lock()
-        self._digest = ""
-        self._sae: Autoencoder | None = None
-
-    def get(self, settings: Settings, named: StoredSae) -> "Autoencoder":
-        """Return it, loaded in place of another. Raises MidstreamError. Call it with `turn`."""
-        from midstream.workers.runner.readings.sae import load_registered
-
-        if self._sae is None or self._digest != named.digest:
-            self._sae = None
-            self._sae = load_registered(
-                named, settings.artifacts_of("saes"), settings.tuning.sae_cache_mib << 20
-            )
-            self._digest = named.digest
-        return self._sae
-
-    def drop(self, digest: str) -> None:
-        with self.turn:
-            if self._digest == digest:
-                self._sae = None
+_TURN = threading.Lock()
+#: Digest → the one autoencoder that this process has loaded: those of several jobs do not add up.
+_LOADED: dict[str, "Autoencoder"] = {}
 
 
-_LOADED = _Loaded()
+def _loaded(settings: Settings, named: StoredSae) -> "Autoencoder":
+    """Return an autoencoder, loaded in place of another. Raises MidstreamError."""
+    from midstream.workers.runner.readings.sae import load_registered
+
+    if named.digest not in _LOADED:
+        _LOADED.clear()
+        _LOADED[named.digest] = load_registered(
+            named, settings.artifacts_of("saes"), settings.tuning.sae_cache_mib << 20
+        )
+    return _LOADED[named.digest]
 
 
 class FeatureRows:
@@ -87,15 +75,16 @@ class FeatureRows:
         """Return the number of each unit → the row that is written at each place of its column.
 
         `base`, `source`: the unpatched runs of the pair; no source in an ablation. `units`: one of
-        `batches`. Raises OSError, ValueError for rows that are not as expected, and MidstreamError
-        for an autoencoder that cannot be loaded.
+        `batches`. Raises MidstreamError for rows that cannot be read, and for an autoencoder
+        that cannot be loaded.
         """
-        with _LOADED.turn:
-            return self._rows(_LOADED.get(self._settings, self._named), base, source, units)
+        with _TURN:
+            return self._rows(_loaded(self._settings, self._named), base, source, units)
 
     def close(self) -> None:
         """Drop the autoencoder; another job that has it loads it again."""
-        _LOADED.drop(self._named.digest)
+        with _TURN:
+            _LOADED.pop(self._named.digest, None)
 
     def _rows(
         self, sae: "Autoencoder", base: RunFiles, source: RunFiles | None, units: Sequence[Unit]
@@ -106,7 +95,7 @@ class FeatureRows:
         store = open_store(self._settings.artifacts)
 
         def read(files: RunFiles) -> torch.Tensor:
-            return torch.from_numpy(read_rows(store, files, site)).float()
+            return rows_of_run(store, files, [site])[site].float()
 
         # Not the gradient worker's rows, which differ from vLLM's by rounding: an exact value would
         # be that of rows that vLLM never computed.

@@ -5,16 +5,18 @@ The rows are read from the capture files of the pair's unpatched runs.
 """
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from midstream.schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, widened
-from midstream.schemas.requests.source_runs import RunFile, RunFiles
-from midstream.storage.formats.capture_blobs import Header, read_header
+from midstream.schemas.base.errors import MidstreamError, Translated
+from midstream.schemas.prompts.selectors import Hook
+from midstream.schemas.requests.source_runs import RunFiles
 from midstream.storage.store import ArtifactStore
 
+if TYPE_CHECKING:
+    import torch
+
 #: (hook, layer)
-NeuronSite = tuple[str, int]
+NeuronSite = tuple[Hook, int]
 
 
 def order_by_difference(
@@ -28,58 +30,36 @@ def order_by_difference(
     """Returns for each site the `most` dimensions with the largest Σ |base row − source row| over
     `places`, in float64; of equal dimensions the lower comes first.
 
-    `places`: (position in the patched prompt, position in the other prompt). Raises ValueError for
-    missing rows, and OSError.
+    `places`: (position in the patched prompt, position in the other prompt). Raises MidstreamError.
     """
-    of_base = _rows_of(store, base, {*sites})
-    of_source = _rows_of(store, source, {*sites})
+    of_base = rows_of_run(store, base, sites)
+    of_source = rows_of_run(store, source, sites)
     to = [base.positions.index(place) for place, _ in places]
     of = [source.positions.index(place) for _, place in places]
     order = {}
     for site in sites:
-        moved = _rows(of_base, site, base)[to] - _rows(of_source, site, source)[of]
-        distance = np.abs(moved).sum(0)
-        order[site] = np.argsort(-distance, kind="stable")[:most].tolist()
+        moved = of_base[site][to].double() - of_source[site][of].double()
+        distance = moved.abs().sum(0)
+        order[site] = distance.argsort(descending=True, stable=True)[:most].tolist()
     return order
 
 
-def read_rows(store: ArtifactStore, files: RunFiles, site: NeuronSite) -> np.ndarray:
-    """Return the rows of a run at one site, `[positions, width]` float64; raises as
-    `order_by_difference` does.
+def rows_of_run(
+    store: ArtifactStore, files: RunFiles, sites: Sequence[NeuronSite]
+) -> "dict[NeuronSite, torch.Tensor]":
+    """Return site → the whole rows of a run, joined from all ranks, `[positions, width]` in the
+    dtype of the capture. Call it off the event loop; it imports torch. Raises MidstreamError for
+    rows that are missing or damaged.
     """
-    return _rows(_rows_of(store, files, {site}), site, files)
+    from midstream.workers.runner.edits.source_runs import RunStore
+    from midstream.workers.runner.hooks.sites import RankSite
 
-
-def _rows(
-    result: dict[NeuronSite, dict[int, np.ndarray]], site: NeuronSite, files: RunFiles
-) -> np.ndarray:
-    """Return the whole rows of a site, joined from all ranks: `[positions, width]`."""
-    if not (parts := result.get(site)):
-        raise ValueError(f"{files.key} has no rows of {site[0]} of layer {site[1]}")
-    return np.concatenate([parts[start] for start in sorted(parts)], axis=1)
-
-
-def _rows_of(
-    store: ArtifactStore, files: RunFiles, sites: set[NeuronSite]
-) -> dict[NeuronSite, dict[int, np.ndarray]]:
-    """Returns site → first column → `[positions, columns]` float64."""
-    result: dict[NeuronSite, dict[int, np.ndarray]] = {}
-    for file in files.files:
-        raw, header = _read(store, file)
-        first = header.manifest.columns[0] if header.manifest.columns else 0
-        for place in header.tensors.values():
-            if place.site in sites:
-                dtype = DTYPE_OF_FILE[place.dtype]
-                bits = np.frombuffer(
-                    raw[place.start : place.start + place.length], DTYPES[dtype].raw
-                )
-                result.setdefault(place.site, {})[first] = (
-                    widened(bits, dtype).reshape(place.shape).astype(np.float64)
-                )
-    return result
-
-
-def _read(store: ArtifactStore, file: RunFile) -> tuple[bytes, Header]:
-    with store.open(file.path) as handle:
-        raw = handle.read(file.offset, file.bytes)
-    return raw, read_header(lambda start, count: raw[start : start + count], len(raw))
+    runs = RunStore(store, [RankSite(*site, "single") for site in sites], files.hidden_size)
+    with Translated(
+        ValueError,
+        lambda error: MidstreamError(
+            "intervention_failed", f"the rows of an unpatched prompt cannot be read: {error}"
+        ),
+    ):
+        runs.put(files)
+    return {site: runs.rows(files.key, *site, files.positions) for site in sites}

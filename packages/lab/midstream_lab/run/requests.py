@@ -1,11 +1,12 @@
 """Engine requests of a sweep's units: tokens, patches, captures, entry layer and grading."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+from midstream.schemas.base.records import by_key
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.jobs.models import ModelInfo
-from midstream.schemas.jobs.receipts import Receipt
-from midstream.schemas.prompts.selectors import FORWARD, Hook, PositionSelector, as_ranges
+from midstream.schemas.jobs.receipts import CapturedFile, Receipt
+from midstream.schemas.prompts.selectors import Hook, PositionSelector, as_ranges
 from midstream.schemas.prompts.sites import hook_layers
 from midstream.schemas.requests.source_runs import (
     ZEROS,
@@ -26,7 +27,7 @@ from midstream.schemas.requests.specs import (
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.requests import unit_request
 
-from ..records.sweep_paths import BRANCH_HOOK, StoredEnd, StoredPath, place_of, reaches
+from ..records.sweep_paths import StoredEnd, StoredPath, place_of, reaches
 from ..records.sweep_units import Node, SweepWork
 from ..records.sweeps import Unit
 
@@ -59,8 +60,9 @@ class SweepRequests:
         self._reuses = reuses
         # pair → whether its base runs capture rows for entry; as `_enters` for pairs not named
         self._for_entry: dict[int, bool] = {}
-        # (pair, hook, layer) → dimensions, see `rank`
-        self._ranked: dict[tuple[int, int, int], list[int]] = {}
+        #: pair → (hook, layer) → dimensions, the one in which the rows of its two prompts differ
+        #: most first; of pairs with columns by rank
+        self.ranked: dict[int, Mapping[tuple[Hook, int], list[int]]] = {}
         #: number of a unit that patches a feature → the names of the rows that it writes
         self.rows: dict[int, list[str]] = {}
         self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(work.sweep.pairs)}
@@ -78,6 +80,12 @@ class SweepRequests:
     def kept(self, pair: int) -> str:
         """Return the name under which the ranks keep that distribution."""
         return f"{self._job.id}.{self._attempt}.{pair}"
+
+    def asks(self, unit: Unit, captures: bool = True) -> list[EngineRequest]:
+        """Return the requests of a unit; of a kind `sender`, its first pass."""
+        if unit.kind in ("base", "source"):
+            return self.control(unit, captures=captures)
+        return [self.first(unit)] if unit.kind == "sender" else self.patched(unit)
 
     def control(self, unit: Unit, *, captures: bool = True) -> list[EngineRequest]:
         """Return the requests of a base or source unit, one per node."""
@@ -142,7 +150,7 @@ class SweepRequests:
             ]
         run = self.first_key(unit)
         # A receiver's output is replaced instead of its input, on which alone it depends.
-        reached = [end for end in path.receivers if reaches((layer, hook), (end.layer, end.hook))]
+        reached = [end for end in path.receivers if reaches((layer, hook), end.site)]
         after = range(places[0][0], len(sweep.pairs[unit.pair].base))
         return [
             _row(RunRow(run, end.hook, end.layer, to), to, _dims_of(end))
@@ -181,7 +189,6 @@ class SweepRequests:
         """Return the first pass of a cell with two passes, or of the sender that all cells of a
         pair share; it captures what the receivers compute.
         """
-        sweep = self._sweep
         path = self._sweep.path
         pair = self._sweep.pairs[unit.pair]
         assert path is not None
@@ -189,10 +196,9 @@ class SweepRequests:
         if path.sender is None:
             (layer,), places = self.units.patched(unit)
             steering = self._patches(unit, [layer], places, base)
-            hook = sweep.hooks[unit.hook]
+            hook = self._sweep.hooks[unit.hook]
         else:
-            layer = path.sender.layer
-            hook = path.sender.hook
+            layer, hook = path.sender.site
             places = pair.sender
             source = self._key(self.units.source(unit.pair), 0, SOURCE)
             mask = _dims_of(path.sender)
@@ -210,21 +216,17 @@ class SweepRequests:
 
     def _first_capture(self, unit: Unit) -> StoredCapture:
         sweep = self._sweep
-        path = self._sweep.path
-        pair = self._sweep.pairs[unit.pair]
-        assert path is not None
-        needed: dict[Hook, set[int]] = {}
-        if path.sender is None:
+        assert sweep.path is not None
+        first = 0
+        needed = sweep.sites
+        if sweep.path.sender is None:
             (layer,), places = self.units.patched(unit)
-            for end in path.receivers:
-                if reaches((layer, sweep.hooks[unit.hook]), (end.layer, end.hook)):
-                    needed.setdefault(end.hook, set()).add(end.layer)
             first = places[0][0]
-        else:
-            needed = {hook: set(sweep.layers) for hook in sweep.hooks}
-            first = 0
-        sites = {hook: sorted(needed[hook]) for hook in sorted(needed, key=place_of)}
-        return StoredCapture(sites=sites, positions=list(range(first, len(pair.base))), tag=FIRST)
+            sender = layer, sweep.hooks[unit.hook]
+            ends = [end for end in sweep.path.receivers if reaches(sender, end.site)]
+            needed = [(end.hook, end.layer) for end in ends]
+        positions = list(range(first, len(sweep.pairs[unit.pair].base)))
+        return StoredCapture(sites=_sites(needed), positions=positions, tag=FIRST)
 
     def _split(self, capture: StoredCapture | None) -> list[StoredCapture]:
         return [] if capture is None else capture.split(self._info.inside)
@@ -256,24 +258,15 @@ class SweepRequests:
         That attempt's engine may have captured for entry where this engine does not, or vice versa.
         """
         request = self.units.request(self.units.base(pair), 0)
-        files = [
-            file
-            for receipt in receipts
-            if receipt.request == request
-            for file in receipt.files
-            if file.tag == BASE
-        ]
+        files = _files_of(receipts, request, BASE)
         present = {site for file in files for site in hook_layers(file.sites)}
-        positions = max((file.positions for file in files), default=0)
         tokens = len(self._sweep.pairs[pair].base)
-        for for_entry in (self._enters, not self._enters):
-            capture = self._base_capture(pair, 0, for_entry)
-            needed = set(hook_layers(capture.sites)) if capture else set()
-            if needed == present and positions == (
-                len(capture.select(0, tokens, tokens)) if capture else 0
-            ):
-                self._for_entry[pair] = for_entry
-                return
+        entered = self._base_capture(pair, 0, for_entry=True)
+        self._for_entry[pair] = (
+            entered is not None
+            and present == {*hook_layers(entered.sites)}
+            and all(file.positions == tokens for file in files)
+        )
 
     def runs(self, pair: int) -> list[str]:
         """Return the keys of the runs that the pair's patched units need."""
@@ -312,13 +305,7 @@ class SweepRequests:
         self, key: str, capture: StoredCapture, receipts: Sequence[Receipt], tokens: int
     ) -> RunFiles:
         _, request, tag = parse_key(key)
-        captured = [
-            file
-            for receipt in receipts
-            if receipt.request == request
-            for file in receipt.files
-            if file.tag == tag
-        ]
+        captured = _files_of(receipts, request, tag)
         if not captured:
             raise ValueError(f"nothing was captured for {key}")
         return RunFiles(
@@ -421,13 +408,10 @@ class SweepRequests:
         most first; empty on other axes.
         """
         ranks = self._sweep.pairs[unit.pair].columns[unit.column].ranks
-        return self._ranked[unit.pair, unit.hook, unit.layer][slice(*ranks)] if ranks else []
-
-    def rank(self, pair: int, order: dict[tuple[int, int], list[int]]) -> None:
-        """Set the pair's ranking. `order`: (hook, layer), as in `Unit` → dimensions, the one in
-        which the rows of the pair's two prompts differ most first.
-        """
-        self._ranked.update(((pair, hook, layer), dims) for (hook, layer), dims in order.items())
+        if ranks is None:
+            return []
+        site = self._sweep.hooks[unit.hook], self._sweep.layers[unit.layer]
+        return self.ranked[unit.pair][site][slice(*ranks)]
 
     def _capture(self, pair: int, place: int, tag: str) -> StoredCapture | None:
         """Return what is captured of a base or source unit at a node; None for nothing."""
@@ -455,46 +439,50 @@ class SweepRequests:
 
     def _base_capture(self, pair: int, place: int, for_entry: bool) -> StoredCapture | None:
         sweep = self._sweep
-        hooks = {"pre_attn", *self._sweep.hooks, *BRANCH_HOOK.values()}
-        needed: dict[Hook, set[int]] = {hook: set() for hook in FORWARD if hook in hooks}
+        path = sweep.path
+        columns = sweep.pairs[pair].columns
+        needed: set[tuple[Hook, int]] = set()
         positions: set[int] = set()
         for unit in self.units.noise(pair):
             layers, places = self.units.patched(unit)
-            needed[sweep.hooks[0]].update(layers)
+            needed.update((sweep.hooks[0], layer) for layer in layers)
             positions.update(position for position, _ in places)
-        present = any(column.places for column in sweep.pairs[pair].columns)
-        mean = present and sweep.ablation == "mean" and place == 0
         of_features = sweep.attributed is not None and sweep.attributed.sae is not None
-        ranked = place == 0 and (
-            of_features or any(column.ranks is not None for column in sweep.pairs[pair].columns)
-        )
-        if ranked:
-            positions.update(to for column in sweep.pairs[pair].columns for to, _ in column.places)
-        if mean or ranked:
-            for hook in sweep.hooks:
-                needed[hook].update(sweep.layers)
-        path = sweep.path
-        if path is not None and present:
-            senders = (
-                [(path.sender.layer, path.sender.hook)]
-                if path.sender is not None
-                else [(layer, hook) for layer in sweep.layers for hook in sweep.hooks]
-            )
-            for sender in senders:
-                for hook, layers in path.frozen_sites(*sender, self._top(path)).items():
-                    needed[hook].update(layers)
-        if present and for_entry:
+        ranked = of_features or any(column.ranks is not None for column in columns)
+        mean = sweep.ablation == "mean"
+        if place == 0 and (mean or ranked):
+            needed.update(sweep.sites)
+            positions.update(to for column in columns for to, _ in column.places)
+        if path is not None:
+            sent = sweep.sites
+            if path.sender is not None:
+                sent = [(path.sender.hook, path.sender.layer)]
+            for hook, layer in sent:
+                needed.update(hook_layers(path.frozen_sites(layer, hook, self._top(path))))
+        if for_entry:
             entered = [end.layer for end in path.receivers] if path is not None else []
-            needed["pre_attn"].update(layer for layer in (*sweep.layers, *entered) if layer > 0)
-        sites: dict[Hook, list[int]] = {
-            hook: sorted(layers) for hook, layers in needed.items() if layers
-        }
-        if not sites:
+            needed.update(("pre_attn", layer) for layer in (*sweep.layers, *entered) if layer > 0)
+        if not needed:
             return None
-        every: PositionSelector = (
-            "all_prompt" if mean or for_entry or path is not None else sorted(positions)
-        )
-        return StoredCapture(sites=sites, positions=every, tag=BASE)
+        whole = (mean and place == 0) or for_entry or path is not None
+        every: PositionSelector = "all_prompt" if whole else sorted(positions)
+        return StoredCapture(sites=_sites(needed), positions=every, tag=BASE)
+
+
+def _sites(needed: Iterable[tuple[Hook, int]]) -> dict[Hook, list[int]]:
+    """Return hook → layers, in the order of the forward pass."""
+    return by_key(sorted(needed, key=lambda site: (place_of(site[0]), site[1])))
+
+
+def _files_of(receipts: Iterable[Receipt], request: int, tag: str) -> list[CapturedFile]:
+    """Return the files that the ranks wrote for one request and tag."""
+    return [
+        file
+        for receipt in receipts
+        if receipt.request == request
+        for file in receipt.files
+        if file.tag == tag
+    ]
 
 
 def _dims_of(end: StoredEnd) -> str:

@@ -65,17 +65,14 @@ class PairValues:
         assert self._source is not None
         self.useless = useless_baseline(self._base, self._source, self._noise)
 
-    async def record(
-        self, unit: Unit, report: list[list[Receipt]], reason: str, first: bool
-    ) -> UnitRecord:
+    async def record(self, unit: Unit, report: list[list[Receipt]], reason: str) -> UnitRecord:
         """Return a unit's record, once the units that its value depends on have theirs.
 
         `report`: for each request, the receipts of all ranks. `reason`: why it has no value.
-        `first`: this was the first of two passes, which gives none.
         """
         reason = reason or unverified(report, self._world)
-        if first or unit.kind == "sender":
-            receipts = [] if first else [receipt for receipts in report for receipt in receipts]
+        if unit.kind == "sender":  # a first pass has no value
+            receipts = [receipt for receipts in report for receipt in receipts]
             return replace(self._records.new(unit, reason), receipts=receipts)
         if unit.kind == "cell" and self._recovers and not self.useless:
             await self._noise_known.wait()
@@ -113,6 +110,6 @@ class PairValues:
             foil_logprob=found.foil_logprob,
             neurons=self._requests.neurons(unit)[:SHOWN_NEURONS] if unit.kind == "cell" else [],
             receipts=[receipt for receipts in report for receipt in receipts]
-            if unit.kind in ("base", "source", "sender")
+            if unit.kind in ("base", "source")
             else [],
         )

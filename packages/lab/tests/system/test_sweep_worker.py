@@ -343,7 +343,6 @@ def cell(job: Job, number: int, **changes: Any) -> tuple[UnitRecord, SweepCell |
     sweep = job.work_as(SweepWork).sweep
     units = Units(sweep)
     unit = units.cell(units.first_cell + number)
-    assert unit is not None
     record = UnitRecord(**({"unit": unit.number, "value": float(number), "attempt": 1} | changes))
     return record, sweep_cell(sweep, unit, record)
 

@@ -87,7 +87,7 @@ def test_joint_path_sums_to_patching_every_place(points_of: PointsOf) -> None:
     stored = sweep(points, ["post_block"], layers=[1])
     found = estimate_pair(points, stored, 0, steps=48, batch=48)
     # all positions of the stream: the source prompt itself
-    whole = found.source.value - found.base.value
+    whole = found.source - found.base
     assert float(found.effects["post_block"].sum()) == pytest.approx(whole, abs=2e-3)
 
 
@@ -134,12 +134,10 @@ def test_recovered_is_a_share_of_the_difference(points_of: PointsOf) -> None:
     points = points_of("llama")
     nats = estimate_pair(points, sweep(points, ["post_block"]), 0)
     share = estimate_pair(points, sweep(points, ["post_block"], metric="recovered"), 0)
-    difference = nats.source.value - nats.base.value
+    difference = nats.source - nats.base
     assert share.effects["post_block"] * difference == pytest.approx(nats.effects["post_block"])
     assert share.values()["post_block"] == pytest.approx(share.effects["post_block"])
-    assert nats.values()["post_block"] == pytest.approx(
-        nats.base.value + nats.effects["post_block"]
-    )
+    assert nats.values()["post_block"] == pytest.approx(nats.base + nats.effects["post_block"])
 
 
 @pytest.mark.parametrize(
@@ -351,7 +349,7 @@ def test_scores_of_the_embedding_sum_to_the_whole_difference(points_of: PointsOf
     # completeness of integrated gradients over the path of the embeddings
     points = points_of("gpt2")
     found = edge_scores(points, sweep(points, ["z"]), 0, steps=24)
-    whole = found.source.value - found.base.value
+    whole = found.source - found.base
     assert float(np.nansum(found.scores[0])) == pytest.approx(whole, abs=2e-3)
 
 

@@ -151,7 +151,9 @@ def test_autoencoders_of_several_jobs_do_not_add_up(tmp_path: Path) -> None:
     gone = []
     for form in ("standard", "jumprelu"):
         rows_of(tmp_path, sweep(sae(form)), units((0, 1)))
-        weakref.finalize(sweep_features._LOADED._sae, gone.append, form)
+        (loaded,) = sweep_features._LOADED.values()
+        weakref.finalize(loaded, gone.append, form)
+        del loaded
     assert gone == ["standard"]
     FeatureRows(Settings(), sweep(sae("standard"))).close()
     assert gone == ["standard"], "another job's stays"

@@ -90,7 +90,8 @@ def test_units_and_requests_are_numbered_once_each() -> None:
     ]
     assert len(set(requests)) == len(requests)
     assert max(requests) < units.requests
-    assert all(units.cell(unit.number) == (unit if unit.kind == "cell" else None) for unit in every)
+    cells = {unit.number: unit for unit in every if unit.kind == "cell"}
+    assert cells == {number: units.cell(number) for number in units.cell_numbers}
 
 
 @pytest.mark.parametrize(
