@@ -89,6 +89,30 @@ class _Stream:
         """Return the calls whose outputs are added to the stream."""
         return [place for place in self.law if place != "stream"]
 
+    def add(
+        self,
+        hook: Hook,
+        calls: Sequence[int],
+        beside: Tap | None,
+        total: Hook,
+        rest: SumLaw,
+        multiples: Mapping[Any, float],
+    ) -> None:
+        """Add the hook of a branch, the sum of `calls`, which `total` adds to `rest`. `beside`: the
+        branch's tensor where `total` is a pair of it and the stream before.
+        """
+        if len(calls) > 1:
+            self.shape.absent[hook] = f"it is the sum of several parts ({self.paths(calls)})"
+            return
+        (call,) = calls
+        self.shape.taps[hook] = beside or Tap(self.run.calls[call].path, "output")
+        self.shape.laws[total] = {**rest, hook: multiples[call] if beside is None else 1.0}
+
+    def add_last(self, hook: Hook, calls: Sequence[int], rest: SumLaw) -> None:
+        """Add the hook of a branch that the stream which leaves adds to `rest`, see `add`."""
+        beside = Tap("", "output") if self.kind == "pair" else None
+        self.add(hook, calls, beside, "post_block", rest, self.law)
+
     def paths(self, calls: Sequence[int]) -> str:
         return ", ".join(self.run.calls[number].path for number in calls)
 
@@ -396,30 +420,22 @@ class _Probe:
     def _two_branches(
         self, stream: _Stream, reader: _Call, tap: Tap, multiples: Mapping[Any, float]
     ) -> None:
-        calls = stream.run.calls
         taps = stream.shape.taps
         absent = stream.shape.absent
-        laws = stream.shape.laws
         first = [place for place in multiples if place != "stream"]
         second = [place for place in stream.branches if place not in first]
         taps["post_attn"] = tap
-        if len(first) > 1:
-            absent["attn_out"] = f"it is the sum of several parts ({stream.paths(first)})"
-        elif tap.kind == "pair":
-            taps["attn_out"] = Tap(tap.path, "input")
-            laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": 1.0}
-        else:
-            taps["attn_out"] = Tap(calls[first[0]].path, "output")
-            laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": multiples[first[0]]}
-        kept = stream.law["stream"] / multiples["stream"]
-        if len(second) > 1:
-            absent["mlp_out"] = f"it is the sum of several parts ({stream.paths(second)})"
-        elif second and stream.kind == "pair":
-            taps["mlp_out"] = Tap("", "output")
-            laws["post_block"] = {"post_attn": kept, "mlp_out": 1.0}
-        elif second:
-            taps["mlp_out"] = Tap(calls[second[0]].path, "output")
-            laws["post_block"] = {"post_attn": kept, "mlp_out": stream.law[second[0]]}
+        stream.add(
+            "attn_out",
+            first,
+            Tap(tap.path, "input") if tap.kind == "pair" else None,
+            "post_attn",
+            {"pre_attn": multiples["stream"]},
+            multiples,
+        )
+        if second:
+            kept = stream.law["stream"] / multiples["stream"]
+            stream.add_last("mlp_out", second, {"post_attn": kept})
         else:
             absent["mlp_out"] = "nothing is added after post_attn"
         if reader.leaf and reader.output is not None:
@@ -433,35 +449,22 @@ class _Probe:
                 "two branches are added in one sum to a stream that is a pair of tensors"
             )
         calls = stream.run.calls
-        taps = stream.shape.taps
-        absent = stream.shape.absent
+        shape = stream.shape
         attention, mlp = sorted(stream.branches)
-        absent["post_attn"] = PARALLEL
-        taps["attn_out"] = Tap(calls[attention].path, "output")
-        taps["mlp_out"] = Tap(calls[mlp].path, "output")
+        shape.absent["post_attn"] = PARALLEL
+        stream.add_last("attn_out", [attention], {"pre_attn": stream.law["stream"]})
+        stream.add_last("mlp_out", [mlp], shape.laws["post_block"])
         computes = next((call for call in reversed(calls[: mlp + 1]) if not call.leaf), None)
         if computes is not None and not computes.mixes:
-            taps["mlp_in"] = Tap(computes.path, "input")
+            shape.taps["mlp_in"] = Tap(computes.path, "input")
         else:
-            absent["mlp_in"] = "no part of the layer is the MLP"
-        stream.shape.laws["post_block"] = {
-            "pre_attn": stream.law["stream"],
-            "attn_out": stream.law[attention],
-            "mlp_out": stream.law[mlp],
-        }
+            shape.absent["mlp_in"] = "no part of the layer is the MLP"
 
     def _one_branch(self, stream: _Stream) -> None:
-        calls = stream.run.calls
-        pair = stream.kind == "pair"
-        (place,) = stream.branches
-        output: Hook = "attn_out" if any(call.mixes for call in calls) else "mlp_out"
-        stream.shape.taps[output] = Tap("" if pair else calls[place].path, "output")
+        output: Hook = "attn_out" if any(call.mixes for call in stream.run.calls) else "mlp_out"
         others = (hook for hook in HOOKS[1:-1] if hook != output)
         stream.shape.absent.update(dict.fromkeys(others, "the layer has one branch"))
-        stream.shape.laws["post_block"] = {
-            "pre_attn": stream.law["stream"],
-            output: 1.0 if pair else stream.law[place],
-        }
+        stream.add_last(output, stream.branches, {"pre_attn": stream.law["stream"]})
 
     def _check_edits(self, stream: _Stream) -> None:
         """Add rows in place at each tap of a branch or of the stream, and check that they reach the
