@@ -34,11 +34,11 @@ from ...runner.certificate.laws import (
     TOLERANCES,
     CertificatePlan,
     Copy,
-    EditRun,
     JudgedShape,
     Judgement,
     LawFinding,
     LawFindings,
+    LayerEdit,
     direction,
     judge_boundary,
     judge_entered,
@@ -416,41 +416,34 @@ class _Run:
             stream = "pre_attn" if "pre_attn" in sizes else hook
             size = sizes[hook if hook == "mlp_in" else stream]
             for group, captures in zip(groups, diagonals, strict=True):
-                layers = [
+                edited = [
                     layer
                     for layer in group
                     if not (hook == "post_block" and layer == self._layers[-1])
                 ]
-                if layers:
-                    places = [self._place(group, layer) for layer in layers]
-                    edit = EditRun(
-                        self._next(),
-                        MIXED,
-                        hook,
-                        layers,
-                        places,
-                        [size[layer] for layer in layers],
-                    )
-                    plan.edits.append(edit)
-                    steering = self._steering(edit, name)
-                    requests.append(self._generate(edit.request, self._prompt, captures, steering))
+                if edited:
+                    number = self._next()
+                    edits = [
+                        LayerEdit(
+                            number, MIXED, hook, layer, self._place(group, layer), size[layer]
+                        )
+                        for layer in edited
+                    ]
+                    plan.edits += edits
+                    steering = self._steering(edits, name)
+                    requests.append(self._generate(number, self._prompt, captures, steering))
         await self._hold(name, vector)
         try:
             await self._together(requests)
             if "post_block" in self._hooks:
                 last = self._layers[-1]
-                plan.final = EditRun(
-                    self._next(),
-                    BASE,
-                    "post_block",
-                    [last],
-                    [self._first],
-                    [sizes["post_block"][last]],
+                plan.final = LayerEdit(
+                    self._next(), BASE, "post_block", last, self._first, sizes["post_block"][last]
                 )
                 capture = self._capture({"post_block": [last]}, [self._first], "final")
                 await self._ask("watch", request=plan.final.request)
                 await self._generate(
-                    plan.final.request, self._prompt, [capture], self._steering(plan.final, name)
+                    plan.final.request, self._prompt, [capture], self._steering([plan.final], name)
                 )
                 await self._ask("unwatch")
         finally:
@@ -518,17 +511,17 @@ class _Run:
         return StoredCapture(sites=sites, positions=positions, tag=tag)
 
     @staticmethod
-    def _steering(edit: EditRun, vector: str) -> list[StoredSteering]:
+    def _steering(edits: Sequence[LayerEdit], vector: str) -> list[StoredSteering]:
         return [
             StoredSteering(
-                layers=[layer],
+                layers=[edit.layer],
                 hook=edit.hook,
-                positions=[position],
+                positions=[edit.position],
                 family="add",
                 tensors=[vector],
-                scale=scale,
+                scale=edit.scale,
             )
-            for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True)
+            for edit in edits
         ]
 
     async def _generate(
