@@ -8,7 +8,6 @@ throughout.) `python -m midstream.api.resolve.prompts.tokenizer_pool` runs a hel
 
 import logging
 import signal
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from functools import partial
 
@@ -24,6 +23,7 @@ from ....broker.processes.helper_process import (
     limit_memory,
 )
 from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base.recent import Recent
 from ....schemas.base.records import Wire, from_msgpack, to_msgpack
 from ....schemas.jobs.models import TokenizerBundle
 from ....schemas.settings.settings import Settings
@@ -126,13 +126,11 @@ class Helpers:
 # --- The helper
 
 
-def answer(codecs: "OrderedDict[str, Codec]", raw: bytes) -> PoolAnswer | None:
+def answer(codecs: Recent[str, Codec], raw: bytes) -> PoolAnswer | None:
     """Return the answer to a `PoolRequest`; None if the helper does not have the tokenizer."""
     ask = from_msgpack(raw, PoolRequest)
     if ask.bundle:
         codecs[ask.tokenizer] = Codec(from_msgpack(ask.bundle, TokenizerBundle))
-        while len(codecs) > KEPT:
-            codecs.popitem(last=False)
     codec = codecs.get(ask.tokenizer)
     if codec is None:
         return None
@@ -146,7 +144,7 @@ def answer(codecs: "OrderedDict[str, Codec]", raw: bytes) -> PoolAnswer | None:
 def main() -> None:
     (seconds,) = begin()
     limit_memory(MEMORY)
-    answer_all(HelperAnswers(), partial(answer, OrderedDict()), seconds=float(seconds))
+    answer_all(HelperAnswers(), partial(answer, Recent[str, Codec](KEPT)), seconds=float(seconds))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import json
 import logging
 import random
 import signal
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -29,6 +29,7 @@ from ....broker.processes.helper_process import (
     limit_memory,
 )
 from ....schemas.base.errors import MidstreamError, invalid
+from ....schemas.base.recent import Recent
 from ....schemas.base.records import from_msgpack, to_json
 from ..admission import FairTurns
 from ..protocol import NotYet
@@ -92,7 +93,7 @@ class FormatChecker:
             __name__, model, vocab_size, seconds, int(trust_remote_code), memory
         )
         # digest of a constraint → why it is refused; empty: it passed
-        self._known: OrderedDict[str, str] = OrderedDict()
+        self._known = Recent[str, str](KEPT)
         self._turns = FairTurns()
         # (tenant, job) → number of its waiting requests
         self._jobs = jobs
@@ -121,8 +122,6 @@ class FormatChecker:
                     if key not in self._known:  # another request may have checked it meanwhile
                         self._known[key] = await self._ask(raw)
         self._known.move_to_end(key)
-        while len(self._known) > KEPT:
-            self._known.popitem(last=False)
         if refused := self._known[key]:
             raise invalid("structured_outputs", refused, allowed=_SMALLER)
 

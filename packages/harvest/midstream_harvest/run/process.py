@@ -6,7 +6,6 @@ The process ends with its worker, however that ends, and after `IDLE_S` without 
 
 import asyncio
 import resource
-from collections import OrderedDict
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -24,6 +23,7 @@ from midstream.broker.processes.helper_process import (
     limit_memory,
 )
 from midstream.schemas.base.errors import MidstreamError, invalid
+from midstream.schemas.base.recent import Recent
 from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.settings.settings import Settings
@@ -185,7 +185,7 @@ class ReadingServer:
 
     def __init__(self, answers: HelperAnswers) -> None:
         self._answers = answers
-        self._sources: OrderedDict[str, SourceFiles] = OrderedDict()
+        self._sources = Recent[str, SourceFiles](OPEN)
 
     def answer(self, raw: bytes) -> object:
         """Return the answer to a request; None if its harvest is not open."""
@@ -202,8 +202,6 @@ class ReadingServer:
                 opening.vocabulary,
                 self._answers.show,
             )
-            while len(self._sources) > OPEN:
-                self._sources.popitem(last=False)
         if (source := self._sources.get(request.harvest)) is None:
             return None
         self._sources.move_to_end(request.harvest)
