@@ -281,6 +281,7 @@ class Certifier:
         self._kept = self._seen.kept
         self._findings: list[LawFinding] = []
         self._skipped: dict[str, str] = {}
+        self._edges: dict[str, bytes] = {}  # see `Judgement`
 
     # --- While requests run
 
@@ -333,12 +334,11 @@ class Certifier:
         Every rank of a stage calls the same modules in the same order, since these reduce over the
         ranks; only one rank has rows to compare. Raises FailedAloneError.
         """
-        edges: dict[str, bytes] = {}
         lens = self._plane.readings.reader(StoredLens)
         modules = ModuleLaws(self._stage, self._seen, lens, self._findings, self._skipped)
         if self._seen.skipped:
             self._skipped["EAGLE-3 auxiliary states"] = self._seen.skipped
-        self._together.attempt("rows", lambda: self._judge_rows(plan, edges), needed=True)
+        self._together.attempt("rows", lambda: self._judge_rows(plan), needed=True)
         with (
             torch.inference_mode(),
             set_forward_context(None, self._config),
@@ -354,15 +354,15 @@ class Certifier:
             self._attempt("logit lens", modules.lens, plan)
         if self._seen.most < 2:
             self._skipped["rows in a mixed batch"] = "no step had more than one request"
-        return Judgement(self._findings, self._skipped, edges, modules.readings)
+        return Judgement(self._findings, self._skipped, self._edges, modules.readings)
 
-    def _judge_rows(self, plan: CertificatePlan, edges: dict[str, bytes]) -> None:
+    def _judge_rows(self, plan: CertificatePlan) -> None:
         if self._records:
             self._sums(plan)
             self._copies(plan)
-            self._edits(plan, edges)
+            self._edits(plan)
             self._states(plan)
-            self._edges(plan, edges)
+            self._ends(plan)
 
     def _judge_inside(self, plan: CertificatePlan) -> None:
         laws = InsideLaws(self._inside, self._stage, self._kept, plan)
@@ -399,14 +399,14 @@ class Certifier:
                         )
                     )
 
-    def _edits(self, plan: CertificatePlan, edges: dict[str, bytes]) -> None:
+    def _edits(self, plan: CertificatePlan) -> None:
         for edit in plan.edits:
             layer = edit.layer
             at = [edit.position]
             edited = self._kept.of(edit.request, at)
             if layer not in self._layers:
                 if edit.hook == "post_block" and self._joined(layer):
-                    edges[f"entered {layer}"] = self._raw(edited("pre_attn", layer + 1))
+                    self._edges[f"entered {layer}"] = self._raw(edited("pre_attn", layer + 1))
                 continue
             added = self._stage.added(edit.scale)
             entered = (
@@ -424,7 +424,7 @@ class Certifier:
                 entered=entered,
             )
             if edit.hook == "post_block" and entered is None:
-                edges[f"edited {layer}"] = self._raw(
+                self._edges[f"edited {layer}"] = self._raw(
                     torch.cat([edited("post_block", layer), added])
                 )
 
@@ -448,11 +448,11 @@ class Certifier:
                     )
                 )
 
-    def _edges(self, plan: CertificatePlan, edges: dict[str, bytes]) -> None:
+    def _ends(self, plan: CertificatePlan) -> None:
         rows = self._kept.of(plan.base, plan.positions)
         if {"pre_attn", "post_block"} <= set(self._shape.hooks):
-            edges["first"] = self._raw(rows("pre_attn", min(self._layers)))
-            edges["last"] = self._raw(rows("post_block", max(self._layers)))
+            self._edges["first"] = self._raw(rows("pre_attn", min(self._layers)))
+            self._edges["last"] = self._raw(rows("post_block", max(self._layers)))
 
     @staticmethod
     def _raw(rows: torch.Tensor) -> bytes:

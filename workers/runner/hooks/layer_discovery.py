@@ -38,6 +38,11 @@ _RETURNS: tuple[Callable[[torch.Tensor], Any], ...] = (
 _HIDDEN = ("hidden_states", "hidden", "x", "inputs")
 _POSITIONS = ("positions", "position_ids")
 
+#: The stream as it is passed: hidden, residual.
+_StreamRows = tuple[torch.Tensor, torch.Tensor | None]
+#: A sum: the entering stream ("stream") and calls → the multiples of their rows.
+_Multiples = Mapping[Any, float]
+
 
 class NoStreamError(ValueError):
     """The layer does not add branches to a residual stream in a way that can be read and edited;
@@ -69,8 +74,8 @@ class _Call:
 @dataclass
 class _Run:
     calls: list[_Call]
-    inputs: tuple[torch.Tensor, torch.Tensor | None]  # hidden, residual
-    outputs: tuple[torch.Tensor, torch.Tensor | None]
+    inputs: _StreamRows
+    outputs: _StreamRows
 
 
 @dataclass(frozen=True)
@@ -80,8 +85,8 @@ class _Stream:
     run: _Run
     kind: TapKind
     entering: torch.Tensor  # `[rows, hidden]`
-    #: The stream that leaves, as multiples of the entering one ("stream") and of branches (calls).
-    law: dict[Any, float]
+    #: The stream that leaves.
+    law: _Multiples
     shape: LayerShape
 
     @property
@@ -96,7 +101,7 @@ class _Stream:
         beside: Tap | None,
         total: Hook,
         rest: SumLaw,
-        multiples: Mapping[Any, float],
+        multiples: _Multiples,
     ) -> None:
         """Add the hook of a branch, the sum of `calls`, which `total` adds to `rest`. `beside`: the
         branch's tensor where `total` is a pair of it and the stream before.
@@ -296,9 +301,7 @@ class _Probe:
 
     # --- Interpretation of a run
 
-    def fit(
-        self, target: torch.Tensor, columns: Mapping[Any, torch.Tensor]
-    ) -> dict[Any, float] | None:
+    def fit(self, target: torch.Tensor, columns: Mapping[Any, torch.Tensor]) -> _Multiples | None:
         """Return the multiples of `columns` whose sum is `target`, without those of columns that
         add nothing; None if there is no such sum.
         """
@@ -392,7 +395,7 @@ class _Probe:
 
     def _middle(
         self, stream: _Stream, outputs: Mapping[int, torch.Tensor]
-    ) -> tuple[_Call, Tap, dict[Any, float]] | None:
+    ) -> tuple[_Call, Tap, _Multiples] | None:
         """Return the first call that reads the stream after a branch was added: (call, tap, the
         stream there as multiples of earlier rows).
         """
@@ -418,7 +421,7 @@ class _Probe:
         return None
 
     def _two_branches(
-        self, stream: _Stream, reader: _Call, tap: Tap, multiples: Mapping[Any, float]
+        self, stream: _Stream, reader: _Call, tap: Tap, multiples: _Multiples
     ) -> None:
         taps = stream.shape.taps
         absent = stream.shape.absent
@@ -510,7 +513,7 @@ class _Probe:
         )
 
 
-def _whole(rows: tuple[torch.Tensor, torch.Tensor | None], kind: TapKind) -> torch.Tensor:
+def _whole(rows: _StreamRows, kind: TapKind) -> torch.Tensor:
     """Return the stream that enters or leaves as these rows."""
     first, second = rows
     return first + second if kind == "pair" and second is not None else first
