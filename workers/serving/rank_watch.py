@@ -133,8 +133,8 @@ class RankWatch:
 
         Desync marks of a previous start are cleared: their ranks no longer exist.
         """
-        await patiently(lambda: self._broker.clear_desync(self._worker, self._boot), "start")
-        await patiently(self._look, "start")
+        await patiently(self._broker.clear_desync, self._worker, self._boot)
+        await patiently(self._look)
 
     async def run(self) -> str:
         """Run until cancelled; returns, with the reason, only if the engine must be abandoned."""

@@ -39,7 +39,6 @@ class ReceiptReader:
         self._units = LedgerUnits(ledger)
         self._job_id = job_id
         self._world = world
-        self._what = f"receipts of {job_id}"
         self._waits: list[_Wait] = []
         self._reading: asyncio.Task[None] | None = None
 
@@ -63,9 +62,7 @@ class ReceiptReader:
         return [receipt for receipts in report.values() for receipt in receipts]
 
     async def _reported(self, requests: Sequence[int]) -> dict[int, list[Receipt]]:
-        return await patiently(
-            lambda: self._units.receipts(self._job_id, requests, self._world), self._what
-        )
+        return await patiently(self._units.receipts, self._job_id, requests, self._world)
 
     async def _read(self) -> None:
         """Look until nobody waits, also while Redis is unreachable."""
@@ -94,7 +91,7 @@ class ReceiptReader:
                 wait.since = now
         late = [wait for wait in waits if wait.missing and now - wait.since > wait.patience_s]
         if late and not await patiently(
-            lambda: relay_alive_for(self._ledger, max(wait.patience_s for wait in late)), self._what
+            relay_alive_for, self._ledger, max(wait.patience_s for wait in late)
         ):
             late = []
         for wait in waits:

@@ -49,7 +49,6 @@ class UnitRecords(Generic[R]):
             "stages": engine.info.pp,
             **report,
         }
-        self._what = f"units of {attempt.job.id}"
         self.known: dict[int, R] = {}
 
     async def load(self) -> None:
@@ -57,7 +56,7 @@ class UnitRecords(Generic[R]):
         self.known.update(await self._stored())
 
     async def _stored(self) -> dict[int, R]:
-        return await patiently(lambda: self._ledger.records(self._place, self._kind), self._what)
+        return await patiently(self._ledger.records, self._place, self._kind)
 
     async def keep(self, records: Sequence[R]) -> None:
         """Have records kept, in this order; one of a unit that has one already is not. Raises
@@ -66,8 +65,7 @@ class UnitRecords(Generic[R]):
         attempt = self._attempt
         rows = [*map(self._row, records)]
         answer = await patiently(
-            lambda: self._ledger.keep(attempt.job.id, attempt.number, rows, **self._report),
-            self._what,
+            self._ledger.keep, attempt.job.id, attempt.number, rows, **self._report
         )
         attempt.check_answer(answer)
         for record in records:
