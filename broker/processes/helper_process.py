@@ -13,6 +13,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import anyio
@@ -43,14 +44,13 @@ class HelperReply(Wire):
     answer: bytes = b""  # MessagePack; empty: the helper lacks what the question names
 
 
+@dataclass(eq=False)
 class HelperEnded(Exception):
     """A helper ended, or was ended, before its answer was complete."""
 
-    def __init__(self, status: int, at: str, *, ready: bool) -> None:
-        super().__init__(f"the helper process ended with {status}")
-        self.status = status
-        self.at = at  # where it worked, if it said so
-        self.ready = ready  # it had started
+    status: int
+    at: str  # where it worked, if it said so
+    ready: bool  # it had started
 
 
 class HelperProcess:
@@ -87,7 +87,7 @@ class HelperProcess:
                     reply = received
         except (EOFError, OSError) as error:
             status = await self.end(0.0 if isinstance(error, TimeoutError) else ENDING_S)
-            raise HelperEnded(status, reply.at, ready=self._ready) from error
+            raise HelperEnded(status, reply.at, self._ready) from error
         except BaseException:  # cancelled before the answer was complete
             await self.end()
             raise
@@ -122,7 +122,8 @@ class HelperProcess:
                 await asyncio.wait_for(process.wait(), wait_s)
             with suppress(ProcessLookupError):
                 process.kill()
-            return await process.wait()
+            await process.wait()
+        return process.returncode or 0
 
 
 async def _read(answers: asyncio.StreamReader) -> HelperReply:

@@ -117,7 +117,7 @@ class Helpers:
                     raise MidstreamError(
                         "invalid_request", detail, hint="send shorter texts or conversations"
                     ) from None
-                log.warning("tokenising: %s: %r", error, error.__cause__)
+                log.warning("a tokeniser process ended with %s: %r", error.status, error.__cause__)
                 raise MidstreamError(
                     "unavailable", "tokenising failed or took too long: try again"
                 ) from None
