@@ -252,7 +252,9 @@ class _Run:
             *self._compared,
             *range(len(self._prompt), len(self._prompt) + GENERATED - 1),
         ]
-        everything = self._capture({hook: self._layers for hook in self._hooks}, positions, "base")
+        everything = StoredCapture(
+            sites={hook: self._layers for hook in self._hooks}, positions=positions, tag="base"
+        )
         await self._ask("watch", request=BASE)
         inside = {hook: self._layers for hook in INSIDE if hook in self._info.inside}
         inside_captures = [
@@ -359,7 +361,9 @@ class _Run:
         tokens = self._tokens(_SEED + 1, length)
         positions = list(range(length - BEYOND, length + 1))
         number = self._next()
-        captured = self._capture({hook: list(layers) for hook in self._hooks}, positions, "long")
+        captured = StoredCapture(
+            sites={hook: list(layers) for hook in self._hooks}, positions=positions, tag="long"
+        )
         output = await self._generate(number, tokens, [captured], max_tokens=2)
         await self._ended([number])
         return ComparedPrompt(
@@ -440,7 +444,9 @@ class _Run:
                 plan.final = LayerEdit(
                     self._next(), BASE, "post_block", last, self._first, sizes["post_block"][last]
                 )
-                capture = self._capture({"post_block": [last]}, [self._first], "final")
+                capture = StoredCapture(
+                    sites={"post_block": [last]}, positions=[self._first], tag="final"
+                )
                 await self._ask("watch", request=plan.final.request)
                 await self._generate(
                     plan.final.request, self._prompt, [capture], self._steering([plan.final], name)
@@ -499,16 +505,16 @@ class _Run:
             sites = {hook: [layer] for hook in self._hooks}
             if "pre_attn" in sites and layer + 1 < len(self._layers):
                 sites["pre_attn"] = [layer, layer + 1]
-            captures.append(self._capture(sites, [self._place(group, layer)], f"{tag}-{layer}"))
+            captures.append(
+                StoredCapture(
+                    sites=sites, positions=[self._place(group, layer)], tag=f"{tag}-{layer}"
+                )
+            )
         return captures
 
     def _next(self) -> int:
         self._number += 1
         return self._number
-
-    @staticmethod
-    def _capture(sites: dict[Hook, list[int]], positions: list[int], tag: str) -> StoredCapture:
-        return StoredCapture(sites=sites, positions=positions, tag=tag)
 
     @staticmethod
     def _steering(edits: Sequence[LayerEdit], vector: str) -> list[StoredSteering]:

@@ -145,13 +145,13 @@ class ModuleLaws:
             self._findings += of_base[best]
             if edit is not None:
                 shown = outputs[best]
+                tolerance = self._shape.tolerance("module")
                 if as_difference:
                     factor = factor_of(
                         shown[:plain], base("post_block", number) - base("post_attn", number)
                     )
                     after = edited("post_block", number)
                     before = edited("post_attn", number)
-                    tolerance = self._shape.tolerance("module")
                     figures = [
                         sumwise(after, [before, factor * row[None]], tolerance)
                         for row in shown[plain:]
@@ -161,7 +161,7 @@ class ModuleLaws:
                         rowwise(
                             row[None],
                             edited("mlp_out", number),
-                            self._shape.tolerance("module"),
+                            tolerance,
                         )
                         for row in shown[plain:]
                     ]
