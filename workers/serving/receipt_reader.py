@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.jobs.status import relay_alive_for
@@ -58,11 +58,8 @@ class ReceiptReader:
 
     async def partly(self, requests: Iterable[int]) -> list[Receipt]:
         """Return all receipts of `requests` so far, even if some rank has not reported."""
-        report = await self._reported(sorted(requests))
+        report = await patiently(self._units.receipts, self._job_id, sorted(requests), self._world)
         return [receipt for receipts in report.values() for receipt in receipts]
-
-    async def _reported(self, requests: Sequence[int]) -> dict[int, list[Receipt]]:
-        return await patiently(self._units.receipts, self._job_id, requests, self._world)
 
     async def _read(self) -> None:
         """Look until nobody waits, also while Redis is unreachable."""
@@ -80,7 +77,7 @@ class ReceiptReader:
         began = time.monotonic()
         waits = [wait for wait in self._waits if not wait.over.done()]
         asked = [request for wait in waits for request in sorted(wait.missing)][:POLL_REQUESTS]
-        report = await self._reported(asked)
+        report = await patiently(self._units.receipts, self._job_id, asked, self._world)
         complete = {of for of, receipts in report.items() if len(receipts) == self._world}
         now = time.monotonic()
         for wait in waits:
