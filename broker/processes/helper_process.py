@@ -16,8 +16,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
-import anyio
-
 from ...schemas.base.errors import MidstreamError, Problem, error_of
 from ...schemas.base.records import Wire, from_msgpack, to_msgpack
 from .orphans import die_with_parent
@@ -89,7 +87,8 @@ class HelperProcess:
             status = await self.end(0.0 if isinstance(error, TimeoutError) else ENDING_S)
             raise HelperEnded(status, reply.at, self._ready) from error
         except BaseException:  # cancelled before the answer was complete
-            await self.end()
+            self.process = None
+            _kill(process)
             raise
         if received.problem is not None:
             raise error_of(received.problem)
@@ -117,13 +116,17 @@ class HelperProcess:
         self.process = None
         if process is None:
             return 0
-        with anyio.CancelScope(shield=True):
+        try:
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), wait_s)
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
-        return process.returncode or 0
+        finally:
+            _kill(process)
+        return await process.wait()
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
 
 
 async def _read(answers: asyncio.StreamReader) -> HelperReply:
