@@ -7,7 +7,6 @@ look up names within the caller's tenant.
 
 import hmac
 import time
-from collections import OrderedDict
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -23,6 +22,7 @@ from ...broker.processes.hosts import SAFE, Hosts
 from ...schemas.access.keys import EVERYBODY, KEY_PREFIX, Caller, Scope, StoredKey
 from ...schemas.access.sessions import Session
 from ...schemas.base.errors import MidstreamError, invalid, suggestion
+from ...schemas.base.recent import Recent
 from ...schemas.jobs.jobs import JobView
 from ...schemas.settings.settings import Settings, asks_for_keys
 from .middleware import MONITORING
@@ -78,7 +78,7 @@ class Gate:
         self.always = keys.of_settings(settings)  # by id: these cannot be revoked
         self._stored = stored
         # id → (end of caching, the key)
-        self._known: OrderedDict[str, tuple[float, StoredKey | None]] = OrderedDict()
+        self._known = Recent[str, tuple[float, StoredKey | None]](REMEMBERED)
         self._sessions = sessions
         self.wrong = WrongKeys()
 
@@ -145,9 +145,6 @@ class Gate:
             if error.kind != "unavailable" or key is None:
                 raise
         self._known[key_id] = at + KNOWN_S, key
-        self._known.move_to_end(key_id)
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
         return key
 
 

@@ -1,11 +1,12 @@
 """Per-tenant limits on concurrent use and on rates, in this process."""
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.recent import Recent
 
 #: Seconds after which a refused call may be repeated, unless a better time is known.
 AGAIN_S = 1.0
@@ -78,7 +79,7 @@ class Rate:
             f"{what} of tenant {{}}: more than {per_minute} per minute (setting {setting})"
         )
         # tenant → monotonic time at which the rate will cover all its past uses
-        self._paid: OrderedDict[str, float] = OrderedDict()
+        self._paid = Recent[str, float](REMEMBERED)
 
     def count(self, tenant: str) -> None:
         """Count one use. At the limit, raises `kind` and counts nothing."""
@@ -93,6 +94,3 @@ class Rate:
                 retry_after=wait,
             )
         self._paid[tenant] = paid
-        self._paid.move_to_end(tenant)
-        if len(self._paid) > REMEMBERED:
-            self._paid.popitem(last=False)

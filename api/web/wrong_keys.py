@@ -7,9 +7,9 @@ and logs where they come from.
 import ipaddress
 import logging
 import time
-from collections import OrderedDict
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.recent import Recent
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class WrongKeys:
 
     def __init__(self) -> None:
         # network → when its minute ends, and wrong keys in it
-        self._tried: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._tried = Recent[str, tuple[float, int]](REMEMBERED)
 
     def count(self, address: str) -> None:
         """Count a wrong key. Raises `rate_limited` with the wait beyond `WRONG_PER_MINUTE`."""
@@ -46,11 +46,8 @@ class WrongKeys:
         at = time.monotonic()
         until, tried = self._tried.get(name, (0.0, 0))
         if at >= until:
-            self._tried.pop(name, None)
             until = at + MINUTE_S
             tried = 0
-            if len(self._tried) >= REMEMBERED:
-                self._tried.popitem(last=False)
         self._tried[name] = until, tried + 1
         if tried < WRONG_PER_MINUTE:
             return

@@ -1,1 +1,1 @@
-"""What processes share: secrets of an installation, private files, liveness, allowed hosts."""
+"""What processes share: secrets of an installation, private files, liveness, helper processes."""

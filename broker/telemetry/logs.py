@@ -11,7 +11,6 @@ import math
 import re
 import sys
 import time
-from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
@@ -19,6 +18,7 @@ from datetime import UTC, datetime
 from types import MappingProxyType
 from typing import Any
 
+from ...schemas.base.recent import Recent
 from ...schemas.base.records import to_json
 from ...schemas.settings.settings import Settings
 
@@ -140,7 +140,7 @@ class Complaints:
 
     def __init__(self, every_s: float) -> None:
         self._every_s = every_s
-        self._made: OrderedDict[Hashable, float] = OrderedDict()  # subject → when (monotonic)
+        self._made = Recent[Hashable, float](REMEMBERED)  # subject → when (monotonic)
 
     def due(self, subject: Hashable) -> bool:
         """Return whether to log a complaint about this now; the next one then waits."""
@@ -148,9 +148,6 @@ class Complaints:
         if at - self._made.get(subject, -math.inf) < self._every_s:
             return False
         self._made[subject] = at
-        self._made.move_to_end(subject)
-        if len(self._made) > REMEMBERED:
-            self._made.popitem(last=False)
         return True
 
 

@@ -5,6 +5,7 @@ Requests that do not fit yet wait in order of arrival.
 """
 
 import asyncio
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -223,8 +224,11 @@ class StepRows(CaptureBudget):
     `limit` 0: no ring and no limit.
     """
 
+    def __init__(self, limit: int) -> None:
+        super().__init__(limit or sys.maxsize)
+
     def check(self, demand: int) -> None:
-        if self._limit and demand > self._limit:
+        if demand > self._limit:
             raise MidstreamError(
                 "capture_failed",
                 (
@@ -232,6 +236,3 @@ class StepRows(CaptureBudget):
                     f"{self._limit} (setting tuning.capture_buffer_mib)"
                 ),
             )
-
-    def _fits(self, demand: int) -> bool:
-        return not self._limit or self._held + demand <= self._limit

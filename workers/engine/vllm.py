@@ -41,6 +41,7 @@ from ...schemas.settings.settings import NO_TOOLS, Settings, SettingsError
 from ...storage.formats.lora_files import joined
 from ..runner.base.backlog import WORKS
 from ..runner.base.config import Found, PlaneConfig
+from ..runner.base.engine_step import RequestEnd
 from ..runner.base.extensions import agreed, check_installed, named
 from ..runner.files.consumers import available
 from ..runner.hooks.architectures import UnsupportedArchitectureError, describe
@@ -523,7 +524,7 @@ class VllmEngine(RankControl):
                 return f"the engine died: {self._llm.dead_error}"
             await asyncio.sleep(_HEALTH_INTERVAL_S)
 
-    async def _send_ends(self, ends: list[tuple[str, int]]) -> None:
+    async def _send_ends(self, ends: list[RequestEnd]) -> None:
         """Notify the ranks where requests end, see `Requests.end`. The notice goes with the next
         step, because a separate call would delay a step.
         """

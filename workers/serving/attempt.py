@@ -142,10 +142,7 @@ class Attempt:
         async with self._emitting:
             self.emitted += 1
             number = self.emitted
-            await patiently(
-                lambda: ledger.emit(self.job.id, self.number, number, event),
-                f"event of {self.job.id}",
-            )
+            await patiently(ledger.emit, self.job.id, self.number, number, event)
 
     async def report(self, ledger: Ledger, kind: EventKind, data: Record) -> None:
         """Write an event with a record's fields, as `emit` does."""
@@ -205,7 +202,7 @@ class Bench(Generic[E]):
         """Return the bytes of a content hash; None if they are not stored."""
         if (raw := self._brought(name)) is not None:
             return raw
-        return await patiently(lambda: self.ledger.get_blob(name), f"blob {name[:12]}")
+        return await patiently(self.ledger.get_blob, name)
 
     def _brought(self, name: str) -> bytes | None:
         """Return what a job that runs here brought in the artifact store."""
@@ -215,7 +212,7 @@ class Bench(Generic[E]):
     async def fetch(self, name: str) -> Tensor:
         """Return the tensor of a content hash. Raises MidstreamError if it is not stored."""
         if (raw := self._brought(name)) is None:
-            tensor = await patiently(lambda: self.ledger.get_tensor(name), f"vector {name[:12]}")
+            tensor = await patiently(self.ledger.get_tensor, name)
         else:
             await asyncio.sleep(0)  # a job may have thousands
             tensor = from_msgpack(raw, Tensor)

@@ -234,11 +234,9 @@ class Attempts:
                 return None
             problem = error.problem()
             # The claim may have succeeded nevertheless: end the job, for those who wait for it.
-            view = await patiently(lambda: self._ledger.view(job_id), f"view of {job_id}")
+            view = await patiently(self._ledger.view, job_id)
             if view.worker == self._worker and job_id not in self._running:
-                await patiently(
-                    lambda: self._ledger.fail(job_id, view.attempt, problem), f"failure of {job_id}"
-                )
+                await patiently(self._ledger.fail, job_id, view.attempt, problem)
             raise JobFailed(f"{job_id}: {error}") from error
         finally:
             self._claiming -= 1
@@ -254,10 +252,12 @@ class Attempts:
             crash_point("worker.generated")
             began = now()
             stored = await patiently(
-                lambda: self._ledger.store_outputs(
-                    attempt.job.id, attempt.number, outputs, attempt.last, attempt.emitted
-                ),
-                f"outputs of {attempt.job.id}",
+                self._ledger.store_outputs,
+                attempt.job.id,
+                attempt.number,
+                outputs,
+                attempt.last,
+                attempt.emitted,
             )
             attempt.closed = True
             crash_point("worker.stored")
@@ -309,24 +309,23 @@ class Attempts:
         number = attempt.number
         # An attempt with another ending is recorded by those who ended it.
         records: dict[AttemptOutcome, Callable[[], Awaitable[object]]] = {
-            AttemptOutcome.RELEASED: lambda: ledger.release(job_id, number),
-            AttemptOutcome.STOPPED: lambda: ledger.release(job_id, number, stopped=True),
-            AttemptOutcome.STORE_UNAVAILABLE: lambda: ledger.release(
-                job_id, number, unreachable=attempt.detail
+            AttemptOutcome.RELEASED: lambda: patiently(ledger.release, job_id, number),
+            AttemptOutcome.STOPPED: lambda: patiently(ledger.release, job_id, number, stopped=True),
+            AttemptOutcome.STORE_UNAVAILABLE: lambda: patiently(
+                ledger.release, job_id, number, unreachable=attempt.detail
             ),
-            AttemptOutcome.BUSY: lambda: ledger.release(job_id, number, later=True),
-            AttemptOutcome.OUT_OF_STEP: lambda: ledger.desync_release(
-                job_id, number, attempt.detail
+            AttemptOutcome.BUSY: lambda: patiently(ledger.release, job_id, number, later=True),
+            AttemptOutcome.OUT_OF_STEP: lambda: patiently(
+                ledger.desync_release, job_id, number, attempt.detail
             ),
-            AttemptOutcome.CANCELLED: lambda: ledger.finish_cancel(job_id, number),
+            AttemptOutcome.CANCELLED: lambda: patiently(ledger.finish_cancel, job_id, number),
         }
         if ending is not AttemptOutcome.RELEASED:
             await self._engine.abort(job_id, number)
         if ending is AttemptOutcome.CANCELLED:
             crash_point("worker.aborted")
         if ending in records:
-            what = "cancel" if ending is AttemptOutcome.CANCELLED else "release"
-            await patiently(records[ending], f"{what} of {job_id}")
+            await records[ending]()
         if ending is AttemptOutcome.RELEASED:
             crash_point("worker.released")
         return ending
@@ -336,10 +335,7 @@ class Attempts:
         if problem.type.endswith(":engine_failed") and await self._engine_is_dead():
             return await self._abandon(attempt, AttemptOutcome.RELEASED)
         await self._engine.abort(attempt.job.id, attempt.number)
-        await patiently(
-            lambda: self._ledger.fail(attempt.job.id, attempt.number, problem),
-            f"failure of {attempt.job.id}",
-        )
+        await patiently(self._ledger.fail, attempt.job.id, attempt.number, problem)
         raise JobFailed(f"{problem.title}: {problem.detail}")
 
     async def _engine_is_dead(self) -> bool:

@@ -186,8 +186,8 @@ class EngineHost:
 
     async def _start(self) -> None:
         settings = self.settings
-        await patiently(self._ledger.ping, "start")
-        await patiently(self._release_former_boots, "start")
+        await patiently(self._ledger.ping)
+        await patiently(self._release_former_boots)
         await self._await_disks()
         await self._sign_store()
         # a thread: reading the model's configuration may wait for a download
@@ -211,9 +211,9 @@ class EngineHost:
         heartbeat = Heartbeat(settings, attempts, self._info, self._publish, self._published)
         self._parts = _Parts(engine, attempts, watch, metrics, heartbeat)
         metrics.register()
-        await patiently(lambda: self._publish(starting=True), "start")
+        await patiently(self._publish, starting=True)
         await watch.start()  # before the first job
-        await patiently(heartbeat.beat, "start")
+        await patiently(heartbeat.beat)
         watched = {
             "engine watch": engine.failed(),
             "heartbeat": heartbeat.run(),

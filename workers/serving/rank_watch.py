@@ -17,6 +17,7 @@ from functools import partial
 from typing import cast
 
 from ...broker.ledger.named.steering import LedgerSteering
+from ...broker.telemetry.logs import Complaints
 from ...schemas.base.errors import KindError, MidstreamError, Translated
 from ...schemas.base.records import now
 from ...schemas.base.tensors import Tensor, content_hash
@@ -95,7 +96,7 @@ class RankWatch:
         self._out_of_step = ""  # why a resync is due
         self._compared = -math.inf
         self._retried = -math.inf
-        self._complained = -math.inf
+        self._complaints = Complaints(COMPLAINT_S)
         engine.on_quarantine = self.quarantine
 
     # -- For attempts
@@ -132,8 +133,8 @@ class RankWatch:
 
         Desync marks of a previous start are cleared: their ranks no longer exist.
         """
-        await patiently(lambda: self._broker.clear_desync(self._worker, self._boot), "start")
-        await patiently(self._look, "start")
+        await patiently(self._broker.clear_desync, self._worker, self._boot)
+        await patiently(self._look)
 
     async def run(self) -> str:
         """Run until cancelled; returns, with the reason, only if the engine must be abandoned."""
@@ -320,11 +321,10 @@ class RankWatch:
 
     def _complain(self, why: str) -> None:
         """Log an ERROR, at most once per `COMPLAINT_S`: every request may cause the same error."""
-        if time.monotonic() - self._complained < COMPLAINT_S:
+        if self._complaints.due(self._worker):
+            logger.error("ranks diverged; no job begins until they are resynced: %s", why)
+        else:
             logger.info("ranks diverged again (count since the start: %d): %s", self.desyncs, why)
-            return
-        self._complained = time.monotonic()
-        logger.error("ranks diverged; no job begins until they are resynced: %s", why)
 
     # -- Serving
 

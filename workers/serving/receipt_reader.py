@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.jobs.status import relay_alive_for
@@ -39,7 +39,6 @@ class ReceiptReader:
         self._units = LedgerUnits(ledger)
         self._job_id = job_id
         self._world = world
-        self._what = f"receipts of {job_id}"
         self._waits: list[_Wait] = []
         self._reading: asyncio.Task[None] | None = None
 
@@ -59,13 +58,8 @@ class ReceiptReader:
 
     async def partly(self, requests: Iterable[int]) -> list[Receipt]:
         """Return all receipts of `requests` so far, even if some rank has not reported."""
-        report = await self._reported(sorted(requests))
+        report = await patiently(self._units.receipts, self._job_id, sorted(requests), self._world)
         return [receipt for receipts in report.values() for receipt in receipts]
-
-    async def _reported(self, requests: Sequence[int]) -> dict[int, list[Receipt]]:
-        return await patiently(
-            lambda: self._units.receipts(self._job_id, requests, self._world), self._what
-        )
 
     async def _read(self) -> None:
         """Look until nobody waits, also while Redis is unreachable."""
@@ -83,7 +77,7 @@ class ReceiptReader:
         began = time.monotonic()
         waits = [wait for wait in self._waits if not wait.over.done()]
         asked = [request for wait in waits for request in sorted(wait.missing)][:POLL_REQUESTS]
-        report = await self._reported(asked)
+        report = await patiently(self._units.receipts, self._job_id, asked, self._world)
         complete = {of for of, receipts in report.items() if len(receipts) == self._world}
         now = time.monotonic()
         for wait in waits:
@@ -94,7 +88,7 @@ class ReceiptReader:
                 wait.since = now
         late = [wait for wait in waits if wait.missing and now - wait.since > wait.patience_s]
         if late and not await patiently(
-            lambda: relay_alive_for(self._ledger, max(wait.patience_s for wait in late)), self._what
+            relay_alive_for, self._ledger, max(wait.patience_s for wait in late)
         ):
             late = []
         for wait in waits:

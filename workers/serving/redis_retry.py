@@ -8,11 +8,12 @@ swallows a cancellation that arrives together with the result.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Collection
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from ...schemas.base.errors import MidstreamError
 
 T = TypeVar("T")
+Given = ParamSpec("Given")
 logger = logging.getLogger(__name__)
 
 #: The ledger's error kind while Redis is restarting, loading its AOF, or unreachable: transient.
@@ -22,7 +23,9 @@ LONGEST_PAUSE_S = 1.0
 CANCEL_AGAIN_S = 0.5
 
 
-async def patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
+async def patiently(
+    call: Callable[Given, Awaitable[T]], /, *arguments: Given.args, **named: Given.kwargs
+) -> T:
     """Returns the result of `call`, retried while Redis is unreachable; other errors propagate.
 
     A call whose answer was lost may run twice: every ledger transition is fenced or idempotent, so
@@ -31,12 +34,13 @@ async def patiently(call: Callable[[], Awaitable[T]], what: str) -> T:
     pause = FIRST_PAUSE_S
     while True:
         try:
-            return await call()
+            return await call(*arguments, **named)
         except MidstreamError as error:
             if error.kind != UNAVAILABLE:
                 raise
             if pause == FIRST_PAUSE_S:
-                logger.warning("%s waiting for Redis: %s", what, error)
+                name = call.__name__.strip("_").replace("_", " ")
+                logger.warning("%s waiting for Redis: %s", name, error)
             await asyncio.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 

@@ -64,10 +64,7 @@ class SourceRunLeases:
             return
         self._held.setdefault(job, Counter()).update(keys)
         try:
-            await patiently(
-                lambda: self._sources.lease({job: keys}, self._seconds),
-                f"lease of {job} on source runs",
-            )
+            await patiently(self._sources.lease, {job: keys}, self._seconds)
             await self.reading(self._hold(keys, names, locate or self._locate))
             try:
                 yield
@@ -122,7 +119,7 @@ class SourceRunLeases:
             ) from error
 
     async def _locate(self, key: str) -> RunFiles:
-        return await patiently(lambda: self._sources.files(key), f"source run {key}")
+        return await patiently(self._sources.files, key)
 
     async def _let_go(self, job: str, keys: Sequence[str]) -> None:
         held = self._held[job]

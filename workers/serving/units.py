@@ -49,15 +49,11 @@ class UnitRecords(Generic[R]):
             "stages": engine.info.pp,
             **report,
         }
-        self._what = f"units of {attempt.job.id}"
         self.known: dict[int, R] = {}
 
     async def load(self) -> None:
         """Read what earlier attempts have kept."""
-        self.known.update(await self._stored())
-
-    async def _stored(self) -> dict[int, R]:
-        return await patiently(lambda: self._ledger.records(self._place, self._kind), self._what)
+        self.known.update(await patiently(self._ledger.records, self._place, self._kind))
 
     async def keep(self, records: Sequence[R]) -> None:
         """Have records kept, in this order; one of a unit that has one already is not. Raises
@@ -66,8 +62,7 @@ class UnitRecords(Generic[R]):
         attempt = self._attempt
         rows = [*map(self._row, records)]
         answer = await patiently(
-            lambda: self._ledger.keep(attempt.job.id, attempt.number, rows, **self._report),
-            self._what,
+            self._ledger.keep, attempt.job.id, attempt.number, rows, **self._report
         )
         attempt.check_answer(answer)
         for record in records:
@@ -75,7 +70,7 @@ class UnitRecords(Generic[R]):
 
     async def restore(self) -> None:
         """Store lost records again: if Redis's machine dies, Redis loses its last second."""
-        present = await self._stored()
+        present = await patiently(self._ledger.records, self._place, self._kind)
         lost = [record for number, record in self.known.items() if number not in present]
         if lost:
             logger.warning(

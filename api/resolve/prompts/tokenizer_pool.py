@@ -2,28 +2,28 @@
 them, so that the API can serve other calls.
 
 (`tokenizers` holds the GIL for a part of its work: a second for 8 MiB of text. Templates hold it
-throughout.) A helper is started when it is first needed, and again if it has died. `python -m
-midstream.api.resolve.prompts.tokenizer_pool` runs a helper: it reads `PoolRequest`s from standard
-input and writes `PoolAnswer`s to standard output.
+throughout.) `python -m midstream.api.resolve.prompts.tokenizer_pool` runs a helper: it answers
+`PoolRequest`s with `PoolAnswer`s.
 """
 
-import asyncio
-import ctypes
 import logging
-import os
-import resource
 import signal
-import sys
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import BinaryIO
+from functools import partial
 
 import anyio
 import msgspec
 
-from ....broker.processes.orphans import die_with_parent
-from ....schemas.base.errors import MidstreamError, Problem, Translated, error_of
+from ....broker.processes.helper_process import (
+    HelperAnswers,
+    HelperEnded,
+    HelperProcess,
+    answer_all,
+    begin,
+    limit_memory,
+)
+from ....schemas.base.errors import MidstreamError, Translated
+from ....schemas.base.recent import Recent
 from ....schemas.base.records import Wire, from_msgpack, to_msgpack
 from ....schemas.jobs.models import TokenizerBundle
 from ....schemas.settings.settings import Settings
@@ -40,12 +40,8 @@ PATIENCE = 3
 START_S = 30.0
 #: Bytes of data that a helper may have: a text of 8 MiB takes up to one GiB.
 MEMORY = 4 << 30
-#: What is added to a helper's niceness: long texts wait for processors, not small requests.
-NICE = 10
 #: Tokenizers that a helper keeps.
 KEPT = 4
-#: Size of a request after which a helper returns free memory to the system.
-TRIM_BYTES = 64 * 1024
 
 
 class PoolRequest(Wire):
@@ -55,10 +51,8 @@ class PoolRequest(Wire):
 
 
 class PoolAnswer(Wire):
-    unknown: bool = False  # the bundle has to be sent along
     answer: CodecAnswer = CodecAnswer()
     too_long: tuple[int, int] | None = None  # index of a text, its number of tokens
-    problem: Problem | None = None
 
 
 class Helpers:
@@ -66,13 +60,14 @@ class Helpers:
 
     def __init__(self, settings: Settings):
         self._seconds = settings.tuning.tokenizer_timeout_s
-        self._free = anyio.CapacityLimiter(settings.tuning.tokenizer_processes)
-        self._idle: list[asyncio.subprocess.Process] = []
-        self._all: set[asyncio.subprocess.Process] = set()
+        number = settings.tuning.tokenizer_processes
+        self._free = anyio.CapacityLimiter(number)
+        self._all = [HelperProcess(__name__, self._seconds) for _ in range(number)]
+        self._idle = [*self._all]  # the last one that was used last
 
     async def close(self) -> None:
-        for process in [*self._all]:
-            await self._end(process)
+        for helper in self._all:
+            await helper.end()
 
     async def ask(
         self, tokenizer: str, fetch: Callable[[], Awaitable[bytes]], question: CodecQuestion
@@ -87,19 +82,34 @@ class Helpers:
             raise MidstreamError(
                 "overloaded", "too many long prompts are waiting to be tokenised: try again later"
             )
-        ask = PoolRequest(tokenizer, b"", question)
+        request = PoolRequest(tokenizer, b"", question)
         async with self._free:
-            process = await self._start()
+            helper = self._idle.pop()
             try:
-                with anyio.fail_after(START_S + self._seconds * PATIENCE):
-                    answer = await _exchange(process, ask)
-                    if answer.unknown:
-                        answer = await _exchange(
-                            process, msgspec.structs.replace(ask, bundle=await fetch())
-                        )
-            except (TimeoutError, EOFError, OSError) as error:
-                ended = await self._end(process)
-                if ended == -signal.SIGPROF:
+                raw = await self._exchange(helper, request)
+                if not raw:
+                    bundle = await fetch()
+                    raw = await self._exchange(
+                        helper, msgspec.structs.replace(request, bundle=bundle)
+                    )
+            finally:
+                self._idle.append(helper)
+        answer = from_msgpack(raw, PoolAnswer)
+        if answer.too_long is not None:
+            raise TooLong(*answer.too_long)
+        return answer.answer
+
+    async def _exchange(self, helper: HelperProcess, request: PoolRequest) -> bytes:
+        with Translated(
+            OSError,
+            lambda error: MidstreamError(
+                "unavailable", f"cannot start a tokeniser process: {error.strerror}"
+            ),
+        ):
+            try:
+                return await helper.ask(to_msgpack(request), START_S + self._seconds * PATIENCE)
+            except HelperEnded as error:
+                if error.status == -signal.SIGPROF:
                     detail = (
                         f"the prompts took more than {self._seconds:g} s to tokenise or to find "
                         "spans in (setting tokenizer_timeout_s)"
@@ -107,120 +117,34 @@ class Helpers:
                     raise MidstreamError(
                         "invalid_request", detail, hint="send shorter texts or conversations"
                     ) from None
-                log.warning("a tokeniser process ended with %s: %r", ended, error)
+                log.warning("a tokeniser process ended with %s: %r", error.status, error.__cause__)
                 raise MidstreamError(
                     "unavailable", "tokenising failed or took too long: try again"
                 ) from None
-            except BaseException:  # cancelled before the answer was complete
-                await self._end(process)
-                raise
-            self._idle.append(process)
-        if answer.too_long is not None:
-            raise TooLong(*answer.too_long)
-        if answer.problem is not None:
-            raise error_of(answer.problem)
-        return answer.answer
-
-    async def _start(self) -> asyncio.subprocess.Process:
-        while self._idle:
-            if (process := self._idle.pop()).returncode is None:
-                return process
-            self._all.discard(process)
-        pipe = asyncio.subprocess.PIPE
-        with Translated(
-            OSError,
-            lambda error: MidstreamError(
-                "unavailable", f"cannot start a tokeniser process: {error.strerror}"
-            ),
-        ):
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                __name__,
-                str(self._seconds),
-                str(os.getpid()),
-                stdin=pipe,
-                stdout=pipe,
-                limit=1 << 20,
-            )
-        self._all.add(process)
-        return process
-
-    async def _end(self, process: asyncio.subprocess.Process) -> int:
-        """Return the process's exit status; kill the process if it has not ended."""
-        with anyio.CancelScope(shield=True):
-            with suppress(TimeoutError):  # a pipe breaks a moment before its process has ended
-                await asyncio.wait_for(process.wait(), 0.2)
-            with suppress(ProcessLookupError):
-                process.kill()
-            self._all.discard(process)
-            await process.wait()
-        return process.returncode or 0
-
-
-async def _exchange(process: asyncio.subprocess.Process, ask: PoolRequest) -> PoolAnswer:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    raw = to_msgpack(ask)
-    process.stdin.write(len(raw).to_bytes(8, "big"))
-    process.stdin.write(raw)
-    await process.stdin.drain()
-    size = int.from_bytes(await process.stdout.readexactly(8), "big")
-    return from_msgpack(await process.stdout.readexactly(size), PoolAnswer)
 
 
 # --- The helper
 
 
-def answer(ask: PoolRequest, codecs: "OrderedDict[str, Codec]") -> PoolAnswer:
+def answer(codecs: Recent[str, Codec], raw: bytes) -> PoolAnswer | None:
+    """Return the answer to a `PoolRequest`; None if the helper does not have the tokenizer."""
+    ask = from_msgpack(raw, PoolRequest)
     if ask.bundle:
         codecs[ask.tokenizer] = Codec(from_msgpack(ask.bundle, TokenizerBundle))
-        while len(codecs) > KEPT:
-            codecs.popitem(last=False)
     codec = codecs.get(ask.tokenizer)
     if codec is None:
-        return PoolAnswer(unknown=True)
+        return None
     codecs.move_to_end(ask.tokenizer)
     try:
-        return PoolAnswer(answer=codec.answer(ask.question))
+        return PoolAnswer(codec.answer(ask.question))
     except TooLong as error:
         return PoolAnswer(too_long=(error.index, error.tokens or 0))
-    except MidstreamError as error:
-        return PoolAnswer(problem=error.problem())
-
-
-def _serve(questions: BinaryIO, answers: BinaryIO, seconds: float) -> None:
-    """Answer questions until the API closes the pipe.
-
-    A question that takes more than `seconds` of processor time ends the process (SIGPROF).
-    """
-    codecs: OrderedDict[str, Codec] = OrderedDict()
-    while head := questions.read(8):
-        size = int.from_bytes(head, "big")
-        ask = from_msgpack(questions.read(size), PoolRequest)
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        raw = to_msgpack(answer(ask, codecs))
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        answers.write(len(raw).to_bytes(8, "big") + raw)
-        answers.flush()
-        if size > TRIM_BYTES:
-            del ask, raw
-            with suppress(AttributeError, OSError):  # only glibc has it
-                ctypes.CDLL(None).malloc_trim(0)
 
 
 def main() -> None:
-    die_with_parent(int(sys.argv[2]))
-    os.nice(NICE)
-    # Ctrl+C is for the API, with which this process ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    resource.setrlimit(
-        resource.RLIMIT_DATA,
-        (MEMORY if hard == resource.RLIM_INFINITY else min(MEMORY, hard), hard),
-    )
-    with suppress(BrokenPipeError):
-        _serve(sys.stdin.buffer, sys.stdout.buffer, float(sys.argv[1]))
+    (seconds,) = begin()
+    limit_memory(MEMORY)
+    answer_all(HelperAnswers(), partial(answer, Recent[str, Codec](KEPT)), seconds=float(seconds))
 
 
 if __name__ == "__main__":

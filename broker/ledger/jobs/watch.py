@@ -9,7 +9,6 @@ connection is restored.
 import asyncio
 import contextlib
 import logging
-from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Hashable
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +16,7 @@ import redis.asyncio
 import redis.exceptions
 
 from ....schemas.base.errors import MidstreamError
+from ....schemas.base.recent import Recent
 from ....schemas.jobs.jobs import Event
 from ...redis_service import opening as redis_open
 from ..results.views import after_id
@@ -117,7 +117,7 @@ class JobWatcher:
         self._ledger = ledger
         self._waiting: dict[str, set[Waiter]] = {}
         # job id → version and state, heard on the current connection
-        self._heard: OrderedDict[str, tuple[int, str]] = OrderedDict()
+        self._heard = Recent[str, tuple[int, str]](REMEMBERED)
         self._reads: SharedReads[EventBatch] = SharedReads()
         self._messages = 0  # number heard so far
         self._hearing = asyncio.Event()
@@ -304,9 +304,6 @@ class JobWatcher:
             return
         version, _, state = message.decode().partition(" ")
         self._heard[job_id] = int(version), state
-        self._heard.move_to_end(job_id)
-        if len(self._heard) > REMEMBERED:
-            self._heard.popitem(last=False)
         for waiter in waiters:
             if state not in waiter.quiet:
                 waiter.woken.set()

@@ -3,29 +3,34 @@ constraint can occupy the engine or its memory.
 
 A few kilobytes of schema may take xgrammar minutes, and matching thirty characters of a regular
 expression may never end. `python -m midstream.workers.engine.prompts.format_check` is that process:
-it reads constraints from standard input and answers each when it has tried it; it ends when a
-constraint takes too much time or memory.
+it answers each constraint when it has tried it, and ends when one takes too much time or memory.
 """
 
-import asyncio
 import contextlib
 import hashlib
 import json
 import logging
-import os
 import random
-import resource
 import signal
-import sys
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from functools import partial
+from typing import Any
 
 import msgspec
 
-from ....broker.processes.orphans import die_with_parent
+from ....broker.processes.helper_process import (
+    OUT_OF_MEMORY,
+    HelperAnswers,
+    HelperEnded,
+    HelperProcess,
+    answer_all,
+    begin,
+    limit_memory,
+)
 from ....schemas.base.errors import MidstreamError, invalid
-from ....schemas.base.records import to_json
+from ....schemas.base.recent import Recent
+from ....schemas.base.records import from_msgpack, to_json
 from ..admission import FairTurns
 from ..protocol import NotYet
 
@@ -41,10 +46,14 @@ WALKED = 64
 REPEATED = 512
 #: The process's RLIMIT_DATA in bytes; its imports take half a GiB.
 MEMORY = 4 << 30
-#: What is added to its niceness: constraints wait for processors, not the engine.
-NICE = 10
-#: Exit status of the process when a constraint needs more.
-OUT_OF_MEMORY = 75
+#: How the process ends when a constraint needs more processor time or memory.
+TOO_MUCH = (
+    OUT_OF_MEMORY,
+    -signal.SIGPROF,
+    -signal.SIGKILL,
+    -signal.SIGABRT,
+    -signal.SIGSEGV,
+)
 #: Seconds for the process to start and to answer, on a busy machine.
 PATIENCE_S = 180.0
 #: Number of constraints whose result, passed or refused, is remembered.
@@ -80,17 +89,11 @@ class FormatChecker:
         self._most = (
             f"{seconds:g} s (format_compile_s) of processor time or {memory / (1 << 30):g} GiB"
         )
-        self._arguments = [
-            model,
-            str(vocab_size),
-            str(seconds),
-            str(int(trust_remote_code)),
-            str(memory),
-        ]
-        self._process: asyncio.subprocess.Process | None = None
-        self._ready = False  # whether the process has reported that it is ready
+        self._helper = HelperProcess(
+            __name__, model, vocab_size, seconds, int(trust_remote_code), memory
+        )
         # digest of a constraint → why it is refused; empty: it passed
-        self._known: OrderedDict[str, str] = OrderedDict()
+        self._known = Recent[str, str](KEPT)
         self._turns = FairTurns()
         # (tenant, job) → number of its waiting requests
         self._jobs = jobs
@@ -119,8 +122,6 @@ class FormatChecker:
                     if key not in self._known:  # another request may have checked it meanwhile
                         self._known[key] = await self._ask(raw)
         self._known.move_to_end(key)
-        while len(self._known) > KEPT:
-            self._known.popitem(last=False)
         if refused := self._known[key]:
             raise invalid("structured_outputs", refused, allowed=_SMALLER)
 
@@ -149,71 +150,21 @@ class FormatChecker:
     async def begin(self) -> None:
         """Start the process before the first constraint arrives."""
         async with self._turns.turn(""):
-            await self._started()
+            await self._helper.start()
 
     async def _ask(self, raw: bytes) -> str:
         """Have the process check a constraint; returns why it is refused, or ""."""
-        process = await self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                self._ready = self._ready or await process.stdout.readline() != b""
-                if not self._ready:
-                    raise EOFError
-                process.stdin.write(raw + b"\n")
-                await process.stdin.drain()
-                if not (answer := await process.stdout.readline()):
-                    raise EOFError
-        except (EOFError, OSError) as error:
-            ready = self._ready
-            ended = await self._end()
-            if ready and ended in (
-                OUT_OF_MEMORY,
-                -signal.SIGPROF,
-                -signal.SIGKILL,
-                -signal.SIGABRT,
-                -signal.SIGSEGV,
-            ):
+            return from_msgpack(await self._helper.ask(raw, PATIENCE_S), str)
+        except HelperEnded as error:
+            if error.ready and error.status in TOO_MUCH:
                 return f"takes more than {self._most} to compile and to match"
             raise MidstreamError(
-                "internal", f"the process that checks constraints ended with {ended}"
+                "internal", f"the process that checks constraints ended with {error.status}"
             ) from error
-        except BaseException:  # cancelled, or out of time, before the answer was complete
-            await self._end()
-            raise
-        return msgspec.json.decode(answer, type=str)
-
-    async def _started(self) -> asyncio.subprocess.Process:
-        if self._process is None or self._process.returncode is not None:
-            pipe = asyncio.subprocess.PIPE
-            self._ready = False
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                __name__,
-                *self._arguments,
-                str(os.getpid()),
-                stdin=pipe,
-                stdout=pipe,
-                limit=1 << 20,
-            )
-        return self._process
-
-    async def _end(self) -> int:
-        process = self._process
-        self._process = None
-        if process is None:
-            return 0
-        with contextlib.suppress(TimeoutError):
-            # a pipe breaks a moment before its process ends
-            await asyncio.wait_for(process.wait(), 1.0)
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
-        return await process.wait()
 
     async def close(self) -> None:
-        await self._end()
+        await self._helper.end()
 
 
 # --- The process
@@ -289,50 +240,30 @@ def _walk(compiled: Any) -> None:
                 matcher.reset()
 
 
-def _serve(questions: BinaryIO, answers: BinaryIO, compiler: Any, seconds: float) -> None:
-    """Answer constraints until the input is closed.
-
-    Too much processor time (SIGPROF) or memory for one constraint ends the process.
-    """
-    answers.write(b"ready\n")
-    answers.flush()
-    while line := questions.readline():
-        refused = ""
-        signal.setitimer(signal.ITIMER_PROF, seconds)
-        try:
-            refused = refusal(msgspec.json.decode(line), compiler)
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)
-        except (RuntimeError, ValueError) as error:
-            # from xgrammar: vLLM compiles the constraint again and reports what is wrong
-            if "bad_alloc" in str(error):
-                os._exit(OUT_OF_MEMORY)
-            logger.debug("a constraint does not compile: %s", error)
-        signal.setitimer(signal.ITIMER_PROF, 0)
+def _answer(compiler: Any, raw: bytes) -> str:
+    """Return why a constraint is refused. Raises MemoryError, which ends the process."""
+    try:
+        return refusal(msgspec.json.decode(raw), compiler)
+    except (RuntimeError, ValueError) as error:
+        # from xgrammar: vLLM compiles the constraint again and reports what is wrong
+        if "bad_alloc" in str(error):
+            raise MemoryError from error
+        logger.debug("a constraint does not compile: %s", error)
+        return ""
+    finally:
         compiler.clear_cache()
-        answers.write(to_json(refused) + b"\n")
-        answers.flush()
 
 
 def main() -> None:
-    model, vocab_size, seconds, trust, memory, parent = sys.argv[1:]
-    die_with_parent(int(parent))
-    os.nice(NICE)
+    model, vocab_size, seconds, trust, memory = begin()
     import xgrammar
     from transformers import AutoTokenizer
 
-    # Ctrl+C is for the worker, with which this process ends
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=bool(int(trust)))
     info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=int(vocab_size))
-    resource.setrlimit(resource.RLIMIT_DATA, (int(memory), int(memory)))
-    with contextlib.suppress(BrokenPipeError):
-        _serve(
-            sys.stdin.buffer,
-            sys.stdout.buffer,
-            xgrammar.GrammarCompiler(info, max_threads=1),
-            float(seconds),
-        )
+    limit_memory(int(memory))
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+    answer_all(HelperAnswers(), partial(_answer, compiler), seconds=float(seconds))
 
 
 if __name__ == "__main__":

@@ -34,11 +34,11 @@ from ...runner.certificate.laws import (
     TOLERANCES,
     CertificatePlan,
     Copy,
-    EditRun,
     JudgedShape,
     Judgement,
     LawFinding,
     LawFindings,
+    LayerEdit,
     direction,
     judge_boundary,
     judge_entered,
@@ -252,7 +252,9 @@ class _Run:
             *self._compared,
             *range(len(self._prompt), len(self._prompt) + GENERATED - 1),
         ]
-        everything = self._capture({hook: self._layers for hook in self._hooks}, positions, "base")
+        everything = StoredCapture(
+            sites={hook: self._layers for hook in self._hooks}, positions=positions, tag="base"
+        )
         await self._ask("watch", request=BASE)
         inside = {hook: self._layers for hook in INSIDE if hook in self._info.inside}
         inside_captures = [
@@ -359,7 +361,9 @@ class _Run:
         tokens = self._tokens(_SEED + 1, length)
         positions = list(range(length - BEYOND, length + 1))
         number = self._next()
-        captured = self._capture({hook: list(layers) for hook in self._hooks}, positions, "long")
+        captured = StoredCapture(
+            sites={hook: list(layers) for hook in self._hooks}, positions=positions, tag="long"
+        )
         output = await self._generate(number, tokens, [captured], max_tokens=2)
         await self._ended([number])
         return ComparedPrompt(
@@ -416,41 +420,36 @@ class _Run:
             stream = "pre_attn" if "pre_attn" in sizes else hook
             size = sizes[hook if hook == "mlp_in" else stream]
             for group, captures in zip(groups, diagonals, strict=True):
-                layers = [
+                edited = [
                     layer
                     for layer in group
                     if not (hook == "post_block" and layer == self._layers[-1])
                 ]
-                if layers:
-                    places = [self._place(group, layer) for layer in layers]
-                    edit = EditRun(
-                        self._next(),
-                        MIXED,
-                        hook,
-                        layers,
-                        places,
-                        [size[layer] for layer in layers],
-                    )
-                    plan.edits.append(edit)
-                    steering = self._steering(edit, name)
-                    requests.append(self._generate(edit.request, self._prompt, captures, steering))
+                if edited:
+                    number = self._next()
+                    edits = [
+                        LayerEdit(
+                            number, MIXED, hook, layer, self._place(group, layer), size[layer]
+                        )
+                        for layer in edited
+                    ]
+                    plan.edits += edits
+                    steering = self._steering(edits, name)
+                    requests.append(self._generate(number, self._prompt, captures, steering))
         await self._hold(name, vector)
         try:
             await self._together(requests)
             if "post_block" in self._hooks:
                 last = self._layers[-1]
-                plan.final = EditRun(
-                    self._next(),
-                    BASE,
-                    "post_block",
-                    [last],
-                    [self._first],
-                    [sizes["post_block"][last]],
+                plan.final = LayerEdit(
+                    self._next(), BASE, "post_block", last, self._first, sizes["post_block"][last]
                 )
-                capture = self._capture({"post_block": [last]}, [self._first], "final")
+                capture = StoredCapture(
+                    sites={"post_block": [last]}, positions=[self._first], tag="final"
+                )
                 await self._ask("watch", request=plan.final.request)
                 await self._generate(
-                    plan.final.request, self._prompt, [capture], self._steering(plan.final, name)
+                    plan.final.request, self._prompt, [capture], self._steering([plan.final], name)
                 )
                 await self._ask("unwatch")
         finally:
@@ -506,7 +505,11 @@ class _Run:
             sites = {hook: [layer] for hook in self._hooks}
             if "pre_attn" in sites and layer + 1 < len(self._layers):
                 sites["pre_attn"] = [layer, layer + 1]
-            captures.append(self._capture(sites, [self._place(group, layer)], f"{tag}-{layer}"))
+            captures.append(
+                StoredCapture(
+                    sites=sites, positions=[self._place(group, layer)], tag=f"{tag}-{layer}"
+                )
+            )
         return captures
 
     def _next(self) -> int:
@@ -514,21 +517,17 @@ class _Run:
         return self._number
 
     @staticmethod
-    def _capture(sites: dict[Hook, list[int]], positions: list[int], tag: str) -> StoredCapture:
-        return StoredCapture(sites=sites, positions=positions, tag=tag)
-
-    @staticmethod
-    def _steering(edit: EditRun, vector: str) -> list[StoredSteering]:
+    def _steering(edits: Sequence[LayerEdit], vector: str) -> list[StoredSteering]:
         return [
             StoredSteering(
-                layers=[layer],
+                layers=[edit.layer],
                 hook=edit.hook,
-                positions=[position],
+                positions=[edit.position],
                 family="add",
                 tensors=[vector],
-                scale=scale,
+                scale=edit.scale,
             )
-            for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True)
+            for edit in edits
         ]
 
     async def _generate(

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-#: Takes (`RankSpec.key`, number of tokens or -1) of each request; returns once the engine core has
-#: stored them.
-Send = Callable[[list[tuple[str, int]]], Awaitable[None]]
+from ...runner.base.engine_step import RequestEnd
+
+#: Returns once the engine core has stored these ends.
+Send = Callable[[list[RequestEnd]], Awaitable[None]]
 
 
 @dataclass(eq=False)
@@ -16,7 +17,7 @@ class Ends:
     """One per engine. Ends within one turn of the event loop are one message."""
 
     _send: Send
-    _due: list[tuple[str, int]] = field(default_factory=list)
+    _due: list[RequestEnd] = field(default_factory=list)
     _sending: set[asyncio.Task[None]] = field(default_factory=set)
 
     def notify(self, key: str, num_tokens: int) -> Awaitable[None]:

@@ -61,14 +61,10 @@ class RankVectors(RankRecord):
         sizes = {name: len(tensor.data) for name, tensor in tensors.items()}
         excess = sum(self._sizes.values()) + sum(sizes.values()) - self._budget
         await self._evict(excess, keep)
-        payload = {
-            name: {"dtype": t.dtype, "shape": t.shape, "data": t.data}
-            for name, t in tensors.items()
-        }
         await self._ranks.apply(
             "sending vectors",
             "midstream_put_vectors",
-            payload,
+            msgspec.to_builtins(tensors, builtin_types=(bytes,)),
             list({to_msgpack(user): msgspec.to_builtins(user) for user in users[:_USERS]}.values()),
             undo=Undo(self.drop, (sorted(tensors),)),
         )

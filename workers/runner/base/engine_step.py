@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 _Numbers = Sequence[int] | np.ndarray
+#: Where the worker ends a request: its `RankSpec.key`, and the number of its tokens with those of
+#: the prompt, or -1, see `Requests.end`.
+RequestEnd = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True)

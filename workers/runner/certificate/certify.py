@@ -29,22 +29,15 @@ from .laws import (
     JudgedShape,
     Judgement,
     LawFinding,
-    RowsAt,
     judge_boundary,
     judge_edit,
     judge_layer,
     judge_same,
-    places,
     rowwise,
 )
 from .module_laws import JudgedStage, ModuleLaws, after_norms, first_output, norms_behind
-from .observed import ObservedRequests
+from .observed import KeptRows, ObservedRequests
 from .together import StageRanks
-
-#: (hook, layer) → rows on this rank; None if another rank records them.
-HeldRows = Callable[[Hook, int], torch.Tensor | None]
-#: (hook, layer) → the recording rank's rows `[rows, hidden]`, on all ranks of the stage.
-Shared = Callable[[Hook, int], torch.Tensor]
 
 
 class InsideLaws:
@@ -56,23 +49,19 @@ class InsideLaws:
         self,
         inners: Mapping[Hook, Sequence[Inner]],
         stage: JudgedStage,
-        *,
-        held: HeldRows,
-        compared: RowsAt,
-        places: Sequence[int],
-        shared: Shared,
+        kept: KeptRows,
+        plan: CertificatePlan,
     ) -> None:
-        """`inners`: the hooks' locations. `compared`: rows of the residual hooks at the positions
-        `places`, on the rank that records them.
-        """
+        """`inners`: the hooks' locations."""
         self._inners = inners
         self._stage = stage
         self._layers = stage.layers
         self._shape = stage.shape
-        self._held = held
-        self._compared = compared
-        self._places = list(places)
-        self._shared = shared
+        self._kept = kept
+        self._plan = plan
+        # positions at which the residual hooks were captured too, and their rows
+        self._places = [position for position in plan.positions if position <= plan.first]
+        self._compared = kept.of(plan.base, self._places)
 
     def findings(self, together: StageRanks) -> Iterator[LawFinding]:
         """Yield the findings of all laws whose hooks are present.
@@ -92,6 +81,12 @@ class InsideLaws:
                 judge = partial(_judge, law, place, number, found)
                 together.attempt(f"{name} of layer {number}", judge)
                 yield from found
+
+    def _held(self, hook: Hook, number: int) -> torch.Tensor | None:
+        """Return the rows of the whole prompt; None if another rank records them."""
+        if (self._plan.base, hook, number) not in self._kept.rows:
+            return None
+        return self._kept.of(self._plan.base, range(self._plan.first + 1))(hook, number)
 
     def _all_held(self, hooks: Sequence[Hook], number: int) -> list[torch.Tensor]:
         """Return the rows of these hooks; none if one is absent, or another rank records it."""
@@ -122,10 +117,12 @@ class InsideLaws:
     def _router(self, place: int, number: int) -> Iterator[LawFinding]:
         if "router" not in self._inners or "mlp_in" not in self._shape.hooks:
             return
-        logits = first_output(self._inners["router"][place].module(self._shared("mlp_in", number)))
-        if (rows := self._held("router", number)) is not None:
+        rows = [self._compared("mlp_in", number)] if self._stage.records else []
+        given = self._stage.shared(rows, len(self._places))
+        logits = first_output(self._inners["router"][place].module(given))
+        if (held := self._held("router", number)) is not None:
             figure = rowwise(
-                logits.float().cpu(), rows[self._places], self._shape.tolerance("module")
+                logits.float().cpu(), held[self._places], self._shape.tolerance("module")
             )
             yield LawFinding("gate(mlp_in) = router", ("router",), number, figure, "module")
 
@@ -284,6 +281,7 @@ class Certifier:
         self._kept = self._seen.kept
         self._findings: list[LawFinding] = []
         self._skipped: dict[str, str] = {}
+        self._edges: dict[str, bytes] = {}  # see `Judgement`
 
     # --- While requests run
 
@@ -336,12 +334,11 @@ class Certifier:
         Every rank of a stage calls the same modules in the same order, since these reduce over the
         ranks; only one rank has rows to compare. Raises FailedAloneError.
         """
-        edges: dict[str, bytes] = {}
         lens = self._plane.readings.reader(StoredLens)
         modules = ModuleLaws(self._stage, self._seen, lens, self._findings, self._skipped)
         if self._seen.skipped:
             self._skipped["EAGLE-3 auxiliary states"] = self._seen.skipped
-        self._together.attempt("rows", lambda: self._judge_rows(plan, edges), needed=True)
+        self._together.attempt("rows", lambda: self._judge_rows(plan), needed=True)
         with (
             torch.inference_mode(),
             set_forward_context(None, self._config),
@@ -357,37 +354,18 @@ class Certifier:
             self._attempt("logit lens", modules.lens, plan)
         if self._seen.most < 2:
             self._skipped["rows in a mixed batch"] = "no step had more than one request"
-        return Judgement(self._findings, self._skipped, edges, modules.readings)
+        return Judgement(self._findings, self._skipped, self._edges, modules.readings)
 
-    def _judge_rows(self, plan: CertificatePlan, edges: dict[str, bytes]) -> None:
+    def _judge_rows(self, plan: CertificatePlan) -> None:
         if self._records:
             self._sums(plan)
             self._copies(plan)
-            self._edits(plan, edges)
+            self._edits(plan)
             self._states(plan)
-            self._edges(plan, edges)
+            self._ends(plan)
 
     def _judge_inside(self, plan: CertificatePlan) -> None:
-        prompt = range(plan.first + 1)
-        compared = [position for position in plan.positions if position <= plan.first]
-        rows = self._kept.of(plan.base, compared)
-
-        def held(hook: Hook, number: int) -> torch.Tensor | None:
-            if (plan.base, hook, number) not in self._kept.rows:
-                return None
-            return self._kept.of(plan.base, prompt)(hook, number)
-
-        def shared(hook: Hook, number: int) -> torch.Tensor:
-            return self._stage.shared([rows(hook, number)] if self._records else [], len(compared))
-
-        laws = InsideLaws(
-            self._inside,
-            self._stage,
-            held=held,
-            compared=rows,
-            places=compared,
-            shared=shared,
-        )
+        laws = InsideLaws(self._inside, self._stage, self._kept, plan)
         self._findings += laws.findings(self._together)
 
     def _attempt(
@@ -421,39 +399,34 @@ class Certifier:
                         )
                     )
 
-    def _edits(self, plan: CertificatePlan, edges: dict[str, bytes]) -> None:
+    def _edits(self, plan: CertificatePlan) -> None:
         for edit in plan.edits:
-            for layer, (request, position, scale) in places(edit):
-                if layer not in self._layers:
-                    if (
-                        edit.hook == "post_block"
-                        and layer + 1 in self._layers
-                        and "pre_attn" in self._shape.hooks
-                    ):
-                        edges[f"entered {layer}"] = self._raw(
-                            self._kept.of(request, [position])("pre_attn", layer + 1)
-                        )
-                    continue
-                edited = self._kept.of(request, [position])
-                added = self._stage.added(scale)
-                entered = (
-                    edited("pre_attn", layer + 1)
-                    if edit.hook == "post_block" and self._joined(layer)
-                    else None
+            layer = edit.layer
+            at = [edit.position]
+            edited = self._kept.of(edit.request, at)
+            if layer not in self._layers:
+                if edit.hook == "post_block" and self._joined(layer):
+                    self._edges[f"entered {layer}"] = self._raw(edited("pre_attn", layer + 1))
+                continue
+            added = self._stage.added(edit.scale)
+            entered = (
+                edited("pre_attn", layer + 1)
+                if edit.hook == "post_block" and self._joined(layer)
+                else None
+            )
+            self._findings += judge_edit(
+                shape=self._shape,
+                hook=edit.hook,
+                layer=layer,
+                edited=edited,
+                plain=self._kept.of(edit.plain, at),
+                added=added,
+                entered=entered,
+            )
+            if edit.hook == "post_block" and entered is None:
+                self._edges[f"edited {layer}"] = self._raw(
+                    torch.cat([edited("post_block", layer), added])
                 )
-                self._findings += judge_edit(
-                    shape=self._shape,
-                    hook=edit.hook,
-                    layer=layer,
-                    edited=edited,
-                    plain=self._kept.of(edit.plain, [position]),
-                    added=added,
-                    entered=entered,
-                )
-                if edit.hook == "post_block" and entered is None:
-                    edges[f"edited {layer}"] = self._raw(
-                        torch.cat([edited("post_block", layer), added])
-                    )
 
     def _joined(self, layer: int) -> bool:
         """Return whether this rank has the rows that enter the next layer."""
@@ -475,11 +448,11 @@ class Certifier:
                     )
                 )
 
-    def _edges(self, plan: CertificatePlan, edges: dict[str, bytes]) -> None:
+    def _ends(self, plan: CertificatePlan) -> None:
         rows = self._kept.of(plan.base, plan.positions)
         if {"pre_attn", "post_block"} <= set(self._shape.hooks):
-            edges["first"] = self._raw(rows("pre_attn", min(self._layers)))
-            edges["last"] = self._raw(rows("post_block", max(self._layers)))
+            self._edges["first"] = self._raw(rows("pre_attn", min(self._layers)))
+            self._edges["last"] = self._raw(rows("post_block", max(self._layers)))
 
     @staticmethod
     def _raw(rows: torch.Tensor) -> bytes:

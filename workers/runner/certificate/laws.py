@@ -8,7 +8,7 @@ row is captured independently. Each figure is compared with a tolerance, whose r
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -67,17 +67,17 @@ RowsAt = Callable[[Hook, int], torch.Tensor]  # (hook, layer) → `[rows, hidden
 PROVING = frozenset({"sum", "same", "module", "logits"})
 
 
-class EditRun(msgspec.Struct):
-    """A request that adds a vector at `hook` of each `layers[i]`, at position `positions[i]`, times
-    `scales[i]`.
+class LayerEdit(msgspec.Struct):
+    """A vector that a request adds at `hook` of `layer`, at `position`, times `scale`. A request
+    may edit several layers, each at its own position.
     """
 
     request: int
     plain: int  # a request in the same batch with the same tokens and no edits
     hook: Hook
-    layers: list[int]
-    positions: list[int]
-    scales: list[float]
+    layer: int
+    position: int
+    scale: float
 
 
 class Copy(msgspec.Struct):
@@ -96,19 +96,13 @@ class CertificatePlan(msgspec.Struct):
     positions: list[int]  # the base's captured positions, ascending
     first: int  # the first position with a next token: the last of the prompt
     copies: list[Copy]
-    edits: list[EditRun]
-    final: EditRun | None = None  # an edit of the last layer's `post_block` at `first`
+    edits: list[LayerEdit]
+    final: LayerEdit | None = None  # an edit of the last layer's `post_block` at `first`
 
 
 def direction(hidden_size: int) -> np.ndarray:
     """Return the vector of all edits, float32 `[hidden_size]`: standard normal elements."""
     return np.random.default_rng(16).normal(size=hidden_size).astype(np.float32)
-
-
-def places(edit: EditRun) -> Iterator[tuple[int, tuple[int, int, float]]]:
-    """Yield (layer, (request, position, scale)) of each edit."""
-    for layer, position, scale in zip(edit.layers, edit.positions, edit.scales, strict=True):
-        yield layer, (edit.request, position, scale)
 
 
 class LawFinding(msgspec.Struct, frozen=True, omit_defaults=True):

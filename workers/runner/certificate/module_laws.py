@@ -27,7 +27,6 @@ from .laws import (
     factor_of,
     judge_module,
     judge_parts,
-    places,
     rowwise,
     sumwise,
 )
@@ -118,12 +117,7 @@ class ModuleLaws:
         if not as_difference and not {source, "mlp_out"} <= have:
             self._skipped["MLP"] = f"the model has no {source}, or no mlp_out"
             return
-        edits = {
-            layer: item
-            for edit in plan.edits
-            if edit.hook == source == "mlp_in"
-            for layer, item in places(edit)
-        }
+        edits = {edit.layer: edit for edit in plan.edits if edit.hook == source == "mlp_in"}
         base = self._kept.of(plan.base, plan.positions)
         plain = len(plan.positions)
         for number, layer in self._stage.layers.items():
@@ -131,12 +125,11 @@ class ModuleLaws:
             inputs = [base(source, number)] if self._stage.records else []
             count = plain
             if edit is not None:
-                request, position, scale = edit
-                edited = self._kept.of(request, [position])
+                edited = self._kept.of(edit.request, [edit.position])
                 nudges = self._nudges(number)
                 count += len(nudges)
                 if self._stage.records:
-                    row = edited(source, number) + self._stage.added(scale)
+                    row = edited(source, number) + self._stage.added(edit.scale)
                     inputs.append(row * nudges)
             outputs = list(self._through(layer, self._stage.shared(inputs, count)))
             if not self._stage.records:
@@ -152,13 +145,13 @@ class ModuleLaws:
             self._findings += of_base[best]
             if edit is not None:
                 shown = outputs[best]
+                tolerance = self._shape.tolerance("module")
                 if as_difference:
                     factor = factor_of(
                         shown[:plain], base("post_block", number) - base("post_attn", number)
                     )
                     after = edited("post_block", number)
                     before = edited("post_attn", number)
-                    tolerance = self._shape.tolerance("module")
                     figures = [
                         sumwise(after, [before, factor * row[None]], tolerance)
                         for row in shown[plain:]
@@ -168,7 +161,7 @@ class ModuleLaws:
                         rowwise(
                             row[None],
                             edited("mlp_out", number),
-                            self._shape.tolerance("module"),
+                            tolerance,
                         )
                         for row in shown[plain:]
                     ]
@@ -273,7 +266,7 @@ class ModuleLaws:
             if plan.final:
                 rows.append(
                     self._kept.of(plan.final.request, [plan.first])("post_block", last)
-                    + self._stage.added(plan.final.scales[0])
+                    + self._stage.added(plan.final.scale)
                 )
         held = self._stage.shared(rows, len(places))
         best = [math.inf] * len(places)

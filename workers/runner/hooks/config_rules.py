@@ -27,49 +27,49 @@ class ConfigRule:
     """
 
     field: str
-    served: tuple[Any, ...]  # empty: no value is served
     why: str
+    served: tuple[Any, ...] = (None, False)  # empty: no value is served
     on_cpu: bool = False  # applies to vLLM's CPU kernels only
 
 
 _NO_WINDOW = ConfigRule(
-    "sliding_window", (None,), "vLLM attends within the window, but transformers' model has none"
+    "sliding_window", "vLLM attends within the window, but transformers' model has none", (None,)
 )
 _LLAMA_FILE = "vLLM's Llama file reads it, but transformers' model does not"
 _OWN_OF_LLAMA_FILE = (
-    ConfigRule("bias", (None, False), _LLAMA_FILE),
-    ConfigRule("qkv_bias", (None, False), _LLAMA_FILE),
-    ConfigRule("logit_scale", (None, 1.0), _LLAMA_FILE),
+    ConfigRule("bias", _LLAMA_FILE),
+    ConfigRule("qkv_bias", _LLAMA_FILE),
+    ConfigRule("logit_scale", _LLAMA_FILE, (None, 1.0)),
 )
 _ADDS_BIASES = "vLLM adds biases that the checkpoint does not have"
 _NO_BIAS = (
-    ConfigRule("attention_bias", (None, False), _ADDS_BIASES),
-    ConfigRule("mlp_bias", (None, False), _ADDS_BIASES),
+    ConfigRule("attention_bias", _ADDS_BIASES),
+    ConfigRule("mlp_bias", _ADDS_BIASES),
 )
-_OUTPUT_BIAS = ConfigRule("attention_bias", (None, False), "vLLM drops the bias of o_proj")
+_OUTPUT_BIAS = ConfigRule("attention_bias", "vLLM drops the bias of o_proj")
 _NO_DUAL_CHUNKS = ConfigRule(
-    "dual_chunk_attention_config", (None,), "transformers' model has no dual chunk attention"
+    "dual_chunk_attention_config", "transformers' model has no dual chunk attention", (None,)
 )
 _QWEN = (
     _NO_DUAL_CHUNKS,
-    ConfigRule("qk_norm", (None, False), "transformers' model has no such norm"),
+    ConfigRule("qk_norm", "transformers' model has no such norm"),
 )
 
 _BACKEND_READS = "vLLM's Transformers backend applies it, but transformers' model does not"
 _BACKEND = (
-    ConfigRule("attn_logit_softcapping", (None,), _BACKEND_READS),
-    ConfigRule("final_logit_softcapping", (None,), _BACKEND_READS),
-    ConfigRule("logit_scale", (None, 1.0), _BACKEND_READS),
+    ConfigRule("attn_logit_softcapping", _BACKEND_READS, (None,)),
+    ConfigRule("final_logit_softcapping", _BACKEND_READS, (None,)),
+    ConfigRule("logit_scale", _BACKEND_READS, (None, 1.0)),
 )
 
 #: Rules for every architecture.
 EVERYWHERE: tuple[ConfigRule, ...] = (
     ConfigRule(
         "is_causal",
-        (None, True),
         "prompt tokens would attend to later tokens, which a served model has not computed yet",
+        (None, True),
     ),
-    ConfigRule("use_bidirectional_attention", (None, False), "vLLM attends to earlier tokens only"),
+    ConfigRule("use_bidirectional_attention", "vLLM attends to earlier tokens only"),
 )
 _SEPARATE_HEADS = (
     "vLLM's CPU kernel for rotary positions is wrong where a query's heads are a "
@@ -81,28 +81,26 @@ RULES: Mapping[str, tuple[ConfigRule, ...]] = {
     "GPT2LMHeadModel": (
         ConfigRule(
             "scale_attn_weights",
-            (None, True),
             "vLLM scales attention scores by 1 / √head size in any case",
+            (None, True),
         ),
         ConfigRule(
-            "scale_attn_by_inverse_layer_idx",
-            (None, False),
-            "vLLM does not scale attention scores by layer",
+            "scale_attn_by_inverse_layer_idx", "vLLM does not scale attention scores by layer"
         ),
-        ConfigRule("reorder_and_upcast_attn", (None, False), "vLLM does not serve it"),
-        ConfigRule("add_cross_attention", (None, False), "vLLM does not serve it"),
+        ConfigRule("reorder_and_upcast_attn", "vLLM does not serve it"),
+        ConfigRule("add_cross_attention", "vLLM does not serve it"),
         _NO_WINDOW,
     ),
     "GPTNeoXForCausalLM": (*_BACKEND, _NO_WINDOW),
     "GemmaForCausalLM": (
-        ConfigRule("attention_bias", (None, False), "vLLM drops the biases of attention"),
+        ConfigRule("attention_bias", "vLLM drops the biases of attention"),
         ConfigRule(
-            "hidden_act", ("gelu_pytorch_tanh",), "vLLM computes the tanh approximation of gelu"
+            "hidden_act", "vLLM computes the tanh approximation of gelu", ("gelu_pytorch_tanh",)
         ),
         ConfigRule(
             "hidden_activation",
-            (None, "gelu_pytorch_tanh"),
             "transformers' model reads `hidden_act` instead",
+            (None, "gelu_pytorch_tanh"),
         ),
         _NO_WINDOW,
     ),
@@ -111,11 +109,11 @@ RULES: Mapping[str, tuple[ConfigRule, ...]] = {
         *_OWN_OF_LLAMA_FILE,
         *_NO_BIAS,
         ConfigRule(
-            "llama_4_scaling", (None,), "transformers' model does not scale queries by position"
+            "llama_4_scaling", "transformers' model does not scale queries by position", (None,)
         ),
-        ConfigRule("ada_rms_norm_t_cond", (None, False), "transformers' model has no such norm"),
+        ConfigRule("ada_rms_norm_t_cond", "transformers' model has no such norm"),
     ),
-    "MixtralForCausalLM": (ConfigRule("hidden_act", ("silu",), "vLLM's experts compute silu"),),
+    "MixtralForCausalLM": (ConfigRule("hidden_act", "vLLM's experts compute silu", ("silu",)),),
     "OPTForCausalLM": (_NO_WINDOW,),
     "Olmo2ForCausalLM": (*_BACKEND, _NO_WINDOW),
     "OlmoForCausalLM": (*_BACKEND, _NO_WINDOW),
@@ -126,7 +124,7 @@ RULES: Mapping[str, tuple[ConfigRule, ...]] = {
         _OUTPUT_BIAS,
         _NO_DUAL_CHUNKS,
         ConfigRule(
-            "shared_expert_intermediate_size", (None, 0), "transformers' model has no shared expert"
+            "shared_expert_intermediate_size", "transformers' model has no shared expert", (None, 0)
         ),
     ),
     "SmolLM3ForCausalLM": _BACKEND,
@@ -134,50 +132,50 @@ RULES: Mapping[str, tuple[ConfigRule, ...]] = {
     "BloomForCausalLM": (
         ConfigRule(
             "model_type",
-            (),
             "vLLM computes the exact gelu, transformers' model its tanh approximation",
+            (),
         ),
     ),
     "FalconForCausalLM": (
-        ConfigRule("bias", (False,), "vLLM adds the bias of attention to the output of the MLP"),
+        ConfigRule("bias", "vLLM adds the bias of attention to the output of the MLP", (False,)),
     ),
     "Ernie4_5_MoeForCausalLM": (
         ConfigRule(
             "model_type",
-            (),
             "vLLM's CPU experts leave out the router's correction bias",
+            (),
             on_cpu=True,
         ),
     ),
     "Glm4vForConditionalGeneration": (
         ConfigRule(
             "attention_bias",
-            (True,),
             "transformers' attention has biases in any case, which vLLM leaves out",
+            (True,),
         ),
     ),
     "JetMoeForCausalLM": (
         ConfigRule(
             "model_type",
-            (),
             "vLLM's Transformers backend computes its attention's experts differently",
+            (),
         ),
     ),
-    "Lfm2ForCausalLM": (ConfigRule("model_type", (), _SEPARATE_HEADS, on_cpu=True),),
-    "Lfm2MoeForCausalLM": (ConfigRule("model_type", (), _SEPARATE_HEADS, on_cpu=True),),
+    "Lfm2ForCausalLM": (ConfigRule("model_type", _SEPARATE_HEADS, (), on_cpu=True),),
+    "Lfm2MoeForCausalLM": (ConfigRule("model_type", _SEPARATE_HEADS, (), on_cpu=True),),
     "MoshiForCausalLM": (
         ConfigRule(
-            "model_type", (), "vLLM's Transformers backend computes its attention differently"
+            "model_type", "vLLM's Transformers backend computes its attention differently", ()
         ),
     ),
     "PhiMoEForCausalLM": (
-        ConfigRule("lm_head_bias", (None, False), "vLLM leaves out the bias of the output matrix"),
+        ConfigRule("lm_head_bias", "vLLM leaves out the bias of the output matrix"),
     ),
     "Mamba2ForCausalLM": (
         ConfigRule(
             "n_groups",
-            (1,),
             "vLLM normalises each group separately, transformers' model all groups together",
+            (1,),
         ),
     ),
 }

@@ -38,6 +38,11 @@ _RETURNS: tuple[Callable[[torch.Tensor], Any], ...] = (
 _HIDDEN = ("hidden_states", "hidden", "x", "inputs")
 _POSITIONS = ("positions", "position_ids")
 
+#: The stream as it is passed: hidden, residual.
+_StreamRows = tuple[torch.Tensor, torch.Tensor | None]
+#: A sum: the entering stream ("stream") and calls → the multiples of their rows.
+_Multiples = Mapping[Any, float]
+
 
 class NoStreamError(ValueError):
     """The layer does not add branches to a residual stream in a way that can be read and edited;
@@ -69,8 +74,8 @@ class _Call:
 @dataclass
 class _Run:
     calls: list[_Call]
-    inputs: tuple[torch.Tensor, torch.Tensor | None]  # hidden, residual
-    outputs: tuple[torch.Tensor, torch.Tensor | None]
+    inputs: _StreamRows
+    outputs: _StreamRows
 
 
 @dataclass(frozen=True)
@@ -80,14 +85,38 @@ class _Stream:
     run: _Run
     kind: TapKind
     entering: torch.Tensor  # `[rows, hidden]`
-    #: The stream that leaves, as multiples of the entering one ("stream") and of branches (calls).
-    law: dict[Any, float]
+    #: The stream that leaves.
+    law: _Multiples
     shape: LayerShape
 
     @property
     def branches(self) -> list[int]:
         """Return the calls whose outputs are added to the stream."""
         return [place for place in self.law if place != "stream"]
+
+    def add(
+        self,
+        hook: Hook,
+        calls: Sequence[int],
+        beside: Tap | None,
+        total: Hook,
+        rest: SumLaw,
+        multiples: _Multiples,
+    ) -> None:
+        """Add the hook of a branch, the sum of `calls`, which `total` adds to `rest`. `beside`: the
+        branch's tensor where `total` is a pair of it and the stream before.
+        """
+        if len(calls) > 1:
+            self.shape.absent[hook] = f"it is the sum of several parts ({self.paths(calls)})"
+            return
+        (call,) = calls
+        self.shape.taps[hook] = beside or Tap(self.run.calls[call].path, "output")
+        self.shape.laws[total] = {**rest, hook: multiples[call] if beside is None else 1.0}
+
+    def add_last(self, hook: Hook, calls: Sequence[int], rest: SumLaw) -> None:
+        """Add the hook of a branch that the stream which leaves adds to `rest`, see `add`."""
+        beside = Tap("", "output") if self.kind == "pair" else None
+        self.add(hook, calls, beside, "post_block", rest, self.law)
 
     def paths(self, calls: Sequence[int]) -> str:
         return ", ".join(self.run.calls[number].path for number in calls)
@@ -272,9 +301,7 @@ class _Probe:
 
     # --- Interpretation of a run
 
-    def fit(
-        self, target: torch.Tensor, columns: Mapping[Any, torch.Tensor]
-    ) -> dict[Any, float] | None:
+    def fit(self, target: torch.Tensor, columns: Mapping[Any, torch.Tensor]) -> _Multiples | None:
         """Return the multiples of `columns` whose sum is `target`, without those of columns that
         add nothing; None if there is no such sum.
         """
@@ -368,7 +395,7 @@ class _Probe:
 
     def _middle(
         self, stream: _Stream, outputs: Mapping[int, torch.Tensor]
-    ) -> tuple[_Call, Tap, dict[Any, float]] | None:
+    ) -> tuple[_Call, Tap, _Multiples] | None:
         """Return the first call that reads the stream after a branch was added: (call, tap, the
         stream there as multiples of earlier rows).
         """
@@ -394,32 +421,24 @@ class _Probe:
         return None
 
     def _two_branches(
-        self, stream: _Stream, reader: _Call, tap: Tap, multiples: Mapping[Any, float]
+        self, stream: _Stream, reader: _Call, tap: Tap, multiples: _Multiples
     ) -> None:
-        calls = stream.run.calls
         taps = stream.shape.taps
         absent = stream.shape.absent
-        laws = stream.shape.laws
         first = [place for place in multiples if place != "stream"]
         second = [place for place in stream.branches if place not in first]
         taps["post_attn"] = tap
-        if len(first) > 1:
-            absent["attn_out"] = f"it is the sum of several parts ({stream.paths(first)})"
-        elif tap.kind == "pair":
-            taps["attn_out"] = Tap(tap.path, "input")
-            laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": 1.0}
-        else:
-            taps["attn_out"] = Tap(calls[first[0]].path, "output")
-            laws["post_attn"] = {"pre_attn": multiples["stream"], "attn_out": multiples[first[0]]}
-        kept = stream.law["stream"] / multiples["stream"]
-        if len(second) > 1:
-            absent["mlp_out"] = f"it is the sum of several parts ({stream.paths(second)})"
-        elif second and stream.kind == "pair":
-            taps["mlp_out"] = Tap("", "output")
-            laws["post_block"] = {"post_attn": kept, "mlp_out": 1.0}
-        elif second:
-            taps["mlp_out"] = Tap(calls[second[0]].path, "output")
-            laws["post_block"] = {"post_attn": kept, "mlp_out": stream.law[second[0]]}
+        stream.add(
+            "attn_out",
+            first,
+            Tap(tap.path, "input") if tap.kind == "pair" else None,
+            "post_attn",
+            {"pre_attn": multiples["stream"]},
+            multiples,
+        )
+        if second:
+            kept = stream.law["stream"] / multiples["stream"]
+            stream.add_last("mlp_out", second, {"post_attn": kept})
         else:
             absent["mlp_out"] = "nothing is added after post_attn"
         if reader.leaf and reader.output is not None:
@@ -433,35 +452,22 @@ class _Probe:
                 "two branches are added in one sum to a stream that is a pair of tensors"
             )
         calls = stream.run.calls
-        taps = stream.shape.taps
-        absent = stream.shape.absent
+        shape = stream.shape
         attention, mlp = sorted(stream.branches)
-        absent["post_attn"] = PARALLEL
-        taps["attn_out"] = Tap(calls[attention].path, "output")
-        taps["mlp_out"] = Tap(calls[mlp].path, "output")
+        shape.absent["post_attn"] = PARALLEL
+        stream.add_last("attn_out", [attention], {"pre_attn": stream.law["stream"]})
+        stream.add_last("mlp_out", [mlp], shape.laws["post_block"])
         computes = next((call for call in reversed(calls[: mlp + 1]) if not call.leaf), None)
         if computes is not None and not computes.mixes:
-            taps["mlp_in"] = Tap(computes.path, "input")
+            shape.taps["mlp_in"] = Tap(computes.path, "input")
         else:
-            absent["mlp_in"] = "no part of the layer is the MLP"
-        stream.shape.laws["post_block"] = {
-            "pre_attn": stream.law["stream"],
-            "attn_out": stream.law[attention],
-            "mlp_out": stream.law[mlp],
-        }
+            shape.absent["mlp_in"] = "no part of the layer is the MLP"
 
     def _one_branch(self, stream: _Stream) -> None:
-        calls = stream.run.calls
-        pair = stream.kind == "pair"
-        (place,) = stream.branches
-        output: Hook = "attn_out" if any(call.mixes for call in calls) else "mlp_out"
-        stream.shape.taps[output] = Tap("" if pair else calls[place].path, "output")
+        output: Hook = "attn_out" if any(call.mixes for call in stream.run.calls) else "mlp_out"
         others = (hook for hook in HOOKS[1:-1] if hook != output)
         stream.shape.absent.update(dict.fromkeys(others, "the layer has one branch"))
-        stream.shape.laws["post_block"] = {
-            "pre_attn": stream.law["stream"],
-            output: 1.0 if pair else stream.law[place],
-        }
+        stream.add_last(output, stream.branches, {"pre_attn": stream.law["stream"]})
 
     def _check_edits(self, stream: _Stream) -> None:
         """Add rows in place at each tap of a branch or of the stream, and check that they reach the
@@ -507,7 +513,7 @@ class _Probe:
         )
 
 
-def _whole(rows: tuple[torch.Tensor, torch.Tensor | None], kind: TapKind) -> torch.Tensor:
+def _whole(rows: _StreamRows, kind: TapKind) -> torch.Tensor:
     """Return the stream that enters or leaves as these rows."""
     first, second = rows
     return first + second if kind == "pair" and second is not None else first

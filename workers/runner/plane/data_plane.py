@@ -26,7 +26,7 @@ from ....schemas.settings.faults import arm
 from ....storage.store import open_store
 from ..base.actions import ActionLedger
 from ..base.config import PlaneConfig, RankPlace
-from ..base.engine_step import EngineLoad, Finish, NewRequest, StepView
+from ..base.engine_step import EngineLoad, Finish, NewRequest, RequestEnd, StepView
 from ..base.packed_spec import unpack
 from ..base.process import begin_helper
 from ..base.row_index import Keeping
@@ -57,6 +57,8 @@ from .step_rows import RowsPart
 if TYPE_CHECKING:
     from .loras import LoadedAdapters
 
+#: A rank's answer to a call of the worker: whether it succeeded, and why not.
+RankAnswer = tuple[bool, str]
 
 _LOST = (
     "internal error: its rows are not where the scheduler announced them, and this "
@@ -303,7 +305,7 @@ class DataPlane:
         preempted: int,
         keeping: Keeping | None = None,
         resumed: dict[str, int] | None = None,
-        ends: Sequence[tuple[str, int]] = (),
+        ends: Sequence[RequestEnd] = (),
         waiting: Sequence[bytes] = (),
     ) -> None:
         """Begin a step: finish ended requests, then admit new ones, so that table rows are released
@@ -497,8 +499,8 @@ class DataPlane:
             part.acquire(tracked)
 
 
-def answer(action: Callable[[], None]) -> tuple[bool, str]:
-    """Run a call of the worker; return (whether it succeeded, why not).
+def answer(action: Callable[[], None]) -> RankAnswer:
+    """Run a call of the worker.
 
     A refused call has changed nothing on this rank.
     """

@@ -1,6 +1,5 @@
 """Stacked weights of probes: one batched product scores all rows that the same probes read."""
 
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 
 from ....schemas.artifacts.probes import StoredProbe
+from ....schemas.base.recent import Recent
 from ....schemas.base.records import by_key
 from ....schemas.prompts.sites import At
 from ..edits.steering_tables import VectorStore
@@ -55,7 +55,7 @@ class Stacks:
     def __init__(self, vectors: VectorStore, hidden_size: int) -> None:
         self._vectors = vectors
         self._hidden_size = hidden_size
-        self._kept: OrderedDict[Any, ScorePlan | None] = OrderedDict()
+        self._kept = Recent[Any, ScorePlan | None](_KEPT)
 
     def plan(self, probes: Sequence[StoredProbe], sides: Sequence[ProbedRows]) -> ScorePlan | None:
         """Return the plan for a request's probes and recordings; None if no probe reads rows of
@@ -78,8 +78,6 @@ class Stacks:
         key = named, tuple([(side.at, side.wants) for side in sides])
         if key not in self._kept:
             self._kept[key] = self._planned(probes, sides)
-            while len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key]
 

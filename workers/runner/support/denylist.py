@@ -29,177 +29,163 @@ class UnsupportedConfigurationError(ValueError):
 
 RULES = (
     # Rows of a batch
-    SettingRule("parallel_config.enable_dbo", (False,), _SPLIT),
-    SettingRule("parallel_config.ubatch_size", (0, 1), _SPLIT),
-    SettingRule("parallel_config.prefill_context_parallel_size", (1,), _SPLIT),
-    SettingRule("parallel_config.decode_context_parallel_size", (1,), _STATE),
-    SettingRule("parallel_config.data_parallel_size", (1,), _SEVERAL),
-    SettingRule("parallel_config.use_sequence_parallel_moe", (False,), _SPLIT),
-    SettingRule("parallel_config.enable_hc_sp", (False,), _SPLIT),
-    SettingRule("parallel_config.enable_eplb", (False,), "experts move between ranks"),
-    SettingRule("parallel_config.enable_elastic_ep", (False,), "ranks come and go"),
-    SettingRule("parallel_config.enable_fault_tolerance", (False,), "ranks come and go"),
+    SettingRule("parallel_config.enable_dbo", _SPLIT),
+    SettingRule("parallel_config.ubatch_size", _SPLIT, (0, 1)),
+    SettingRule("parallel_config.prefill_context_parallel_size", _SPLIT, (1,)),
+    SettingRule("parallel_config.decode_context_parallel_size", _STATE, (1,)),
+    SettingRule("parallel_config.data_parallel_size", _SEVERAL, (1,)),
+    SettingRule("parallel_config.use_sequence_parallel_moe", _SPLIT),
+    SettingRule("parallel_config.enable_hc_sp", _SPLIT),
+    SettingRule("parallel_config.enable_eplb", "experts move between ranks"),
+    SettingRule("parallel_config.enable_elastic_ep", "ranks come and go"),
+    SettingRule("parallel_config.enable_fault_tolerance", "ranks come and go"),
     SettingRule(
         "parallel_config.enable_batch_sharded_sampling",
-        (False, None),
         "no rank has all logits of a step to grade",
+        (False, None),
     ),
-    SettingRule("parallel_config.distributed_executor_backend", ("mp", "uni", "ray", None)),
+    SettingRule("parallel_config.distributed_executor_backend", valid=("mp", "uni", "ray", None)),
     SettingRule(
         "parallel_config.worker_cls",
-        ("midstream.workers.runner.vllm.worker_class.MidstreamWorker",),
         _OURS,
+        ("midstream.workers.runner.vllm.worker_class.MidstreamWorker",),
     ),
     SettingRule(
         "parallel_config.worker_extension_cls",
-        ("",),
         "it adds calls to the ranks that no receipt covers",
+        ("",),
     ),
     SettingRule(
         "scheduler_config.scheduler_cls",
+        _OURS,
         tuple(
             f"midstream.workers.runner.vllm.scheduler.{name}"
             for name in ("MidstreamAsyncScheduler", "MidstreamScheduler")
         ),
-        _OURS,
     ),
     SettingRule(
         "cache_config.kv_sharing_fast_prefill",
-        (False,),
         "the upper layers compute only the last row of a prompt",
     ),
     # LoRA
-    SettingRule("lora_config.fully_sharded_loras", (False,), _ADAPTERS),
-    SettingRule("lora_config.target_modules", (None,), "adapters would be applied in part"),
+    SettingRule("lora_config.fully_sharded_loras", _ADAPTERS),
+    SettingRule("lora_config.target_modules", "adapters would be applied in part", (None,)),
     SettingRule(
         "lora_config.default_mm_loras",
-        (None,),
         "requests would get an adapter that they did not name",
-    ),
-    SettingRule("lora_config.enable_tower_connector_lora", (False,), _ADAPTERS),
-    SettingRule("lora_config.specialize_active_lora", (False,), _ADAPTERS),
-    SettingRule("lora_config.enable_mixed_moe_lora_format", (False,), _ADAPTERS),
-    SettingRule("lora_config.enable_moe_shared_loras", (False,), _ADAPTERS),
-    SettingRule(
-        "lora_config.max_lora_cls_labels",
         (None,),
-        "requests that do not generate report no end",
+    ),
+    SettingRule("lora_config.enable_tower_connector_lora", _ADAPTERS),
+    SettingRule("lora_config.specialize_active_lora", _ADAPTERS),
+    SettingRule("lora_config.enable_mixed_moe_lora_format", _ADAPTERS),
+    SettingRule("lora_config.enable_moe_shared_loras", _ADAPTERS),
+    SettingRule(
+        "lora_config.max_lora_cls_labels", "requests that do not generate report no end", (None,)
     ),
     SettingRule(
         "lora_config.lora_dtype other than model_config.dtype",
-        (False,),
         "adapters are computed in the model's dtype",
-        lambda config: (
+        read=lambda config: (
             config.lora_config is not None
             and config.lora_config.lora_dtype != config.model_config.dtype
         ),
     ),
     SettingRule(
         "lora_config with compilation or graphs",
-        (False,),
         f"with compilation, adapters are {_ADAPTERS}: set enforce_eager",
-        lambda config: config.lora_config is not None and not config.model_config.enforce_eager,
+        read=lambda config: (
+            config.lora_config is not None and not config.model_config.enforce_eager
+        ),
     ),
     SettingRule(
         "lora_config with a model of experts",
-        (False,),
         "vLLM's experts do not run on CPUs once adapters are served, and are untested elsewhere",
-        lambda config: config.lora_config is not None and config.model_config.is_moe,
+        read=lambda config: config.lora_config is not None and config.model_config.is_moe,
     ),
     SettingRule(
         "lora_config with a quantised model",
-        (False,),
         _ADAPTERS,
-        lambda config: (
+        read=lambda config: (
             config.lora_config is not None and config.model_config.quantization is not None
         ),
     ),
     SettingRule(
         "lora_config with speculative_config",
-        (False,),
         _ADAPTERS,
-        lambda config: config.lora_config is not None and config.speculative_config is not None,
+        read=lambda config: (
+            config.lora_config is not None and config.speculative_config is not None
+        ),
     ),
     SettingRule(
-        "model_config.runner_type",
-        ("generate",),
-        "requests that do not generate report no end",
+        "model_config.runner_type", "requests that do not generate report no end", ("generate",)
     ),
-    SettingRule(
-        "model_config.is_encoder_decoder", (False,), "an encoder-decoder model has two streams"
-    ),
+    SettingRule("model_config.is_encoder_decoder", "an encoder-decoder model has two streams"),
     SettingRule(
         "model_config.is_mm_prefix_lm with images",
-        (False,),
-        (
-            "tokens of an image attend to later ones in transformers' model, which is not "
-            "proven of vLLM's"
-        ),
-        lambda config: _takes(config, "image") and bool(config.model_config.is_mm_prefix_lm),
+        "tokens of an image attend to later ones in transformers' model, which is not "
+        "proven of vLLM's",
+        read=lambda config: _takes(config, "image") and bool(config.model_config.is_mm_prefix_lm),
     ),
     SettingRule(
         "model_config.multimodal_config.limit_per_prompt for videos or sounds",
-        (False,),
         "their positions cannot be named",
-        lambda config: _takes(config, "video", "audio"),
+        read=lambda config: _takes(config, "video", "audio"),
     ),
     SettingRule(
         "model_config.multimodal_config.mm_processor_cache_gb",
-        (0,),
         "prompts would be processed in another order than they are submitted",
+        (0,),
     ),
     SettingRule(
-        "model_config.enable_prompt_embeds",
-        (False,),
-        "positions given as embeddings have no tokens",
+        "model_config.enable_prompt_embeds", "positions given as embeddings have no tokens"
     ),
     SettingRule(
         "model_config.disable_cascade_attn",
-        (True,),
         "a common prefix would be computed once for a batch: other requests would change the bits",
+        (True,),
     ),
+    SettingRule("model_config.enable_sleep_mode", "the hook sites' buffers leave the device"),
     SettingRule(
-        "model_config.enable_sleep_mode", (False,), "the hook sites' buffers leave the device"
-    ),
-    SettingRule(
-        "diffusion_config", (None,), "a step computes rows of positions that are not final"
+        "diffusion_config", "a step computes rows of positions that are not final", (None,)
     ),
     # State outside the batch
     SettingRule(
         "kv_transfer_config",
-        (None,),
         "requests could reuse cached blocks whose rows were not kept: the limit on reuse does not "
         "cover a connector's blocks",
+        (None,),
     ),
-    SettingRule("ec_transfer_config", (None,), _STATE),
-    SettingRule("cache_config.kv_offloading_size", (None,), _STATE),
+    SettingRule("ec_transfer_config", _STATE, (None,)),
+    SettingRule("cache_config.kv_offloading_size", _STATE, (None,)),
     SettingRule(
         "cache_config.mamba_cache_mode",
-        ("none",),
         f"{_STATE} (recurrent models: set enable_prefix_caching=false)",
+        ("none",),
     ),
-    SettingRule("cache_config.use_replayssm", (False,), _STATE),
-    SettingRule("cache_config.enable_mamba_shared_prefix_checkpoint", (False,), _STATE),
-    SettingRule("attention_config.hisparse_config", (None,), _STATE),
+    SettingRule("cache_config.use_replayssm", _STATE),
+    SettingRule("cache_config.enable_mamba_shared_prefix_checkpoint", _STATE),
+    SettingRule("attention_config.hisparse_config", _STATE, (None,)),
     SettingRule(
-        "attention_config.use_non_causal",
-        (False,),
-        "later positions change the rows of earlier ones",
-    ),
-    SettingRule(
-        "weight_transfer_config", (None,), "the weights change under kept rows and cached prompts"
+        "attention_config.use_non_causal", "later positions change the rows of earlier ones"
     ),
     SettingRule(
-        "watermark_config", (None,), "tokens would be sampled otherwise, and no receipt shows it"
+        "weight_transfer_config", "the weights change under kept rows and cached prompts", (None,)
     ),
-    SettingRule("aux_output_config.enabled", (False,), "no receipt covers such outputs"),
+    SettingRule(
+        "watermark_config", "tokens would be sampled otherwise, and no receipt shows it", (None,)
+    ),
+    SettingRule("aux_output_config.enabled", "no receipt covers such outputs"),
     # Compilation
     SettingRule(
         "compilation_config.mode",
-        (CompilationMode.NONE, CompilationMode.DYNAMO_TRACE_ONCE, CompilationMode.VLLM_COMPILE),
+        valid=(
+            CompilationMode.NONE,
+            CompilationMode.DYNAMO_TRACE_ONCE,
+            CompilationMode.VLLM_COMPILE,
+        ),
     ),
     SettingRule(
-        "compilation_config.inductor_passes", ({},), "a pass may drop or move the hook sites' ops"
+        "compilation_config.inductor_passes", "a pass may drop or move the hook sites' ops", ({},)
     ),
 )
 

@@ -53,47 +53,43 @@ REFUSED: Mapping[str, str] = {
 CONDITIONS = (
     SettingRule(
         "speculative_config with scheduler_config.async_scheduling",
-        (False,),
         "positions are known only on the GPU, where drafts are rejected",
-        lambda config: bool(config.scheduler_config.async_scheduling),
+        read=lambda config: bool(config.scheduler_config.async_scheduling),
     ),
     SettingRule(
         "parallel_config.pipeline_parallel_size with speculative_config",
-        (1,),
+        valid=(1,),
         read=lambda config: config.parallel_config.pipeline_parallel_size,
     ),
     SettingRule(
         "speculative_config.rejection_sample_method",
-        ("standard",),
         "other methods may accept tokens that the model would not choose",
+        ("standard",),
     ),
-    SettingRule("speculative_config.draft_sample_method", ("greedy",)),
-    SettingRule("speculative_config.parallel_drafting", (False,)),
+    SettingRule("speculative_config.draft_sample_method", valid=("greedy",)),
+    SettingRule("speculative_config.parallel_drafting"),
     SettingRule(
         "speculative_config.enable_adaptive_verification",
-        (False,),
         "the GPU decides how many drafts a request has",
     ),
-    SettingRule("speculative_config.num_speculative_tokens_per_batch_size", (None,)),
-    SettingRule("speculative_config.use_heterogeneous_vocab", (False,)),
+    SettingRule("speculative_config.num_speculative_tokens_per_batch_size", valid=(None,)),
+    SettingRule("speculative_config.use_heterogeneous_vocab"),
 )
 #: Conditions of methods whose drafting model reads what the target computed.
 OF_HEADS = (
-    SettingRule("speculative_config.use_local_argmax_reduction", (False,)),
-    SettingRule("speculative_config.disable_padded_drafter_batch", (False,)),
+    SettingRule("speculative_config.use_local_argmax_reduction"),
+    SettingRule("speculative_config.disable_padded_drafter_batch"),
     SettingRule(
         "speculative_config.disable_eagle_block_drop",
-        (False,),
         "the drafter would read cached blocks that it has not filled",
     ),
     SettingRule(
         "speculative_config.index_share_for_mtp_iteration",
-        (None, False),
         "the drafter would write to what the target reads",
+        (None, False),
     ),
     SettingRule(
         "speculative_config.draft_tensor_parallel_size other than tensor_parallel_size",
-        (False,),
         read=lambda config: (
             config.speculative_config.draft_tensor_parallel_size
             != config.parallel_config.tensor_parallel_size
@@ -101,9 +97,8 @@ OF_HEADS = (
     ),
     SettingRule(
         "speculative_config with layers that have recurrent state",
-        (False,),
         "rejected drafts would change the state",
-        lambda config: config.model_config.is_hybrid or config.model_config.is_attention_free,
+        read=lambda config: config.model_config.is_hybrid or config.model_config.is_attention_free,
     ),
 )
 

@@ -13,8 +13,8 @@ class SettingRule:
     """One setting. `name`: its path in `VllmConfig`, unless `read` says how to get it."""
 
     name: str
-    valid: tuple[Any, ...]
     why: str = ""  # why other values are refused; empty: they are unproven, which is a caveat
+    valid: tuple[Any, ...] = (False,)
     read: Callable[[VllmConfig], Any] | None = None
 
     def value(self, config: VllmConfig) -> Any:

@@ -8,11 +8,10 @@ midstream.workers.runner.support.seams FOLDER`. `docs/vllm.md` describes upgrade
 
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 
 from ....schemas.jobs.certificates import UNPROVEN
-from .seam_table import SEAMS, Seam
+from .seam_table import SEAMS
 from .vllm_source import VllmFolder, installed, refusals, replacements
 
 #: Versions with which all tests ran. Others are served with a caveat if they have every seam.
@@ -41,16 +40,6 @@ def mismatches(source: VllmFolder) -> Iterator[str]:
                 yield f"{where}: {problem}"
 
 
-@cache
-def _missing(seams: tuple[Seam, ...]) -> tuple[str, ...]:
-    """Return what the installed vLLM lacks, as `mismatches` does; a second of work, and the same
-    answer while the process runs.
-
-    `seams`: `SEAMS`, of which the answer is kept.
-    """
-    return tuple(mismatches(installed()))
-
-
 def of_version(version: str) -> list[str]:
     """Return the caveat of a version of vLLM; none of a proven one."""
     name = version.partition("+")[0]
@@ -62,13 +51,13 @@ def verify(source: VllmFolder | None = None) -> list[str]:
     """Return caveats for the installed vLLM; raises SeamError for one that lacks seams, with all of
     their names.
     """
-    version = (source or installed()).version
-    if result := _missing(SEAMS) if source is None else tuple(mismatches(source)):
+    source = source or installed()
+    if result := list(mismatches(source)):
         raise SeamError(
-            f"vLLM {version.partition('+')[0]} is not built as Midstream expects "
+            f"vLLM {source.version.partition('+')[0]} is not built as Midstream expects "
             f"(docs/vllm.md): {'; '.join(result)}"
         )
-    return of_version(version)
+    return of_version(source.version)
 
 
 def main(arguments: list[str]) -> int:

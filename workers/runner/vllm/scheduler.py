@@ -21,7 +21,7 @@ from ....schemas.requests.source_runs import is_row
 from ....schemas.requests.specs import RankSpec
 from ..base.backlog import Backlog
 from ..base.config import plane_config
-from ..base.engine_step import EngineLoad, Finish
+from ..base.engine_step import EngineLoad, Finish, RequestEnd
 from ..base.packed_spec import packed_spec, unpack
 from ..base.row_index import Keeping, RequestCaptures, RowIndex
 from ..probes.probe_news import ProbeNews, news_of
@@ -69,9 +69,7 @@ class StepOrders(NamedTuple):
 
     # how requests with a spec finished in the engine
     finished: Mapping[str, Finish] = {}
-    # where the worker has ended requests since the last step: (`RankSpec.key`, number of tokens),
-    # see `Requests.end`
-    ends: Sequence[tuple[str, int]] = ()
+    ends: Sequence[RequestEnd] = ()  # since the last step
     keeping: Keeping | None = None  # which stored rows the ranks serve, keep and drop
     # packed specs of steered requests that arrived since the last step and are not in this one, so
     # that ranks can lay out their rows ahead
@@ -93,7 +91,7 @@ class _Midstream:
         die_with_parent()
         learn_records()
         self._midstream_finished: dict[str, Finish] = {}
-        self._midstream_ends: list[tuple[str, int]] = []
+        self._midstream_ends: list[RequestEnd] = []
         # steered requests that arrived since the last step → packed spec
         self._midstream_arrived: dict[str, bytes] = {}
         self._midstream_long = set[str]()  # those of them whose many entries are new to the ranks
@@ -201,7 +199,7 @@ class _Midstream:
         if spec is not None and (spec.captures or spec.chunk):
             self._midstream_filling.add(request.request_id)
 
-    def midstream_end(self, ends: list[tuple[str, int]]) -> None:
+    def midstream_end(self, ends: list[RequestEnd]) -> None:
         """Send ends to all ranks with the next step, which `has_finished_requests` ensures."""
         # With a step, all ranks get an end at the same moment, as their checksums require, and
         # after the abort that the worker sent earlier.
@@ -462,7 +460,7 @@ def _accept_ends() -> None:
     # imported where a scheduler is created: ranks import this module too, and do not need it
     from vllm.v1.engine.core import EngineCore
 
-    def midstream_end(self: Any, ends: list[tuple[str, int]]) -> None:
+    def midstream_end(self: Any, ends: list[RequestEnd]) -> None:
         self.scheduler.midstream_end([(key, num_tokens) for key, num_tokens in ends])
 
     # A call to all ranks would hold up the engine core until each has answered. Abort messages with

@@ -47,7 +47,7 @@ from ..hooks.sites import (
     stream_hooks,
     warm_up,
 )
-from ..plane.data_plane import DataPlane, answer
+from ..plane.data_plane import DataPlane, RankAnswer, answer
 from ..plane.grading import tap
 from ..plane.inside_hooks import Group, install_inside
 from ..plane.loras import LoadedAdapters
@@ -298,7 +298,7 @@ class MidstreamWorker(PlatformWorker):
 
     # Methods that change state return (success, reason); a rank that refuses has changed nothing.
 
-    def midstream_put_vectors(self, vectors: dict[str, Any], users: list[Any]) -> tuple[bool, str]:
+    def midstream_put_vectors(self, vectors: dict[str, Any], users: list[Any]) -> RankAnswer:
         """Store steering tensors. `users`: steering of requests that will use them, each a
         `list[StoredSteering]`, which is laid out ahead.
         """
@@ -309,34 +309,32 @@ class MidstreamWorker(PlatformWorker):
 
         return self._answer(put)
 
-    def midstream_drop_vectors(self, names: list[str]) -> tuple[bool, str]:
+    def midstream_drop_vectors(self, names: list[str]) -> RankAnswer:
         return self._answer(lambda plane: plane.rank_state.drop_vectors(names))
 
-    def midstream_put_run(self, run: dict[str, Any]) -> tuple[bool, str]:
+    def midstream_put_run(self, run: dict[str, Any]) -> RankAnswer:
         """Load a source run: a `RunFiles` as plain containers. This rank reads only the rows that
         its own sites need, and waits for no other rank.
         """
         return self._answer(lambda plane: plane.runs.put(msgspec.convert(run, RunFiles)))
 
-    def midstream_drop_runs(self, keys: list[str]) -> tuple[bool, str]:
+    def midstream_drop_runs(self, keys: list[str]) -> RankAnswer:
         return self._answer(lambda plane: plane.runs.drop(keys))
 
-    def midstream_put_lora(self, number: int, digest: str, folder: str) -> tuple[bool, str]:
+    def midstream_put_lora(self, number: int, digest: str, folder: str) -> RankAnswer:
         """Load a LoRA adapter, whose files must have this digest. `number`: vLLM's number of it."""
         return self._answer(lambda _: self._loras().put(number, digest, folder))
 
-    def midstream_drop_loras(self, numbers: list[int]) -> tuple[bool, str]:
+    def midstream_drop_loras(self, numbers: list[int]) -> RankAnswer:
         return self._answer(lambda _: self._loras().drop(numbers))
 
-    def midstream_put_sae(
-        self, digest: str, hook: str, layer: int, folder: str
-    ) -> tuple[bool, str]:
+    def midstream_put_sae(self, digest: str, hook: str, layer: int, folder: str) -> RankAnswer:
         """Load a sparse autoencoder, whose files must have this digest. Ranks that read no rows at
         `hook` of `layer` load nothing.
         """
         return self._answer(lambda plane: _features(plane).put(digest, hook, layer, folder))
 
-    def midstream_drop_saes(self, digests: list[str]) -> tuple[bool, str]:
+    def midstream_drop_saes(self, digests: list[str]) -> RankAnswer:
         return self._answer(lambda plane: _features(plane).drop(digests))
 
     def midstream_lora_modules(self) -> dict[str, Any]:
@@ -344,15 +342,15 @@ class MidstreamWorker(PlatformWorker):
         with set_current_vllm_config(self.vllm_config):  # transformers may build vLLM's modules
             return self._loras().modules(self.vllm_config.model_config.hf_config)
 
-    def midstream_check_global(self, steering: dict[str, Any]) -> tuple[bool, str]:
+    def midstream_check_global(self, steering: dict[str, Any]) -> RankAnswer:
         """Check whether a `GlobalSteering`, as plain containers, could be applied to requests."""
         needed = msgspec.convert(steering, GlobalSteering)
         return self._answer(lambda plane: plane.rank_state.check_global(needed))
 
-    def midstream_forget_failures(self, steps: list[int]) -> tuple[bool, str]:
+    def midstream_forget_failures(self, steps: list[int]) -> RankAnswer:
         return self._answer(lambda plane: plane.forget_failures(steps))
 
-    def midstream_restart_ledger(self) -> tuple[bool, str]:
+    def midstream_restart_ledger(self) -> RankAnswer:
         return self._answer(lambda plane: plane.restart())
 
     def midstream_found(self) -> dict[str, Any]:
@@ -397,11 +395,11 @@ class MidstreamWorker(PlatformWorker):
             return msgspec.to_builtins(judgement, builtin_types=(bytes,))
         return getattr(self._certifier, action)(**arguments)
 
-    def midstream_close(self) -> tuple[bool, str]:
+    def midstream_close(self) -> RankAnswer:
         self._connected().close()
         return True, ""
 
-    def _answer(self, action: Callable[[DataPlane], None]) -> tuple[bool, str]:
+    def _answer(self, action: Callable[[DataPlane], None]) -> RankAnswer:
         plane = self._connected()
         return answer(lambda: action(plane))
 

@@ -104,9 +104,7 @@ class HarvestAttempt:
 
     async def run(self) -> None:
         """Run the part to its end. Raises MidstreamError, and CancelledError when stopped."""
-        harvest = await patiently(
-            lambda: self._harvests.stored(self._part.harvest), f"harvest {self._part.harvest}"
-        )
+        harvest = await patiently(self._harvests.stored, self._part.harvest)
         store = open_store(harvest.uri)
         roots = self._ledger.settings.harvest_sources
         info = self._engine.info
@@ -129,9 +127,7 @@ class HarvestAttempt:
     ) -> UnitFate:
         """Return the ledger's answer to a report of this attempt."""
         attempt = self._attempt
-        return await patiently(
-            lambda: report(attempt.job, attempt.number, *facts, **named), f"part {attempt.job.id}"
-        )
+        return await patiently(report, attempt.job, attempt.number, *facts, **named)
 
     async def _survey(
         self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader, survey: Survey
@@ -172,7 +168,7 @@ class HarvestAttempt:
     async def _planned(self, harvest: StoredHarvest) -> str:
         """Return the key of the plan that counts; empty before there is one."""
         try:
-            file = await patiently(lambda: self._harvests.plan(harvest.id), f"plan of {harvest.id}")
+            file = await patiently(self._harvests.plan, harvest.id)
         except MidstreamError as error:
             if error.kind != "not_found":
                 raise
@@ -180,7 +176,7 @@ class HarvestAttempt:
         return file.key
 
     async def _seal(self, harvest: StoredHarvest, store: ArtifactStore) -> None:
-        done = await patiently(lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}")
+        done = await patiently(self._harvests.done, harvest.id)
         file, plan = await self._read_plan(harvest, store)
         if len(done) != plan.parts:
             raise MidstreamError(
@@ -202,7 +198,7 @@ class HarvestAttempt:
     async def _read_plan(
         self, harvest: StoredHarvest, store: ArtifactStore
     ) -> tuple[CheckedFile, HarvestPlan]:
-        file = await patiently(lambda: self._harvests.plan(harvest.id), f"plan of {harvest.id}")
+        file = await patiently(self._harvests.plan, harvest.id)
 
         data = await asyncio.to_thread(checked, store, file)
         return file, await asyncio.to_thread(from_msgpack, data, HarvestPlan)
@@ -304,9 +300,7 @@ class HarvestAttempt:
                 "come from two different models"
             )
             raise MidstreamError("conflict", detail)
-        if self._part.part in await patiently(
-            lambda: self._harvests.done(harvest.id), f"parts of {harvest.id}"
-        ):
+        if self._part.part in await patiently(self._harvests.done, harvest.id):
             return
         _, plan = await self._read_plan(harvest, store)
 
@@ -333,9 +327,7 @@ class HarvestAttempt:
                 for number in range(self._part.first, self._part.first + self._part.count):
                     if number in units.known:
                         continue
-                    if number >= await patiently(
-                        lambda: self._harvests.window_end(harvest), f"window of {harvest.id}"
-                    ):
+                    if number >= await patiently(self._harvests.window_end, harvest):
                         # A full window holds no worker, at the price of a job for every unit of a
                         # harvest that waits.
                         break  # the rest of the part is submitted again when consumers are there

@@ -1,30 +1,29 @@
 """A process next to the worker that reads sources of harvests, so that no file can exhaust the
 worker's memory or delay a cancellation.
 
-The two exchange MessagePack messages over a connection. The process ends with its worker,
-however that ends, and after `IDLE_S` without a request.
+The process ends with its worker, however that ends, and after `IDLE_S` without a request.
 """
 
 import asyncio
-import os
 import resource
-import signal
-import subprocess
-import sys
-import threading
-import traceback
-from collections import OrderedDict
 from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 import numpy as np
 
-from midstream.broker.processes.orphans import die_with_parent
-from midstream.schemas.base.errors import MidstreamError, Problem, Translated, error_of, invalid
+from midstream.broker.processes.helper_process import (
+    OUT_OF_MEMORY,
+    HelperAnswers,
+    HelperEnded,
+    HelperProcess,
+    answer_all,
+    begin,
+    limit_memory,
+)
+from midstream.schemas.base.errors import MidstreamError, invalid
+from midstream.schemas.base.recent import Recent
 from midstream.schemas.base.records import from_msgpack, to_msgpack
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.settings.settings import Settings
@@ -50,10 +49,6 @@ SURVEY_MIB = 1 << 15
 TRIES = 2
 #: Seconds without a request after which the process ends; the next request starts another.
 IDLE_S = 600.0
-#: Exit status of the process when it runs out of memory.
-EXIT_MEMORY = 3
-#: Seconds that it gets to exit.
-ENDING_S = 5.0
 #: Sources that the process keeps open: as many as a worker runs parts at a time.
 OPEN = 2
 
@@ -80,15 +75,6 @@ class ReadRequest(msgspec.Struct, frozen=True):
     file: SourceFile | None = None
     unit: PlannedUnit | None = None
     survey: SurveyTask | None = None  # of a finished harvest, whose source is not read
-
-
-class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The process's reply to a request."""
-
-    at: str = ""  # the place that is being read; another reply follows
-    unknown: bool = False  # the harvest is not open: repeat the request with `opening`
-    problem: Problem | None = None
-    answer: bytes = b""  # MessagePack
 
 
 class SourceReader:
@@ -142,59 +128,45 @@ class SourceReader:
         )
 
     async def _ask(self, place: str, request: ReadRequest, answer: type[T]) -> T:
-        stopped = threading.Event()
-        try:
-            reply = await asyncio.to_thread(
-                self._process.ask, self._opening, request, place, stopped
-            )
-            return from_msgpack(reply.answer, answer)
-        except asyncio.CancelledError:
-            self._process.stop(stopped)
-            raise
+        return from_msgpack(await self._process.ask(self._opening, request, place), answer)
 
 
 class SourceProcess:
-    """The process that reads sources, started at the first request. Thread-safe."""
+    """The process that reads sources, started at the first request. Requests take turns."""
 
     def __init__(self, limit_mib: int = LIMIT_MIB, idle_s: float = IDLE_S) -> None:
         self._limit = limit_mib
-        self._idle_s = idle_s
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None  # to the process
-        self._asking = threading.Lock()
-        self._killing = threading.Lock()
-        self._current: threading.Event | None = None  # `stopped` of the running request
+        self.helper = HelperProcess(
+            __name__,
+            limit_mib,
+            idle_s,
+            # Arrow's other memory pools reserve more than they use
+            ARROW_DEFAULT_MEMORY_POOL="system",
+        )
+        self._turn = asyncio.Lock()
 
-    def ask(
-        self, opening: Opening, request: ReadRequest, place: str, stopped: threading.Event
-    ) -> Reply:
+    async def ask(self, opening: Opening, request: ReadRequest, place: str) -> bytes:
         """Send `request` and return the reply.
 
-        Raises MidstreamError, also if reading `place` takes too much memory, and EOFError once
-        `stopped` is set, see `stop`.
+        Raises MidstreamError, also if reading `place` takes too much memory.
         """
-        with self._asking:
+        async with self._turn:
             for attempt in range(1, TRIES + 1):
-                with self._killing:
-                    if stopped.is_set():
-                        raise EOFError("the request was stopped")
-                    self._current = stopped
                 try:
-                    return self._exchange(opening, request)
-                except _Ended as end:
-                    code = self.close(ENDING_S)
-                    if not stopped.is_set() and attempt == TRIES:
-                        raise self._failure(code, end.args[0] or place, request.survey) from end
-                finally:
-                    with self._killing:
-                        self._current = None
-        raise EOFError("the request was stopped")
+                    if raw := await self.helper.ask(to_msgpack(request)):
+                        return raw
+                    opened = msgspec.structs.replace(request, opening=opening)
+                    return await self.helper.ask(to_msgpack(opened))
+                except HelperEnded as end:
+                    if attempt == TRIES:
+                        raise self._failure(end.status, end.at or place, request.survey) from end
+        raise AssertionError("the last attempt returns or raises")
 
     def _failure(self, code: int, place: str, task: SurveyTask | None) -> MidstreamError:
         """Return the error for a process that ended with `code`: out of memory, which a signal from
         the kernel or a library also means, or an internal failure.
         """
-        if code < 0 or code == EXIT_MEMORY:
+        if code < 0 or code == OUT_OF_MEMORY:
             field = "source"
             if task is not None:
                 field = "against" if task.survey.against else "sae"
@@ -207,99 +179,33 @@ class SourceProcess:
             ),
         )
 
-    def stop(self, stopped: threading.Event) -> None:
-        """Stop the request that was made with `stopped`; if it is running, kill the process."""
-        with self._killing:
-            stopped.set()
-            if self._current is stopped and self._process is not None:
-                self._process.kill()
-
-    def close(self, wait_s: float = 0.0) -> int:
-        """Kill the process after `wait_s` seconds, in which it may exit; returns its exit code."""
-        process = self._process
-        self._process = None
-        code = 0
-        if process is not None:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(wait_s)
-            process.kill()
-            code = process.wait()
-        if self._connection is not None:
-            self._connection.close()
-        return code
-
-    def _exchange(self, opening: Opening, request: ReadRequest) -> Reply:
-        connection = self._connected()
-        at = ""
-        with Translated((EOFError, OSError), lambda error: _Ended(at)):
-            connection.send_bytes(to_msgpack(request))
-            while (reply := from_msgpack(connection.recv_bytes(), Reply)).at or reply.unknown:
-                if reply.unknown:
-                    opened = msgspec.structs.replace(request, opening=opening)
-                    connection.send_bytes(to_msgpack(opened))
-                at = reply.at
-        if reply.problem is not None:
-            raise error_of(reply.problem)
-        return reply
-
-    def _connected(self) -> Connection:
-        """Return the connection to the process, which is started if there is none."""
-        with self._killing:
-            if self._connection is None or self._process is None:
-                self._connection, its = Pipe()
-                values = (self._limit, self._idle_s, os.getpid(), its.fileno())
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__, *map(str, values)],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(its.fileno(),),
-                    start_new_session=True,  # Ctrl-C is its worker's to handle
-                    # Arrow's other memory pools reserve more than they use
-                    env={**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system"},
-                )
-                its.close()
-            return self._connection
-
-
-class _Ended(Exception):
-    """The process has ended; the argument is the place that it was reading."""
-
 
 class ReadingServer:
     """The process's side of the exchange."""
 
-    def __init__(self, worker: Connection) -> None:
-        self._worker = worker
-        self._sources: OrderedDict[str, SourceFiles] = OrderedDict()
+    def __init__(self, answers: HelperAnswers) -> None:
+        self._answers = answers
+        self._sources = Recent[str, SourceFiles](OPEN)
 
-    def answer(self, request: ReadRequest) -> Reply:
-        """Return the reply to a request. Raises MemoryError, which ends the process."""
-        try:
-            if request.survey is not None:
-                from ..surveys.survey import run_survey
+    def answer(self, raw: bytes) -> object:
+        """Return the answer to a request; None if its harvest is not open."""
+        request = from_msgpack(raw, ReadRequest)
+        if request.survey is not None:
+            from ..surveys.survey import run_survey
 
-                return Reply(answer=to_msgpack(run_survey(request.survey)))
-            if (opening := request.opening) is not None:
-                self._sources[request.harvest] = SourceFiles(
-                    opening.harvest,
-                    opening.bundle,
-                    Settings(harvest_sources=opening.roots),
-                    opening.vocabulary,
-                    self._show,
-                )
-                while len(self._sources) > OPEN:
-                    self._sources.popitem(last=False)
-            if (source := self._sources.get(request.harvest)) is None:
-                return Reply(unknown=True)
-            self._sources.move_to_end(request.harvest)
-            return Reply(answer=to_msgpack(self._execute(source, request)))
-        except MidstreamError as error:
-            return Reply(problem=error.problem())
-        except MemoryError:
-            raise
-        except Exception as error:
-            traceback.print_exc()
-            failed = MidstreamError("internal", f"{type(error).__name__}: {error}")
-            return Reply(problem=failed.problem())
+            return run_survey(request.survey)
+        if (opening := request.opening) is not None:
+            self._sources[request.harvest] = SourceFiles(
+                opening.harvest,
+                opening.bundle,
+                Settings(harvest_sources=opening.roots),
+                opening.vocabulary,
+                self._answers.show,
+            )
+        if (source := self._sources.get(request.harvest)) is None:
+            return None
+        self._sources.move_to_end(request.harvest)
+        return self._execute(source, request)
 
     def _execute(self, source: SourceFiles, request: ReadRequest) -> object:
         if request.special:
@@ -315,30 +221,16 @@ class ReadingServer:
             for each in source.read(request.file, request.unit)
         ]
 
-    def _show(self, place: str) -> None:
-        self._worker.send_bytes(to_msgpack(Reply(at=place)))
-
 
 def main() -> None:
-    limit = int(sys.argv[1]) << 20
-    idle_s = float(sys.argv[2])
-    die_with_parent(int(sys.argv[3]))
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    limit_mib, idle_s = begin(niceness=0)
+    limit_memory(int(limit_mib) << 20)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(OSError):
         # if the machine runs out of memory first, the kernel kills this process, not the worker
         Path("/proc/self/oom_score_adj").write_text("1000")
-    worker = Connection(int(sys.argv[4]))
-    server = ReadingServer(worker)
-    with suppress(EOFError, ConnectionError, KeyboardInterrupt):
-        try:
-            while True:
-                signal.setitimer(signal.ITIMER_REAL, idle_s)  # SIGALRM ends the process
-                request = from_msgpack(worker.recv_bytes(), ReadRequest)
-                signal.setitimer(signal.ITIMER_REAL, 0)
-                worker.send_bytes(to_msgpack(server.answer(request)))
-        except MemoryError:
-            os._exit(EXIT_MEMORY)
+    answers = HelperAnswers()
+    answer_all(answers, ReadingServer(answers).answer, idle_s=float(idle_s))
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class _Parts:
         """Hold one of `PARTS_PER_WORKER` places. Surveys take no part's place: as many may be here,
         and the ledger keeps the others.
         """
-        surveys = await patiently(lambda: self._harvests.surveys(job_id), f"look at {job_id}")
+        surveys = await patiently(self._harvests.surveys, job_id)
         if not surveys and self._held >= PARTS_PER_WORKER:
             yield False
             return

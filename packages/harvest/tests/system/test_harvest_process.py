@@ -9,9 +9,8 @@ import resource
 import shutil
 import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from midstream_fake_engine.model import make_bundle, make_tokenizer
 from refusal_kit import refuses
 from wait_kit import warn_if_late
 
+from midstream.broker.processes.helper_process import OUT_OF_MEMORY
 from midstream_harvest.records.harvests import (
     HarvestCut,
     HarvestPlan,
@@ -30,7 +30,7 @@ from midstream_harvest.records.harvests import (
 )
 from midstream_harvest.records.work import Survey
 from midstream_harvest.run.cut import CutDocument
-from midstream_harvest.run.process import EXIT_MEMORY, SourceProcess, SourceReader
+from midstream_harvest.run.process import SourceProcess, SourceReader
 
 MIB = 1 << 20
 #: Of the process in these tests: an idle one has some 150 MiB.
@@ -38,10 +38,10 @@ LIMIT_MIB = 448
 
 
 @pytest.fixture(scope="module")
-def process() -> Iterator[SourceProcess]:
+async def process() -> AsyncIterator[SourceProcess]:
     made = SourceProcess(LIMIT_MIB)
     yield made
-    made.close()
+    await made.helper.end()
 
 
 def reader(process: SourceProcess, folder: Path, path: str, **changes: Any) -> SourceReader:
@@ -103,7 +103,7 @@ async def test_a_process_that_was_killed_is_started_again(
 ) -> None:
     made = reader(process, tmp_path, lines(tmp_path, "a.jsonl", texts(20)))
     plan = await made.plan()
-    process._process.kill()
+    (await process.helper.start()).kill()
     assert len(await made.read(plan, plan.units[0])) == 20
 
 
@@ -112,12 +112,12 @@ async def test_an_idle_process_ends_and_the_next_request_has_another(tmp_path: P
     made = reader(short, tmp_path, lines(tmp_path, "a.jsonl", texts(20)))
     try:
         plan = await made.plan()
-        first = short._process
-        assert await asyncio.to_thread(first.wait, 60) == -signal.SIGALRM
+        first = short.helper.process
+        assert await asyncio.wait_for(first.wait(), 60) == -signal.SIGALRM
         assert len(await made.read(plan, plan.units[0])) == 20
-        assert short._process is not first
+        assert short.helper.process is not first
     finally:
-        short.close()
+        await short.helper.end()
 
 
 async def test_a_process_that_cannot_start_is_no_fault_of_the_source(
@@ -128,7 +128,7 @@ async def test_a_process_that_cannot_start_is_no_fault_of_the_source(
     made = reader(broken, tmp_path, lines(tmp_path, "a.jsonl", texts(1)))
     with refuses(match="the process that reads sources ended with 1", kind="internal"):
         await made.plan()
-    assert broken.close() == 0
+    assert broken.helper.process is None
 
 
 @pytest.mark.parametrize(("against", "field"), [("", "sae"), ("hrv_y", "against")])
@@ -137,7 +137,7 @@ def test_a_survey_out_of_memory_names_a_field_of_surveys(
 ) -> None:
     survey = Survey(uris=["/none"], top=1, context=0, against=against)
     task = SurveyTask(job="j", survey=survey, sae_root="", sae_bytes=0, data_dir="")
-    error = process._failure(EXIT_MEMORY, "the survey", task)
+    error = process._failure(OUT_OF_MEMORY, "the survey", task)
     assert error.field == field
     assert error.detail == f"the survey takes more than {LIMIT_MIB} MiB of memory"
 
@@ -162,14 +162,6 @@ async def test_a_cancel_ends_what_the_process_reads(tmp_path: Path, process: Sou
     await asyncio.gather(*reading, return_exceptions=True)
     assert len((await everything(made))[1]) == 20
     warn_if_late(time.monotonic() - began, 10, "the process goes on with what was cancelled")
-
-
-def test_a_stopped_request_is_not_made_again(process: SourceProcess, tmp_path: Path) -> None:
-    made = reader(process, tmp_path, lines(tmp_path, "a.jsonl", texts(20)))
-    stopped = threading.Event()
-    process.stop(stopped)
-    with pytest.raises(EOFError):
-        process.ask(made._opening, None, "", stopped)  # type: ignore[arg-type]
 
 
 def parquet(folder: Path, name: str, values: list[Any], **options: Any) -> str:
@@ -295,7 +287,6 @@ def _resident() -> int:
 async def test_an_ended_worker_leaves_no_process(tmp_path: Path) -> None:
     made = SourceProcess(LIMIT_MIB)
     await reader(made, tmp_path, lines(tmp_path, "a.jsonl", texts(5))).plan()
-    running = made._process
-    made._connection.close()  # as the kernel does for a worker that was killed
-    assert running.wait(10) == 0
-    made.close()
+    running = await made.helper.start()
+    running.stdin.close()  # as the kernel does for a worker that was killed
+    assert await asyncio.wait_for(running.wait(), 10) == 0

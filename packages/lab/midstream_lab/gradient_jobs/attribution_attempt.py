@@ -116,8 +116,7 @@ class AttributionAttempt:
             cells = self._sweep.num_exact
         crash_point("attribution.estimated")
         answer = await patiently(
-            lambda: self._ledger.hand_on(self._job.id, self._attempt.number, "", cells),
-            f"hand-on of {self._job.id}",
+            self._ledger.hand_on, self._job.id, self._attempt.number, "", cells
         )
         self._attempt.check_answer(answer, "handed_on")
         crash_point("attribution.handed")

@@ -110,10 +110,7 @@ class FitAttempt:
             raise
         lenses = Registry(self._ledger, JACOBIAN_LENSES)
         try:
-            await patiently(
-                lambda: lenses.put(lens.model, lens.name, lambda _: lens, {}, of_accepted=True),
-                f"lens of {job.id}",
-            )
+            await patiently(lenses.put, lens.model, lens.name, lambda _: lens, {}, of_accepted=True)
         except MidstreamError:  # refused; after any other end, the lens may be registered
             _remove(folder)
             raise
@@ -178,15 +175,14 @@ class FitAttempt:
         await self._check_current()
         modules = Registry(self._ledger, MODULES)
         await patiently(
-            lambda: modules.put(module.model, module.name, module.after, blobs, of_accepted=True),
-            f"module of {job.id}",
+            modules.put, module.model, module.name, module.after, blobs, of_accepted=True
         )
         return module.digest
 
     async def _check_current(self) -> None:
         """Stop if the job is being cancelled, or was given to another attempt."""
         job = self._attempt.job
-        view = await patiently(lambda: self._ledger.view(job.id), f"view of {job.id}")
+        view = await patiently(self._ledger.view, job.id)
         current = view.attempt == self._attempt.number
         self._attempt.check_answer(view.state if current else "stale", State.RUNNING)
         self._attempt.check()

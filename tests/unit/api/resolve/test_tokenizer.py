@@ -204,9 +204,10 @@ async def test_long_texts_and_conversations_get_the_ids_they_get_in_this_process
     messages = [{"role": "user", "content": "hello " * 2000}]
     async with served(500_000) as (helpers, codec):
         assert await codec.encode(texts, special_tokens=True) == here(texts, True)
+        first = helpers._all[0].process
         text = PLAIN.render(messages)
         assert await codec.encode_chats([ChatInput(messages)]) == [(here([text], False)[0], text)]
-        assert len(helpers._all) == 1, (
+        assert helpers._all[0].process is first, (
             "the second question went to the process that knew the tokenizer"
         )
         # requests over the queue's limit are refused
@@ -221,14 +222,13 @@ async def test_long_texts_and_conversations_get_the_ids_they_get_in_this_process
 
 
 async def test_a_text_longer_than_the_model_is_refused_before_its_ids_are_sent() -> None:
-    async with served() as (helpers, codec):
+    async with served() as (_, codec):
         with pytest.raises(TooLong) as error:
             await codec.encode(["hello " * 20_000, "a", "hello " * 5000], special_tokens=False)
         assert error.value.index == 0
         assert error.value.tokens == 120_000
         with pytest.raises(TooLong, match="characters"):  # nothing is tokenised for this
             await codec.encode(["a" * (LIMIT * 7 + 1)], special_tokens=False)
-        assert len(helpers._all) == 1
         # one that is given up leaves no answer behind
         first = asyncio.ensure_future(codec.encode(["a" * 50_000], special_tokens=False))
         await asyncio.sleep(0)
@@ -244,7 +244,7 @@ async def test_a_template_that_fails_or_never_ends_is_an_error_and_the_next_is_s
         "range(99999) %}{% endfor %}{% endfor %}{% endif %}"
     )
     bundle = msgspec.structs.replace(BUNDLE, chat_template=template)
-    async with served(bundle=bundle, **{"tuning.tokenizer_timeout_s": 0.5}) as (helpers, codec):
+    async with served(bundle=bundle, **{"tuning.tokenizer_timeout_s": 0.5}) as (_, codec):
         with refuses(kind="invalid_request", field="messages"):
             await codec.encode_chats([ChatInput([{"role": "user", "content": "x" * 5000}])])
         with refuses("tokenizer_timeout_s"):
@@ -253,7 +253,6 @@ async def test_a_template_that_fails_or_never_ends_is_an_error_and_the_next_is_s
             [ChatInput([{"role": "user", "content": "b" * 5000}])]
         )
         assert text == ""
-        assert len(helpers._all) == 1
 
 
 def _forbidden(*arguments: Any, **options: Any) -> Any:
@@ -274,14 +273,14 @@ async def test_long_prompts_are_rendered_and_searched_in_a_helper(
     spans = [Span(turn=0), Span(turn=7)]
     wanted = await PLAIN.locate(prompts, spans, apart=False)
     asked: list[int] = []
-    exchange = tokenizer_pool._exchange
+    exchange = Helpers._exchange
 
-    async def counted(process: Any, ask: Any) -> Any:
+    async def counted(helpers: Helpers, helper: Any, ask: Any) -> Any:
         asked.append(len(ask.question.items))
-        return await exchange(process, ask)
+        return await exchange(helpers, helper, ask)
 
     async with served() as (_, codec):
-        monkeypatch.setattr(tokenizer_pool, "_exchange", counted)
+        monkeypatch.setattr(Helpers, "_exchange", counted)
         monkeypatch.setattr(Codec, "render", _forbidden)
         monkeypatch.setattr(Codec, "map_text", _forbidden)
         assert await codec.locate(prompts, spans, apart=True) == wanted
@@ -327,11 +326,12 @@ async def test_a_dead_tokeniser_process_is_replaced() -> None:
     text = "hello " * 2000
     async with served() as (helpers, codec):
         await codec.encode([text], special_tokens=False)
-        (process,) = helpers._all
+        (helper,) = helpers._all
+        process = await helper.start()
         os.kill(process.pid, signal.SIGKILL)
         await process.wait()
         assert await codec.encode([text], special_tokens=False) == here([text], False)
-        (process,) = helpers._all
+        process = await helper.start()
         os.kill(process.pid, signal.SIGSTOP)
         work = asyncio.ensure_future(codec.encode([text], special_tokens=False))
         await asyncio.sleep(0.1)
