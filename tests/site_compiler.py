@@ -18,9 +18,10 @@ from triton.backends.compiler import GPUTarget
 sys.path.append(str(Path(__file__).parent / "engine" / "triton_cpu"))
 
 from midstream_triton_cpu.driver import CpuDriver
+from site_plans import SitePlan, build_group
 
 from midstream.kernels import triton_site
-from midstream.kernels.plan import Does, SitePlan, build_group
+from midstream.kernels.plan import Does
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (37, 576, 4096)

@@ -21,12 +21,13 @@ import pytest
 import torch
 from site_groups import check_groups, check_groups_against
 from site_kit import DTYPES, EXACT, Case, Op, begin, new_seed, random_case, run, same_bits
+from site_plans import SitePlan
 from site_properties import PROPERTIES
 from site_rounding import round_as_gpus_do
 from triton.runtime import interpreter
 
 from midstream.kernels import reference, triton_rows, triton_site
-from midstream.kernels.plan import Does, SitePlan
+from midstream.kernels.plan import Does
 
 
 def a_random_step_without_sums_gives_the_references_bits(pair_site: Op, single_site: Op) -> None:

@@ -32,9 +32,9 @@ import torch
 import triton
 from kernel_costs import table
 from site_compiler import KINDS, Absent
+from site_plans import SitePlan
 
 from midstream.kernels import triton_site
-from midstream.kernels.plan import SitePlan
 
 #: Llama-3.1-8B and Llama-3.3-70B; a width that is no power of two.
 WIDTHS = (4096, 8192, 576)

@@ -14,11 +14,12 @@ import torch
 from extension_kit import install, install_example, install_unruly
 from model_kit import HIDDEN, bounds, model
 from refusal_kit import refuses
+from site_plans import SitePlan
 
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
 from midstream.kernels import installed, reference
 from midstream.kernels.installed import OPS
-from midstream.kernels.plan import Does, SitePlan
+from midstream.kernels.plan import Does
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.extensions import Extension
 from midstream.schemas.model.banks import RowShape

@@ -11,6 +11,7 @@ import pytest
 import torch
 from model_kit import model
 from refusal_kit import refuses
+from site_plans import SitePlan
 
 from midstream.api.resolve.edits.directions import DirectionFiles, check_directed
 from midstream.api.resolve.edits.features import NamedFeatures
@@ -19,7 +20,7 @@ from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.readings.lens import check_shape
 from midstream.kernels import reference
-from midstream.kernels.plan import SitePlan, does_of
+from midstream.kernels.plan import does_of
 from midstream.schemas.artifacts.jacobian_lenses import (
     JacobianLens,
     JacobianLensRequest,

@@ -12,6 +12,7 @@ import torch
 from model_kit import model
 from refusal_kit import refuses
 from sae_rows import D_IN, D_SAE, ROOT
+from site_plans import SitePlan
 
 from midstream.api.resolve.edits.features import (
     FeatureFiles,
@@ -25,7 +26,7 @@ from midstream.api.resolve.edits.steering import resolve_edits, resolve_global, 
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.readings.saes import resolve_sae
 from midstream.kernels import reference
-from midstream.kernels.plan import SitePlan, does_of
+from midstream.kernels.plan import does_of
 from midstream.schemas.artifacts.saes import Sae, SaeRequest
 from midstream.schemas.base.edit_sizes import EditLimit
 from midstream.schemas.base.records import from_msgpack
