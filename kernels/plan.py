@@ -6,6 +6,7 @@ compiled or replayed forward pass reads the current contents.
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -64,28 +65,34 @@ BEFORE = CapturePort(4, 5, 6, 7, 8)
 AFTER = CapturePort(9, 10, 11, 12, 13)
 
 
-class OpInputs(NamedTuple):
-    """Inputs of both ops, after the tensors that they write. int32 unless another dtype is given.
+@dataclass
+class Buffers:
+    """Buffers that all sites of a bank share, filled before the forward pass, in the order of the
+    ops' arguments; row, slot and entry 0 of the tables mean "nothing".
 
-    The reference reads `lists`, the GPU kernels `capture_slots`; both read the rest.
+    Their addresses never change. On the CPU the ring is all memory for captured rows, which
+    `workers.runner.rows.buffers` sets before the first forward; on an accelerator rows are copied
+    from it. The reference reads `lists`, the GPU kernels `capture_slots`; both read the rest. int32
+    unless another dtype is given.
     """
 
-    plan: torch.Tensor  # [sites, COLUMNS] of one launch, in the order in which they are visited
+    ring: torch.Tensor  # [ring_rows, hidden_size], the model's dtype; written by the ops
+    plan: torch.Tensor  # [sites, COLUMNS]; a launch has its own sites, in the order of their visits
     lists: torch.Tensor  # int64 [n]: token numbers, and ring rows
     # [capacity, ROWS_PER_TOKEN] configuration rows that edit each token; 0: none
     token_rows: torch.Tensor
     capture_slots: torch.Tensor  # [patterns, capacity] token → slot, or NO_SLOT
     # [sites, families, 1 + configurations] configuration row → pool entry; column 0 and entry 0:
-    # nothing
+    # nothing; a launch has its own sites
     site_rows: torch.Tensor
     pool: torch.Tensor  # [1 + entries, hidden_size], the model's dtype
     scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
-    #: [all sites, COUNTS], incremented by the ops modulo 2³²: the work that each site ever did.
+    #: [sites, COUNTS], incremented by the ops modulo 2³²: the work that each site ever did.
     counts: torch.Tensor
-    #: float32 [all sites, capacity], written by the ops at each token that a site edits; other
-    #: values are those of earlier steps: the relative size ‖edit‖₂ / ‖row before it‖₂ of all edits
-    #: of a site at a token, at most LARGEST_SIZE; UNSOUND or OVERFLOWED if the row is not finite;
-    #: minus that if its owner's edits exceed a limit that fails the request.
+    #: float32 [sites, capacity], written by the ops at each token that a site edits; other values
+    #: are those of earlier steps: the relative size ‖edit‖₂ / ‖row before it‖₂ of all edits of a
+    #: site at a token, at most LARGEST_SIZE; UNSOUND or OVERFLOWED if the row is not finite; minus
+    #: that if its owner's edits exceed a limit that fails the request.
     sizes: torch.Tensor
 
 

@@ -57,7 +57,7 @@ from .plan import (
 Rewritten = tuple[torch.Tensor, torch.Tensor | None]
 #: Formula of a rewriting family: (rows, entries, pool, scalars) → `Rewritten`. rows: float32
 #: `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, the first entry of each row's
-#: application in pool and scalars, see `plan.OpInputs`.
+#: application in pool and scalars, see `plan.Buffers`.
 Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rewritten]
 #: Formula of a shifting family: (entries, pool, scalars) → the vectors to add, `[n, hidden_size]`,
 #: in float32 or the model's dtype.
@@ -266,7 +266,7 @@ def pair_site(
     `plan` has one row for each site; sites run in this order. The first `branches` sites are on a
     branch: their stream is `hidden` alone. `ring`: `[ring_rows, hidden_size]` of the same dtype;
     captured rows are written to `ring[first row + slot]`, other rows keep their contents. For the
-    other arguments see `plan.OpInputs`.
+    other arguments see `plan.Buffers`.
     """
     planned: list[list[int]] = plan.tolist()
     if planned[0][SITE]:

@@ -6,6 +6,7 @@ The rank's planner fills the buffers for many sites together; `SitePlan` does it
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -24,7 +25,6 @@ from midstream.kernels.plan import (
     ROWS_PER_TOKEN,
     SITE,
     Does,
-    OpInputs,
     laid_out,
 )
 from midstream.schemas.requests.interventions import (
@@ -34,6 +34,20 @@ from midstream.schemas.requests.interventions import (
     PLACE,
     SCALARS,
 )
+
+
+class OpInputs(NamedTuple):
+    """Inputs of both ops after the ring, see `kernels.plan.Buffers`."""
+
+    plan: torch.Tensor
+    lists: torch.Tensor
+    token_rows: torch.Tensor
+    capture_slots: torch.Tensor
+    site_rows: torch.Tensor
+    pool: torch.Tensor
+    scalars: torch.Tensor
+    counts: torch.Tensor
+    sizes: torch.Tensor
 
 
 @dataclass

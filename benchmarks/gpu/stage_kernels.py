@@ -26,11 +26,11 @@ if not ASKED.gpu:
 import torch
 from site_groups import KINDS, check_groups, check_groups_against
 from site_kit import DTYPES, EXACT, RANDOM, Case, Op, check, random_case, run, same_bits
-from site_plans import SitePlan
+from site_plans import OpInputs, SitePlan
 from site_properties import PROPERTIES
 
 from midstream.kernels import reference, triton_site
-from midstream.kernels.plan import NO_SLOT, Does, OpInputs, lowrank
+from midstream.kernels.plan import NO_SLOT, Does, lowrank
 
 if not ASKED.gpu:
     from site_rounding import round_as_gpus_do

@@ -11,7 +11,7 @@ import pytest
 import torch
 from site_groups import check_groups
 from site_kit import Case, begin, some_of
-from site_plans import SitePlan, build_group
+from site_plans import OpInputs, SitePlan, build_group
 from site_properties import PROPERTIES
 from site_truth import ORDER
 from tree import ROOT
@@ -28,7 +28,6 @@ from midstream.kernels.plan import (
     EDITS_AT,
     ROWS_PER_TOKEN,
     Does,
-    OpInputs,
     laid_out,
     lowrank,
     unit,
