@@ -50,6 +50,7 @@ from .plan import (
     SITE,
     UNSOUND,
     WITHIN,
+    Buffers,
     CapturePort,
 )
 
@@ -268,27 +269,21 @@ def pair_site(
     captured rows are written to `ring[first row + slot]`, other rows keep their contents. For the
     other arguments see `plan.Buffers`.
     """
-    planned: list[list[int]] = plan.tolist()
-    if planned[0][SITE]:
-        hidden = _flat(hidden)
-        residual = _flat(residual)
-        done = counts.numpy()
-        for number, steps in enumerate(planned):
-            first, second = (None, hidden) if number < branches else (hidden, residual)
-            _site(
-                hidden=first,
-                stream=second,
-                ring=ring,
-                number=number,
-                steps=steps,
-                lists=lists,
-                token_rows=token_rows,
-                site_rows=site_rows,
-                pool=pool,
-                scalars=scalars,
-                sizes=sizes,
-                done=done,
-            )
+    hidden = _flat(hidden)
+    buffers = Buffers(
+        ring=ring,
+        plan=plan,
+        lists=lists,
+        token_rows=token_rows,
+        capture_slots=capture_slots,
+        site_rows=site_rows,
+        pool=pool,
+        scalars=scalars,
+        counts=counts,
+        sizes=sizes,
+    )
+    pairs = len(plan) - branches
+    _launch([(None, hidden)] * branches + [(hidden, _flat(residual))] * pairs, buffers)
 
 
 def single_site(
@@ -309,25 +304,19 @@ def single_site(
 
     The other arguments are those of `pair_site`.
     """
-    planned: list[list[int]] = plan.tolist()
-    if planned[0][SITE]:
-        stream = _flat(stream)
-        done = counts.numpy()
-        for number, steps in enumerate(planned):
-            _site(
-                hidden=None,
-                stream=stream,
-                ring=ring,
-                number=number,
-                steps=steps,
-                lists=lists,
-                token_rows=token_rows,
-                site_rows=site_rows,
-                pool=pool,
-                scalars=scalars,
-                sizes=sizes,
-                done=done,
-            )
+    buffers = Buffers(
+        ring=ring,
+        plan=plan,
+        lists=lists,
+        token_rows=token_rows,
+        capture_slots=capture_slots,
+        site_rows=site_rows,
+        pool=pool,
+        scalars=scalars,
+        counts=counts,
+        sizes=sizes,
+    )
+    _launch([(None, _flat(stream))] * len(plan), buffers)
 
 
 def _flat(stream: torch.Tensor) -> torch.Tensor:
@@ -335,75 +324,52 @@ def _flat(stream: torch.Tensor) -> torch.Tensor:
     return stream if stream.dim() == 2 else stream.view(-1, stream.shape[-1])
 
 
+def _launch(streams: Sequence[tuple[torch.Tensor | None, torch.Tensor]], buffers: Buffers) -> None:
+    """Run the sites of a launch. `streams`: hidden and stream of each site."""
+    planned: list[list[int]] = buffers.plan.tolist()
+    if planned[0][SITE]:
+        for number, ((hidden, stream), steps) in enumerate(zip(streams, planned, strict=True)):
+            _site(hidden, stream, number, steps, buffers)
+
+
 def _site(
     hidden: torch.Tensor | None,
     stream: torch.Tensor,
-    ring: torch.Tensor,
     number: int,
     steps: list[int],
-    lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    sizes: torch.Tensor,
-    done: np.ndarray,
+    buffers: Buffers,
 ) -> None:
     """Run one site: capture, edit, capture. `number`: the site's index in its launch; `steps`: its
-    row of the plan; `done`: `counts` as an array.
+    row of the plan.
     """
-    place = steps[SITE] - 1
+    done = buffers.counts.numpy()[steps[SITE] - 1]
     if steps[BEFORE.COUNT]:
-        done[place, CAPTURED_BEFORE] += _capture(hidden, stream, ring, steps, lists, BEFORE)
+        done[CAPTURED_BEFORE] += _capture(hidden, stream, steps, buffers, BEFORE)
     if steps[EDITS]:
-        edited = (
-            _shift_alike(
-                hidden=hidden,
-                stream=stream,
-                number=number,
-                steps=steps,
-                site_rows=site_rows,
-                pool=pool,
-                scalars=scalars,
-                sizes=sizes,
-            )
-            if steps[ALIKE]
-            else None
-        )
+        edited = _shift_alike(hidden, stream, number, steps, buffers) if steps[ALIKE] else None
         if edited is None:
-            edited = _edit_listed(
-                hidden=hidden,
-                stream=stream,
-                steps=steps,
-                lists=lists,
-                token_rows=token_rows,
-                site_rows=site_rows[number],
-                pool=pool,
-                scalars=scalars,
-                sizes=sizes,
-            )
-        done[place, EDITED] += edited
+            edited = _edit_listed(hidden, stream, number, steps, buffers)
+        done[EDITED] += edited
     if steps[AFTER.COUNT]:
-        done[place, CAPTURED_AFTER] += _capture(hidden, stream, ring, steps, lists, AFTER)
+        done[CAPTURED_AFTER] += _capture(hidden, stream, steps, buffers, AFTER)
 
 
 def _edit_listed(
     hidden: torch.Tensor | None,
     stream: torch.Tensor,
+    number: int,
     steps: list[int],
-    lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    sizes: torch.Tensor,
+    buffers: Buffers,
 ) -> int:
     """Edit the tokens that the plan lists; return the number of configuration rows applied, summed
     over the tokens.
     """
-    tokens = lists[steps[EDITS_AT] : steps[EDITS_AT] + steps[EDITS]]
+    pool = buffers.pool
+    scalars = buffers.scalars
+    site_rows = buffers.site_rows[number]
+    tokens = buffers.lists[steps[EDITS_AT] : steps[EDITS_AT] + steps[EDITS]]
     depth = steps[DEPTH]
-    rows = token_rows[:, :depth].index_select(0, tokens)
+    rows = buffers.token_rows[:, :depth].index_select(0, tokens)
     entries = site_rows.index_select(1, rows.flatten()).view(len(site_rows), len(tokens), depth)
     applied = entries.any(0)  # [n, depth]
     count = int(applied.count_nonzero())
@@ -418,7 +384,7 @@ def _edit_listed(
         _edit(hidden, stream, tokens, entries, pool, scalars)
         after = _rows(hidden, stream, tokens)
         edits = _by_owner(before, after, entries, pool, scalars)
-        over = _measure(before, after, edits, tokens, steps, sizes)
+        over = _measure(before, after, edits, tokens, steps, buffers.sizes)
         _rewrite_rows(hidden, stream, tokens[over], after[over])
     return count
 
@@ -457,16 +423,13 @@ def _shift_alike(
     stream: torch.Tensor,
     number: int,
     steps: list[int],
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    sizes: torch.Tensor,
+    buffers: Buffers,
 ) -> int | None:
     """Handle the usual case in one call: the only edit adds one vector to consecutive tokens.
 
     Returns the number of edited rows; in other cases does nothing, and returns None.
     """
-    entries: list[int] = site_rows.numpy()[number, :, steps[ALIKE]].tolist()
+    entries: list[int] = buffers.site_rows.numpy()[number, :, steps[ALIKE]].tolist()
     entry = entries[_ADD]
     if any(entries[:_ADD]) or any(entries[_ADD + 1 :]):
         return None
@@ -476,12 +439,12 @@ def _shift_alike(
     rows = stream[run]
     other = None if hidden is None else hidden[run]
     before = rows.clone()
-    rows.add_(pool[entry])
+    rows.add_(buffers.pool[entry])
     if other is not None:
         before.add_(other)
     after = rows if other is None else rows + other
-    edits = [(before, after, scalars[entry, LIMIT].view(1, 1))]
-    over = _measure(before, after, edits, run, steps, sizes)
+    edits = [(before, after, buffers.scalars[entry, LIMIT].view(1, 1))]
+    over = _measure(before, after, edits, run, steps, buffers.sizes)
     _rewrite_rows(hidden, stream, over + steps[ALIKE_FROM], after[over])
     return len(rows)
 
@@ -568,12 +531,13 @@ def _rows(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: torch.Tenso
 def _capture(
     hidden: torch.Tensor | None,
     stream: torch.Tensor,
-    ring: torch.Tensor,
     steps: list[int],
-    lists: torch.Tensor,
+    buffers: Buffers,
     port: CapturePort,
 ) -> int:
     """Copy the port's rows into the ring; return how many were captured."""
+    ring = buffers.ring
+    lists = buffers.lists
     count = steps[port.COUNT]
     tokens = lists[steps[port.AT] : steps[port.AT] + count]
     places = lists[steps[port.PLACES] : steps[port.PLACES] + count]
