@@ -60,9 +60,6 @@ Rewritten = tuple[torch.Tensor, torch.Tensor | None]
 #: `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, the first entry of each row's
 #: application in pool and scalars, see `plan.Buffers`.
 Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rewritten]
-#: Formula of a shifting family: (entries, pool, scalars) → the vectors to add, `[n, hidden_size]`,
-#: in float32 or the model's dtype.
-Shift = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 #: The edits of one owner: the rows `[n, hidden_size]` before and after them, and their limits as in
 #: `scalars`, `[n or 1, any number]`, 0 where there is none.
 EditTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -219,10 +216,6 @@ def _vectors(entries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
     return pool.index_select(0, entries).float()
 
 
-def _add(entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
-    return pool.index_select(0, entries)
-
-
 #: Elements per block of rows that are read several times: few enough to stay in the CPU's cache,
 #: and enough to make the overhead of each call negligible.
 _BLOCK = 2**18
@@ -236,7 +229,6 @@ REWRITES: dict[str, Rewrite] = {
     "clamp": _clamp,
     "feature": _feature,
 }
-SHIFTS: dict[str, Shift] = {"add": _add}
 _FORMULAS = {**REWRITES, INSTALLED.name: _installed}
 _ADD = PLACE["add"]
 _CENTRED = NORMS.index("layer_norm")
@@ -591,7 +583,7 @@ def _edit(
         used = [(family, entry.index_select(0, indices)) for family, entry in live]
     for family, entry in used:
         if family.effect == "shift":
-            _shift(family, stream, tokens, entry, pool, scalars)
+            _shift(stream, tokens, entry, pool)
 
 
 def _live(family: Intervention, entries: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
@@ -637,7 +629,7 @@ def _rewrite(
             if family.effect == "rewrite":
                 rows = _rewritten(_FORMULAS[family.name], rows, part, acted, pool, scalars)
             elif bool(part.any()):
-                rows += _total(SHIFTS[family.name], part, pool, scalars)
+                rows += _total(part, pool)
         done[block[acted]] = True
         rows = rows.to(stream.dtype)
         differs = acted & (_bits(rows) != _bits(original)).any(1)
@@ -679,10 +671,8 @@ def _rewritten(
     return rows
 
 
-def _total(
-    formula: Shift, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> torch.Tensor:
-    """Return the sum of a family's vectors over the columns, float32 `[n, hidden_size]`.
+def _total(entries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the vectors to add over the columns, float32 `[n, hidden_size]`.
 
     `entries`: `[n, depth]`.
     """
@@ -691,38 +681,24 @@ def _total(
     for entry in entries.unbind(1):
         indices = entry.nonzero().flatten()
         if len(indices):
-            total.index_add_(
-                0, indices, formula(entry.index_select(0, indices), pool, scalars).float()
-            )
+            total.index_add_(0, indices, _vectors(entry.index_select(0, indices), pool))
     return total
 
 
 def _shift(
-    family: Intervention,
-    stream: torch.Tensor,
-    tokens: torch.Tensor,
-    entries: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
+    stream: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor
 ) -> None:
-    """Apply a shifting family to tokens `[n]` that have no effective rewrite. `entries`: `[n,
-    depth]`.
-    """
+    """Add vectors to tokens `[n]` that have no effective rewrite. `entries`: `[n, depth]`."""
     has_entry = entries.any(1)
     if not bool(has_entry.all()):
         tokens = tokens[has_entry]
         entries = entries[has_entry]
-    formula = SHIFTS[family.name]
     if entries.shape[1] == 1:  # the usual case: added directly, without float32 sums
-        stream.index_add_(
-            0,
-            tokens,
-            formula(entries[:, 0], pool, scalars).to(stream.dtype),
-        )
+        stream.index_add_(0, tokens, pool.index_select(0, entries[:, 0]))
         return
     rows = _rows_at_a_time(stream)
     for places, part in zip(tokens.split(rows), entries.split(rows), strict=True):
-        total = _total(formula, part, pool, scalars)
+        total = _total(part, pool)
         stream.index_copy_(0, places, (stream.index_select(0, places) + total).to(stream.dtype))
 
 

@@ -83,9 +83,7 @@ _FAMILIES = tl.constexpr(len(FAMILIES))
 _REWRITING = tl.constexpr(
     sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "rewrite")
 )
-_SHIFTING = tl.constexpr(
-    sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "shift")
-)
+_ADDING = tl.constexpr(1 << PLACE["add"])
 _GRADED = tl.constexpr(
     sum(1 << place for place, family in enumerate(FAMILIES) if family.has_strength)
 )
@@ -202,16 +200,6 @@ def _rewritten(  # type: ignore[no-untyped-def]
     else:
         tl.static_assert(False, "a family of the table has no formula here")
     return row, changed
-
-
-@triton.jit
-def _shifted(FAMILY: tl.constexpr, total, vectors, lanes, inside):  # type: ignore[no-untyped-def]
-    """Add one entry's vector to `total`, float32 `[BLOCK]`."""
-    if FAMILY == _ADD:
-        total = total + _vector(vectors, lanes, inside)
-    else:
-        tl.static_assert(False, "a family of the table has no formula here")
-    return total
 
 
 @triton.jit
@@ -451,7 +439,9 @@ def _edited(  # type: ignore[no-untyped-def]
                 if (_GRADED >> family) & 1:
                     live = live & (tl.load(numbers) != 0.0)
                 if live:
-                    if (_REWRITING >> family) & 1:
+                    if family == _ADD:
+                        total = total + _vector(vectors, lanes, inside)
+                    else:
                         value, changed = _rewritten(
                             FAMILY=family,
                             row=value,
@@ -462,9 +452,7 @@ def _edited(  # type: ignore[no-untyped-def]
                             WIDTH=WIDTH,
                         )
                         rewrites += tl.where(changed, 1, 0)
-                    else:
-                        total = _shifted(family, total, vectors, lanes, inside)
-            if not (_REWRITING >> family) & 1:
+            if family == _ADD:
                 value += total
                 shift = total
     return value, rewrites, shift
@@ -703,16 +691,12 @@ def _visit(  # type: ignore[no-untyped-def]
                         BLOCK=BLOCK,
                     )
         # Also reached if there were rewrites, but none changed the row.
-        if (rewrites == 0) & ((left & _SHIFTING) != 0):
+        if (rewrites == 0) & ((left & _ADDING) != 0):
             total = tl.zeros([BLOCK], tl.float32) * -1.0
-            for family in tl.static_range(_FAMILIES):
-                if (_SHIFTING >> family) & 1:
-                    for k in range(depth):
-                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
-                            tl.int64
-                        )
-                        if entry > 0:
-                            total = _shifted(family, total, pool + entry * WIDTH, lanes, inside)
+            for k in range(depth):
+                entry = tl.load(site_rows + _ADD * configurations + tl.load(rows + k)).to(tl.int64)
+                if entry > 0:
+                    total = total + _vector(pool + entry * WIDTH, lanes, inside)
             whole = _whole(hidden_row, row, branch, PAIR, MIXED)
             if MIXED:
                 shifted = (tl.where(branch, hidden_row, row).to(tl.float32) + total).to(row.dtype)
