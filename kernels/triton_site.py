@@ -9,7 +9,6 @@ slot names are never written.
 """
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 import triton
@@ -54,13 +53,6 @@ _LANES_PER_WARP = 512
 #: needs more: at a width of 8192 a thread has a stack, of frames and spills, of 488 to 1024 bytes
 #: with 16-bit types and of 424 to 664 with float32.
 _REGISTERS = {2: 64, 4: 96}
-
-#: Whether a launch may begin before the previous one has ended, on GPUs that support this. It would
-#: hide the launch latency; off until `benchmarks/gpu/stage_kernels.py` has measured what it gains.
-#: A site does not let the kernel after it start early, which would only occupy multiprocessors.
-DEPENDENT_LAUNCH = False
-#: First compute capability with dependent launches, times 10.
-_FIRST_DEPENDENT = 90
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _EDITS = tl.constexpr(EDITS)
@@ -781,15 +773,9 @@ def _sites(  # type: ignore[no-untyped-def]
     MIXED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     # 0 if no site of the launch has anything to do: then nothing else is loaded.
     active = tl.load(plan + _SITE)
-    if DEPENDENT:
-        # The previous launch may still be running. All earlier launches have ended, so the plan is
-        # ready, but the stream is not. Wait even if there is nothing to do: the next launch relies
-        # on the end of this one to mean that all earlier ones have ended.
-        tl.extra.cuda.gdc_wait()
     limit = tl.where(active != 0, tokens, 0)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < WIDTH
@@ -914,7 +900,6 @@ def _launch(tensors: Sequence[torch.Tensor], *, branches: int, pair: bool) -> No
         return
     block = triton.next_power_of_2(width)
     programs = min(tokens, MAX_PROGRAMS)
-    dependent = DEPENDENT_LAUNCH and can_depend()
     _sites[(programs,)](
         *tensors,
         tokens,
@@ -927,25 +912,8 @@ def _launch(tensors: Sequence[torch.Tensor], *, branches: int, pair: bool) -> No
         MIXED=branches > 0,
         WIDTH=width,
         BLOCK=block,
-        DEPENDENT=dependent,
         num_warps=max(1, min(16, block // _LANES_PER_WARP)),
         maxnreg=_REGISTERS[stream.dtype.itemsize],
         # no fused multiply-add, to get the reference's bits; memory is the bottleneck anyway
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if dependent else {}),
-    )
-
-
-@cache
-def can_depend() -> bool:
-    """Return whether this GPU (compute capability 9.0 and up) and this Triton have programmatic
-    dependent launches.
-    """
-    if not isinstance(_visit, triton.JITFunction):  # interpreted
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return (
-        target.backend == "cuda"
-        and target.arch >= _FIRST_DEPENDENT
-        and hasattr(tl.extra.cuda, "gdc_wait")
     )

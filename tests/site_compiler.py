@@ -64,7 +64,6 @@ class CompiledOnly:
 def compilations(architecture: int, kind: str) -> int:
     """`kind`: one of KINDS."""
     triton.runtime.driver.set_active(Absent(architecture))
-    triton_site.can_depend.cache_clear()
     kernel = triton_site._sites
     kernel.device_caches.clear()  # it remembers for which architecture it compiled on device 0
     triton_site._sites = recorder = CompiledOnly(kernel)

@@ -60,8 +60,6 @@ if ASKED.tiny:
     TOKENS = (1, 2)
 #: Launches in one timed graph, and replays of which the median is taken.
 LAUNCHES, REPLAYS = (1, 1) if ASKED.tiny else (20, 15)
-#: Sites of a 32-layer model with all six hooks.
-SITES = 2 if ASKED.tiny else 192
 #: Width and tokens of the ops that are captured in graphs.
 GRAPH_SHAPES = [(37, 7)] if ASKED.tiny else [(37, 7), (4096, 33)]
 #: Seconds that all after the random sites takes.
@@ -367,40 +365,6 @@ def time_sites(bandwidth: float) -> list[dict[str, Any]]:
     return results
 
 
-def compare_launches() -> dict[str, dict[str, float]]:
-    """Time that programmatic dependent launch takes off the sites of a large model's decode step,
-    each after another kernel, as in a forward: idle and steered ones, both ways in turns.
-
-    Empty where the GPU or Triton has no such launches.
-    """
-    if ASKED.gpu and not triton_site.can_depend():
-        return {}
-    found = {}
-    for name, plan in (("idle", STEPS["idle"][0]), ("steered", STEPS["add"][0])):
-        written = [torch.zeros(64, HIDDEN, dtype=DTYPE, device=DEVICE) for _ in range(3)]
-        other = torch.zeros_like(written[0])
-        planned = plan(64).build(64, DTYPE, DEVICE)
-
-        def work(written: Any = written, other: Any = other, planned: Any = planned) -> None:
-            other.add_(1)
-            pair_site(*written, *planned)
-
-        replays = {}
-        for dependent in (False, True):
-            with kit.launches(dependent=dependent):
-                replays[dependent] = captured(work, SITES)
-        taken: dict[bool, list[float]] = {False: [], True: []}
-        for turn in range(REPLAYS + 1):  # the first is a warm-up
-            for dependent in (False, True) if turn % 2 else (True, False):
-                took = timed(replays[dependent])
-                if turn:
-                    taken[dependent].append(took)
-        found[name] = kit.figure(
-            [1 - mine / other for mine, other in zip(taken[True], taken[False], strict=True)], 100
-        )
-    return found
-
-
 def compile_ahead() -> None:
     """Fills Triton's cache from several processes, one for each width: the checks then compile
     nothing. What fails there is compiled here.
@@ -437,10 +401,6 @@ def main() -> None:
     keep("sites that share a launch", cases=cases)
     replays = check_graphs()
     keep(f"{replays} replays as the reference", graph_replays=replays)
-    if triton_site.can_depend():
-        with kit.launches(dependent=True):
-            replays += check_graphs()
-        keep("the same with programmatic dependent launch", graph_replays=replays)
     keep(f"far offsets: {'checked' if check_far_offsets() else 'no memory for them'}")
     bandwidth = copy_bandwidth()
     keep(f"a device copy of 1 GiB moves {bandwidth / 1e9:.0f} GB/s, read and written")
@@ -460,11 +420,6 @@ def main() -> None:
         if row["site"] == "pair" and row["step"] == step
     }
     keep("rates of one launch", **of_pairs)
-    saved = compare_launches()
-    keep(
-        "programmatic dependent launch: " + ("in turns" if saved else "this GPU has none"),
-        **{f"dependent_{name}": figure for name, figure in saved.items()},
-    )
     keep(f"{check_properties()} of {len(PROPERTIES)} properties")
     kit.finish(ASKED, result)
 
