@@ -8,7 +8,7 @@ all sites of the group, again if it is rewritten, and written only if it changed
 slot names are never written.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import triton
@@ -93,15 +93,17 @@ _REPLACE, _REPLACE_MASKED, _LOWRANK, _ADD, _ADD_MATCHED, _ABLATE, _CLAMP, _FEATU
         "feature",
     )
 )
-_RANK, _BIAS = (
-    tl.constexpr(FAMILIES[_LOWRANK.value].column(scalar)) for scalar in ("rank", "bias")
-)
-_LOW, _HIGH = (tl.constexpr(FAMILIES[_CLAMP.value].column(scalar)) for scalar in ("low", "high"))
-_TARGET, _SHIFT, _THRESHOLD = (
-    tl.constexpr(FAMILIES[_FEATURE.value].column(scalar))
-    for scalar in ("target", "bias", "threshold")
-)
-_NORM = tl.constexpr(FAMILIES[_FEATURE.value].column("norm"))
+
+
+def _columns_of(family: str, *names: str) -> Iterator[tl.constexpr]:
+    """Yield the columns of these scalars of a family."""
+    for name in names:
+        yield tl.constexpr(FAMILIES[PLACE[family]].column(name))
+
+
+_RANK, _BIAS = _columns_of("lowrank", "rank", "bias")
+_LOW, _HIGH = _columns_of("clamp", "low", "high")
+_TARGET, _SHIFT, _THRESHOLD, _NORM = _columns_of("feature", "target", "bias", "threshold", "norm")
 _CENTRED = tl.constexpr(NORMS.index("layer_norm"))
 _NEAR = tl.constexpr(NEAR)
 _EPS = tl.constexpr(LAYER_NORM_EPS)
