@@ -5,6 +5,7 @@ The schemas declare every tensor that is written, so that no compiler drops or r
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,12 +26,6 @@ _SCHEMAS = {
     ),
     "single_site": f"(Tensor(a!) stream, Tensor(b!) ring, {_PLANNED}, *, int group=0) -> ()",
 }
-
-_library = torch.library.Library("midstream", "FRAGMENT")
-for _name, _schema in _SCHEMAS.items():
-    # The kernels need contiguous tensors.
-    _library.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
-
 
 # Every launch in a graph costs time at each replay, with or without work. Most requests need the
 # residual stream alone: directions are added to it, and rows captured from it.
@@ -77,24 +72,19 @@ def _nothing(*_: Any, group: int = WHOLE) -> None:
 
 
 # Triton is imported at the first call on a GPU, so that processes on a CPU do not need it.
-def _pair_site_on_gpu(*arguments: Any) -> None:
-    from .triton_site import pair_site
+def _on_gpu(name: str, *arguments: Any) -> None:
+    from . import triton_site
 
-    pair_site(*arguments)
-
-
-def _single_site_on_gpu(*arguments: Any) -> None:
-    from .triton_site import single_site
-
-    single_site(*arguments)
+    getattr(triton_site, name)(*arguments)
 
 
-_library.impl("pair_site", _in_its_families(reference.pair_site), "CPU")
-_library.impl("single_site", _in_its_families(reference.single_site), "CPU")
-_library.impl("pair_site", _in_its_families(_pair_site_on_gpu), "CUDA")
-_library.impl("single_site", _in_its_families(_single_site_on_gpu), "CUDA")
-_library._register_fake("pair_site", _nothing)
-_library._register_fake("single_site", _nothing)
+_library = torch.library.Library("midstream", "FRAGMENT")
+for _name, _schema in _SCHEMAS.items():
+    # The kernels need contiguous tensors.
+    _library.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
+    _library.impl(_name, _in_its_families(getattr(reference, _name)), "CPU")
+    _library.impl(_name, _in_its_families(partial(_on_gpu, _name)), "CUDA")
+    _library._register_fake(_name, _nothing)
 
 #: Signatures: `reference.pair_site` and `reference.single_site`.
 pair_site = torch.ops.midstream.pair_site.default
