@@ -17,6 +17,7 @@ edits keep their bits.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -56,29 +57,45 @@ from .plan import (
 
 #: New rows, and which of them were changed (None: all).
 Rewritten = tuple[torch.Tensor, torch.Tensor | None]
-#: Formula of a rewriting family: (rows, entries, pool, scalars) → `Rewritten`. rows: float32
-#: `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, the first entry of each row's
-#: application in pool and scalars, see `plan.Buffers`.
-Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rewritten]
+
+
+class Applications(NamedTuple):
+    """The applications of a family to n rows, whose contents are in the pool and the scalars, see
+    `plan.Buffers`.
+    """
+
+    entries: torch.Tensor  # int32 `[n]`: the first entry of each row's application
+    pool: torch.Tensor
+    scalars: torch.Tensor
+
+    def numbers(self, family: str) -> tuple[torch.Tensor, ...]:
+        """Return the family's scalars in their order, each float32 `[n, 1]`."""
+        numbers = self.scalars.index_select(0, self.entries)
+        return tuple(numbers[:, : len(EVERY[PLACE[family]].scalars)].split(1, dim=1))
+
+    def vectors(self, number: int = 0) -> torch.Tensor:
+        """Return the vector of this number of each application, float32 `[n, hidden_size]`."""
+        return self.pool.index_select(0, self.entries + number).float()
+
+
+#: Formula of a rewriting family: (rows, applied) → `Rewritten`. rows: float32 `[n, hidden_size]`,
+#: may be overwritten.
+Rewrite = Callable[[torch.Tensor, Applications], Rewritten]
 #: The edits of one owner: the rows `[n, hidden_size]` before and after them, and their limits as in
 #: `scalars`, `[n or 1, any number]`, 0 where there is none.
 EditTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _replace(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    (alpha,) = _numbers("replace", entries, scalars)
-    target = _vectors(entries, pool)
+def _replace(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    (alpha,) = applied.numbers("replace")
+    target = applied.vectors()
     return _mixed(rows, alpha, target), None
 
 
-def _replace_masked(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    (alpha,) = _numbers("replace_masked", entries, scalars)
-    target = _vectors(entries, pool)
-    mask = _vectors(entries + 1, pool)
+def _replace_masked(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    (alpha,) = applied.numbers("replace_masked")
+    target = applied.vectors()
+    mask = applied.vectors(1)
     return torch.where(mask != 0, _mixed(rows.clone(), alpha, target), rows), None
 
 
@@ -91,15 +108,14 @@ def _mixed(rows: torch.Tensor, alpha: torch.Tensor, target: torch.Tensor) -> tor
     return torch.where(full, target, rows.mul_(1 - alpha).add_(alpha * target))
 
 
-def _lowrank(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
+def _lowrank(rows: torch.Tensor, applied: Applications) -> Rewritten:
     """Compute s + strength · Rᵀ(W s + b − R s), with one matrix product for all tokens of an
     application.
     """
     strength, rank, bias = (
         FAMILIES[PLACE["lowrank"]].column(scalar) for scalar in ("strength", "rank", "bias")
     )
+    entries, pool, scalars = applied
     for entry in entries.unique().tolist():
         terms = slice(entry, entry + 2 * int(scalars[entry, rank]))
         rotation, weight = pool[terms].float().view(-1, 2, pool.shape[1]).unbind(1)
@@ -113,31 +129,25 @@ def _lowrank(
     return rows, None
 
 
-def _add_matched(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    (scale,) = _numbers("add_matched", entries, scalars)
-    direction = _vectors(entries, pool)
+def _add_matched(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    (scale,) = applied.numbers("add_matched")
+    direction = applied.vectors()
     return rows.addcmul_(
         scale * torch.linalg.vector_norm(rows, dim=1, keepdim=True), direction
     ), None
 
 
-def _ablate(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    (strength,) = _numbers("ablate", entries, scalars)
-    direction = _vectors(entries, pool)
+def _ablate(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    (strength,) = applied.numbers("ablate")
+    direction = applied.vectors()
     return rows.addcmul_(
         strength * (rows * direction).sum(1, keepdim=True), direction, value=-1
     ), None
 
 
-def _clamp(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    (strength, low, high) = _numbers("clamp", entries, scalars)
-    direction = _vectors(entries, pool)
+def _clamp(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    (strength, low, high) = applied.numbers("clamp")
+    direction = applied.vectors()
     component = (rows * direction).sum(1, keepdim=True)
     outside = ~((component >= low) & (component <= high))  # true if the component is NaN
     change = strength * (torch.minimum(torch.maximum(component, low), high) - component)
@@ -147,23 +157,17 @@ def _clamp(
     return rows.index_add_(0, indices, change[indices] * direction[indices]), outside.flatten()
 
 
-def _feature(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    strength, target, bias, threshold, norm = _numbers("feature", entries, scalars)
+def _feature(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    strength, target, bias, threshold, norm = applied.numbers("feature")
     base, spread, divisor = _normalised(rows, norm)
-    products = (
-        (_vectors(entries, pool) + _vectors(entries + 1, pool))
-        .add_(_vectors(entries + 2, pool))
-        .mul_(base)
-    )
+    products = (applied.vectors() + applied.vectors(1)).add_(applied.vectors(2)).mul_(base)
     reading = products.sum(1, keepdim=True) / divisor + bias
     tolerance = NEAR * (products.abs_().sum(1, keepdim=True) / divisor + bias.abs())
     gap = target - torch.where(reading > threshold, reading, 0.0)
     changed = ~((gap == 0) | ((gap.abs() <= tolerance) & (tolerance < math.inf))).flatten()
     indices = changed.nonzero().flatten()
     return rows.index_add_(
-        0, indices, (strength * gap * spread)[indices] * _vectors(entries[indices] + 3, pool)
+        0, indices, (strength * gap * spread)[indices] * applied.vectors(3)[indices]
     ), changed
 
 
@@ -184,10 +188,9 @@ def _normalised(rows: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, .
     return base, spread, spread + LAYER_NORM_EPS * centred
 
 
-def _installed(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
+def _installed(rows: torch.Tensor, applied: Applications) -> Rewritten:
     """Call the installed op once for all rows of an entry."""
+    entries, pool, scalars = applied
     new = rows.clone()
     for entry in entries.unique().tolist():
         indices = (entries == entry).nonzero().flatten()
@@ -204,16 +207,6 @@ def _installed(
             ),
         )
     return new, (_bits(new) != _bits(rows)).any(1)
-
-
-def _numbers(name: str, entries: torch.Tensor, scalars: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the family's scalars in their order, each float32 `[n, 1]`."""
-    numbers = scalars.index_select(0, entries)[:, : len(EVERY[PLACE[name]].scalars)]
-    return tuple(numbers.split(1, dim=1))
-
-
-def _vectors(entries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    return pool.index_select(0, entries).float()
 
 
 #: Elements per block of rows that are read several times: few enough to stay in the CPU's cache,
@@ -356,8 +349,6 @@ def _edit_listed(
     """Edit the tokens that the plan lists; return the number of configuration rows applied, summed
     over the tokens.
     """
-    pool = buffers.pool
-    scalars = buffers.scalars
     site_rows = buffers.site_rows[number]
     tokens = buffers.lists[steps[EDITS_AT] : steps[EDITS_AT] + steps[EDITS]]
     depth = steps[DEPTH]
@@ -373,9 +364,9 @@ def _edit_listed(
         entries = entries.index_select(1, indices)
     if len(tokens):
         before = _rows(hidden, stream, tokens)
-        _edit(hidden, stream, tokens, entries, pool, scalars)
+        _edit(hidden, stream, tokens, entries, buffers)
         after = _rows(hidden, stream, tokens)
-        edits = _by_owner(before, after, entries, pool, scalars)
+        edits = _by_owner(before, after, entries, buffers)
         over = _measure(before, after, edits, tokens, steps, buffers.sizes)
         _rewrite_rows(hidden, stream, tokens[over], after[over])
     return count
@@ -387,15 +378,14 @@ def _by_owner(
     before: torch.Tensor,
     after: torch.Tensor,
     entries: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
+    buffers: Buffers,
 ) -> list[EditTensors]:
     """Return the edits by owner, the operator's first, or all of them as one owner's if there are
     no limits or no row has edits of both. `entries`: `[families, n, depth]`.
     """
     chosen = entries.transpose(0, 1).flatten(1)
     limits, owners = (
-        scalars[:, column].index_select(0, chosen.flatten()).view(chosen.shape)
+        buffers.scalars[:, column].index_select(0, chosen.flatten()).view(chosen.shape)
         for column in (LIMIT, OWNER)
     )
     both = owners.any(1) & ((chosen > 0) & (owners == 0)).any(1)
@@ -405,7 +395,7 @@ def _by_owner(
     rows = both.nonzero().flatten()
     alone = before.index_select(0, rows)
     mask = operators.view(len(chosen), len(entries), -1).transpose(0, 1)
-    _edit(None, alone, torch.arange(len(rows)), (entries * mask)[:, rows], pool, scalars)
+    _edit(None, alone, torch.arange(len(rows)), (entries * mask)[:, rows], buffers)
     middle = before.index_copy(0, rows, alone)
     return [(before, middle, limits * operators), (middle, after, limits * ~operators)]
 
@@ -563,8 +553,7 @@ def _edit(
     stream: torch.Tensor,
     tokens: torch.Tensor,
     entries: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
+    buffers: Buffers,
 ) -> None:
     """Apply all families to the tokens. `entries`: `[families, n, depth]` for tokens `[n]`."""
     used = [
@@ -575,15 +564,13 @@ def _edit(
         if count
     ]
     if any(family.effect == "rewrite" for family, _ in used):
-        live = [(family, _live(family, entry, scalars)) for family, entry in used]
-        indices = (
-            _rewrite(hidden, stream, tokens, live, pool, scalars).logical_not_().nonzero().flatten()
-        )
+        live = [(family, _live(family, entry, buffers.scalars)) for family, entry in used]
+        indices = _rewrite(hidden, stream, tokens, live, buffers).logical_not_().nonzero().flatten()
         tokens = tokens.index_select(0, indices)
         used = [(family, entry.index_select(0, indices)) for family, entry in live]
     for family, entry in used:
         if family.effect == "shift":
-            _shift(stream, tokens, entry, pool)
+            _shift(stream, tokens, entry, buffers.pool)
 
 
 def _live(family: Intervention, entries: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
@@ -600,8 +587,7 @@ def _rewrite(
     stream: torch.Tensor,
     tokens: torch.Tensor,
     live: Sequence[tuple[Intervention, torch.Tensor]],
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
+    buffers: Buffers,
 ) -> torch.Tensor:
     """Apply all families to the tokens that have rewrites; return on which tokens a rewrite had an
     effect: bool `[n]`.
@@ -627,9 +613,9 @@ def _rewrite(
         for family, entries in live:
             part = entries.index_select(0, block)
             if family.effect == "rewrite":
-                rows = _rewritten(_FORMULAS[family.name], rows, part, acted, pool, scalars)
+                rows = _rewritten(_FORMULAS[family.name], rows, part, acted, buffers)
             elif bool(part.any()):
-                rows += _total(part, pool)
+                rows += _total(part, buffers.pool)
         done[block[acted]] = True
         rows = rows.to(stream.dtype)
         differs = acted & (_bits(rows) != _bits(original)).any(1)
@@ -649,8 +635,7 @@ def _rewritten(
     rows: torch.Tensor,
     entries: torch.Tensor,
     acted: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
+    buffers: Buffers,
 ) -> torch.Tensor:
     """Apply one family, column by column, and return the rows.
 
@@ -659,11 +644,10 @@ def _rewritten(
     for entry in entries.unbind(1):
         indices = entry.nonzero().flatten()
         if len(indices) == len(entry):
-            rows, changed = formula(rows, entry, pool, scalars)
+            rows, changed = formula(rows, Applications(entry, buffers.pool, buffers.scalars))
         elif len(indices):
-            new, changed = formula(
-                rows.index_select(0, indices), entry.index_select(0, indices), pool, scalars
-            )
+            applied = Applications(entry.index_select(0, indices), buffers.pool, buffers.scalars)
+            new, changed = formula(rows.index_select(0, indices), applied)
             rows.index_copy_(0, indices, new)
         else:
             continue
@@ -681,7 +665,8 @@ def _total(entries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
     for entry in entries.unbind(1):
         indices = entry.nonzero().flatten()
         if len(indices):
-            total.index_add_(0, indices, _vectors(entry.index_select(0, indices), pool))
+            chosen = entry.index_select(0, indices)
+            total.index_add_(0, indices, pool.index_select(0, chosen).float())
     return total
 
 
