@@ -5,7 +5,6 @@ The forward of a rank fills a block; a writer reads it where it is, in whichever
 """
 
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -227,37 +226,49 @@ class CaptureShape(Wire):
         )
 
 
+class EndedCapture(Wire, kw_only=True):
+    """One capture of an ended request, as this rank recorded it."""
+
+    shape: CaptureShape
+    landing: int  # of all its rows, see `SharedMemory.wait`
+    blocks: list[BlockPlace] = []
+    # its own rows that are kept for others, and may have been recorded again
+    earlier: list[ExtentPlace] = []
+    reused: list[ExtentPlace] = []  # rows that an earlier request recorded
+    # positions that were not recorded when they were last computed, under overload
+    dropped: list[int] = []
+    high: list[bool] = []  # of each token, whether the window's probe is high
+    stream: int = 0  # number of the stream with rows that have left; 0: none
+    error: str = ""  # why rows could not be recorded
+
+
 class Recorded:
     """The rows of a capture that are in memory when its request has ended."""
 
     def __init__(
         self,
         memory: np.ndarray,
-        blocks: Sequence[BlockPlace],
-        earlier: Sequence[ExtentPlace],
-        reused: Sequence[ExtentPlace],
-        dropped: set[int],
+        ended: EndedCapture,
         expected: set[int],
+        *,
+        windowed: bool = False,
     ) -> None:
-        """`memory`: the shared memory, uint8. `earlier`, `reused`, `dropped`: see `EndedCapture`.
-        `expected`: the positions that are to be stored.
+        """`memory`: the shared memory, uint8. `expected`: the positions that are to be stored.
+        `windowed`: more positions than these were recorded.
         """
-        self.blocks = [RowBlock(memory, place) for place in blocks]
-        self._earlier = extents_at(earlier, memory)
-        self._reused = extents_at(reused, memory)
-        self.dropped = dropped
+        self.blocks = [RowBlock(memory, place) for place in ended.blocks]
+        self._earlier = extents_at(ended.earlier, memory)
+        self._reused = extents_at(ended.reused, memory)
+        self.dropped = set(ended.dropped)
         self.expected = expected
+        self.windowed = windowed
 
-    def runs(self, stop: int = sys.maxsize) -> list[Extent]:
-        """Return the rows of positions below `stop` that were not recorded again."""
-        return [run for block in self.blocks for run in block.runs(0, stop)]
-
-    def below(self, stop: int, *, windowed: bool) -> tuple[list[int], int, list[Extent]]:
-        """Return the positions below `stop` with rows, how many of them were reused, and the rows.
-        `windowed`: more positions than the expected ones were recorded.
+    def below(self, stop: int) -> tuple[list[int], int, list[Extent]]:
+        """Return the positions below `stop` with rows, how many of them were reused, and the
+        rows.
         """
-        runs = self.runs(stop)
-        if windowed:
+        runs = [run for block in self.blocks for run in block.runs(0, stop)]
+        if self.windowed:
             runs = [
                 part for run in runs for part in run.among(sorted(self.expected & {*run.positions}))
             ]
