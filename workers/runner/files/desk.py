@@ -181,6 +181,7 @@ class EndedRequest(Wire, tag="ended", kw_only=True):
         else:
             positions, reused, runs = rows.below(stop)
             result = MemoryRows(shape.ports, runs, stored_as, shape.chosen(capture))
+        unsound = {dtype: [*result.unsound(dtype)] for dtype in {stored_as, shape.dtype}}
         if missing := expected.difference(positions) - rows.dropped:
             raise RuntimeError(
                 f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of "
@@ -192,8 +193,8 @@ class EndedRequest(Wire, tag="ended", kw_only=True):
             positions=positions,
             token_ids=[token_ids[position] for position in positions],
             rows=result,
-            non_finite=dict(Counter(place[:2] for place in result.unsound(stored_as))),
-            unsound=min(result.unsound(shape.dtype), key=lambda place: place[2], default=None),
+            non_finite=dict(Counter(place[:2] for place in unsound[stored_as])),
+            unsound=min(unsound[shape.dtype], key=lambda place: place[2], default=None),
             reused=len(shape.ports) * reused,
             dropped=tuple(sorted((rows.dropped & expected).difference(positions))),
             whole=result.blob,

@@ -49,8 +49,6 @@ class RowBlock:
         #: As numpy has them, see `DTypeFacts.raw`: `[ports, positions, width]`.
         self.rows = memory[place.start : place.start + self.nbytes].view(facts.raw).reshape(shape)
         self._marks = memory[place.mark : place.mark + place.count]
-        # (dtype, first slot, count) → which rows are not finite in that dtype; None: all are finite
-        self._checked: dict[tuple[str, int, int], np.ndarray | None] = {}
 
     @cached_property
     def _positions(self) -> np.ndarray:
@@ -74,18 +72,6 @@ class RowBlock:
             Extent(self, int(slots[at]), int(self._positions[slots[at]]), count, landing)
             for at, count in contiguous(self._positions[slots])
         ]
-
-    def unsound(self, dtype: str, at: int, count: int) -> np.ndarray | None:
-        """Return which rows of these slots are not finite when stored as `dtype`, bool `[ports,
-        count]`; None if all are finite. The rows must have landed, and not change any more.
-        """
-        key = dtype, at, count
-        if key not in self._checked:
-            rows = converted(self.rows[:, at : at + count], self.dtype, dtype)
-            self._checked[key] = (
-                None if _all_finite(rows, dtype) else ~np.isfinite(widened(rows, dtype)).all(axis=2)
-            )
-        return self._checked[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +99,15 @@ class Extent:
         return self.block.rows[port, self.at : self.at + self.count]
 
     def unsound(self, dtype: str) -> np.ndarray | None:
-        """Return `RowBlock.unsound` of these rows."""
-        return self.block.unsound(dtype, self.at, self.count)
+        """Return which rows are not finite when stored as `dtype`, bool `[ports, count]`; None if
+        all are finite. The rows must have landed, and not change any more.
+        """
+        rows = self.block.rows[:, self.at : self.at + self.count]
+        rows = converted(rows, self.block.dtype, dtype)
+        if _all_finite(rows, dtype):
+            return None
+        bad: np.ndarray = ~np.isfinite(widened(rows, dtype)).all(axis=2)
+        return bad
 
     def among(self, positions: Sequence[int]) -> "list[Extent]":
         """Return the parts at `positions`, which are ascending and in this extent."""
