@@ -231,90 +231,31 @@ _LARGEST = torch.tensor(LARGEST_SIZE)
 _MANY = 32
 
 
-def pair_site(
-    hidden: torch.Tensor,
-    residual: torch.Tensor,
-    ring: torch.Tensor,
-    plan: torch.Tensor,
-    lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    capture_slots: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    counts: torch.Tensor,
-    sizes: torch.Tensor,
-    branches: int = 0,
+def launch(
+    hidden: torch.Tensor | None, stream: torch.Tensor, buffers: Buffers, branches: int = 0
 ) -> None:
-    """Run sites whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens,
-    hidden_size]`, contiguous.
+    """Run the sites of a launch, in the order of `buffers.plan`, which has one row for each site.
 
-    `plan` has one row for each site; sites run in this order. The first `branches` sites are on a
-    branch: their stream is `hidden` alone. `ring`: `[ring_rows, hidden_size]` of the same dtype;
-    captured rows are written to `ring[first row + slot]`, other rows keep their contents. For the
-    other arguments see `plan.Buffers`.
+    Their stream is `hidden + stream`, or without `hidden` the one tensor, which is edited in place:
+    each `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous. The first `branches`
+    sites are on a branch: their stream is `hidden` alone. Captured rows are written to
+    `ring[first row + slot]`, other rows keep their contents.
     """
-    hidden = _flat(hidden)
-    buffers = Buffers(
-        ring=ring,
-        plan=plan,
-        lists=lists,
-        token_rows=token_rows,
-        capture_slots=capture_slots,
-        site_rows=site_rows,
-        pool=pool,
-        scalars=scalars,
-        counts=counts,
-        sizes=sizes,
-    )
-    pairs = len(plan) - branches
-    _launch([(None, hidden)] * branches + [(hidden, _flat(residual))] * pairs, buffers)
-
-
-def single_site(
-    stream: torch.Tensor,
-    ring: torch.Tensor,
-    plan: torch.Tensor,
-    lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    capture_slots: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    counts: torch.Tensor,
-    sizes: torch.Tensor,
-) -> None:
-    """Run sites whose stream is one tensor, edited in place: `[tokens, hidden_size]` or `[1,
-    tokens, hidden_size]`, contiguous.
-
-    The other arguments are those of `pair_site`.
-    """
-    buffers = Buffers(
-        ring=ring,
-        plan=plan,
-        lists=lists,
-        token_rows=token_rows,
-        capture_slots=capture_slots,
-        site_rows=site_rows,
-        pool=pool,
-        scalars=scalars,
-        counts=counts,
-        sizes=sizes,
-    )
-    _launch([(None, _flat(stream))] * len(plan), buffers)
+    planned: list[list[int]] = buffers.plan.tolist()
+    if not planned[0][SITE]:
+        return
+    stream = _flat(stream)
+    other = None if hidden is None else _flat(hidden)
+    for number, steps in enumerate(planned):
+        if other is not None and number < branches:
+            _site(None, other, number, steps, buffers)
+        else:
+            _site(other, stream, number, steps, buffers)
 
 
 def _flat(stream: torch.Tensor) -> torch.Tensor:
     """Return the stream as `[tokens, hidden_size]`."""
     return stream if stream.dim() == 2 else stream.view(-1, stream.shape[-1])
-
-
-def _launch(streams: Sequence[tuple[torch.Tensor | None, torch.Tensor]], buffers: Buffers) -> None:
-    """Run the sites of a launch. `streams`: hidden and stream of each site."""
-    planned: list[list[int]] = buffers.plan.tolist()
-    if planned[0][SITE]:
-        for number, ((hidden, stream), steps) in enumerate(zip(streams, planned, strict=True)):
-            _site(hidden, stream, number, steps, buffers)
 
 
 def _site(

@@ -8,7 +8,7 @@ all sites of the group, again if it is rewritten, and written only if it changed
 slot names are never written.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -41,6 +41,7 @@ from .plan import (
     SITE,
     UNSOUND,
     WITHIN,
+    Buffers,
 )
 
 #: Programs of a launch at most: several for each multiprocessor, but few enough for a short launch
@@ -835,67 +836,34 @@ def _sites(  # type: ignore[no-untyped-def]
         token += programs
 
 
-def pair_site(
-    hidden: torch.Tensor,
-    residual: torch.Tensor,
-    ring: torch.Tensor,
-    plan: torch.Tensor,
-    lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    capture_slots: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    counts: torch.Tensor,
-    sizes: torch.Tensor,
-    branches: int = 0,
+def launch(
+    hidden: torch.Tensor | None, stream: torch.Tensor, buffers: Buffers, branches: int = 0
 ) -> None:
-    """Run sites like `reference.pair_site`, but read `capture_slots` instead of `lists`.
+    """Run sites like `reference.launch`, but read `capture_slots` instead of `lists`.
 
     Raises ValueError for tensors that are not contiguous.
     """
     tensors = (
-        hidden,
-        residual,
-        ring,
-        plan,
-        token_rows,
-        capture_slots,
-        site_rows,
-        pool,
-        scalars,
-        counts,
-        sizes,
+        stream if hidden is None else hidden,
+        stream,
+        buffers.ring,
+        buffers.plan,
+        buffers.token_rows,
+        buffers.capture_slots,
+        buffers.site_rows,
+        buffers.pool,
+        buffers.scalars,
+        buffers.counts,
+        buffers.sizes,
     )
-    _launch(tensors, branches=branches, pair=True)
-
-
-def single_site(
-    stream: torch.Tensor,
-    ring: torch.Tensor,
-    plan: torch.Tensor,
-    lists: torch.Tensor,
-    *others: torch.Tensor,
-) -> None:
-    """Run sites like `reference.single_site`, but read `capture_slots` instead of `lists`.
-
-    `others`: those of `pair_site` after `lists`. Raises ValueError for tensors that are not
-    contiguous.
-    """
-    _launch((stream, stream, ring, plan, *others), branches=0, pair=False)
-
-
-def _launch(tensors: Sequence[torch.Tensor], *, branches: int, pair: bool) -> None:
-    """Launch the kernel for `tensors`, its first arguments."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError(
                 f"a tensor {list(tensor.shape)} with strides {list(tensor.stride())} is not "
                 "contiguous"
             )
-    _, stream, ring, plan, _, capture_slots, site_rows, *_ = tensors
-    width = ring.shape[1]
-    capacity = capture_slots.shape[1]
+    width = buffers.ring.shape[1]
+    capacity = buffers.capture_slots.shape[1]
     # padding rows beyond the buffers' capacity are never planned
     tokens = min(stream.numel() // width, capacity)
     if not tokens:
@@ -906,11 +874,11 @@ def _launch(tensors: Sequence[torch.Tensor], *, branches: int, pair: bool) -> No
         *tensors,
         tokens,
         capacity,
-        site_rows.shape[2],
+        buffers.site_rows.shape[2],
         programs,
-        len(plan),
+        len(buffers.plan),
         branches,
-        PAIR=pair,
+        PAIR=hidden is not None,
         MIXED=branches > 0,
         WIDTH=width,
         BLOCK=block,

@@ -35,6 +35,7 @@ from site_compiler import KINDS, Absent
 from site_plans import SitePlan
 
 from midstream.kernels import triton_site
+from midstream.kernels.ops import implementations
 
 #: Llama-3.1-8B and Llama-3.3-70B; a width that is no power of two.
 WIDTHS = (4096, 8192, 576)
@@ -84,6 +85,7 @@ class _Compiled:
 def compiled(architecture: int, kind: str, dtype: torch.dtype, width: int) -> Any:
     """Triton's result for the launch that `kernels.ops` would make."""
     triton.runtime.driver.set_active(Absent(architecture))
+    pair_site, single_site = implementations(triton_site.launch)
     kernel = triton_site._sites
     kernel.device_caches.clear()  # it remembers for which architecture it compiled on device 0
     triton_site._sites = recorder = _Compiled(kernel)
@@ -91,9 +93,9 @@ def compiled(architecture: int, kind: str, dtype: torch.dtype, width: int) -> An
         rows = [torch.zeros(16, width, dtype=dtype) for _ in range(3)]
         planned = SitePlan(width, [{}], {0: [1]}).build(16, dtype)
         if kind == "single":
-            triton_site.single_site(*rows[1:], *planned)
+            single_site(*rows[1:], *planned)
         else:
-            triton_site.pair_site(*rows, *planned, int(kind == "behind a branch"))
+            pair_site(*rows, *planned, int(kind == "behind a branch"))
     finally:
         triton_site._sites = kernel
     return recorder.last

@@ -30,6 +30,7 @@ from site_plans import OpInputs, SitePlan
 from site_properties import PROPERTIES
 
 from midstream.kernels import reference, triton_site
+from midstream.kernels.ops import implementations
 from midstream.kernels.plan import NO_SLOT, Does, lowrank
 
 if not ASKED.gpu:
@@ -38,8 +39,8 @@ if not ASKED.gpu:
     round_as_gpus_do()
 
 #: What the stage launches: not the ops of `midstream.kernels`, which on the CPU are the reference.
-pair_site = triton_site.pair_site
-single_site = triton_site.single_site
+pair_site, single_site = implementations(triton_site.launch)
+REFERENCE = implementations(reference.launch)
 DEVICE = "cuda" if ASKED.gpu else "cpu"
 HIDDEN = 4096
 TOKENS = (1, 64, 2048)
@@ -108,7 +109,7 @@ def compare(case: Case, pair: Op, single: Op) -> None:
     ):
         check(case, found)
         return
-    expected = run(case, reference.pair_site, reference.single_site)
+    expected = run(case, *REFERENCE)
     assert same_bits(found.stream, expected.stream), f"{case.name}: stream"
     assert same_bits(found.ring, expected.ring), f"{case.name}: ring"
     assert found.hidden is None or same_bits(found.hidden, expected.hidden), f"{case.name}: hidden"
@@ -149,9 +150,7 @@ def check_shared_launches() -> int:
     on_gpu = there_and_back(pair_site), there_and_back(single_site)
     widths, rounds = ((37,), 1) if ASKED.tiny else ((1, 37, 576, 8192), 20)
     check_groups(*on_gpu, rounds=rounds, widths=widths)
-    check_groups_against(
-        *on_gpu, (reference.pair_site, reference.single_site), rounds=rounds, width=37
-    )
+    check_groups_against(*on_gpu, REFERENCE, rounds=rounds, width=37)
     return rounds * len(KINDS) * len(DTYPES) * (len(widths) + 1)
 
 
