@@ -35,18 +35,11 @@ def edited(
     alone, so that only rows that cannot be edited fail.
     """
     new = _called(code, rows, vector, numbers)
+    if new is None and len(rows) > 1:
+        alone = [edited(code, row, vector, strength, numbers) for row in rows.split(1)]
+        return torch.cat(alone)
     if new is None:
-        alone = (
-            (_called(code, row, vector, numbers) for row in rows.split(1))
-            if len(rows) > 1
-            else [None]
-        )
-        new = torch.cat(
-            [
-                torch.full_like(row, float("nan")) if of_row is None else of_row
-                for row, of_row in zip(rows.split(1), alone, strict=True)
-            ]
-        )
+        return torch.full_like(rows, float("nan"))
     return new if strength == 1.0 else rows + strength * (new - rows)
 
 

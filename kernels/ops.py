@@ -5,14 +5,19 @@ The schemas declare every tensor that is written, so that no compiler drops or r
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from . import reference
+from .plan import Buffers
 
-#: Arguments after the stream and the ring. All are persistent buffers; the planner fills them
-#: before the forward, except the last two, which the ops write.
+#: Runs the sites of a launch: see `reference.launch`.
+Launch = Callable[..., None]
+_BUFFERS = len(fields(Buffers))
+#: Arguments after the stream and the ring: the fields of `Buffers`. All are persistent; the planner
+#: fills them before the forward, except the last two, which the ops write.
 _PLANNED = (
     "Tensor plan, Tensor lists, Tensor token_rows, Tensor capture_slots, Tensor "
     "site_rows, Tensor pool, Tensor scalars, "
@@ -25,12 +30,6 @@ _SCHEMAS = {
     ),
     "single_site": f"(Tensor(a!) stream, Tensor(b!) ring, {_PLANNED}, *, int group=0) -> ()",
 }
-
-_library = torch.library.Library("midstream", "FRAGMENT")
-for _name, _schema in _SCHEMAS.items():
-    # The kernels need contiguous tensors.
-    _library.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
-
 
 # Every launch in a graph costs time at each replay, with or without work. Most requests need the
 # residual stream alone: directions are added to it, and rows captured from it.
@@ -62,40 +61,46 @@ def family() -> int:
     return _family
 
 
-def _in_its_families(site: Callable[..., None]) -> Callable[..., None]:
-    def run(*arguments: Any, group: int = WHOLE) -> None:
-        # This runs while a graph is captured, not when it is replayed: what is left out costs
-        # nothing.
-        if group >= _family:
-            site(*arguments)
+def implementations(launch: Launch) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return implementations of `pair_site` and `single_site` that run sites by `launch`, or do
+    nothing if the launch is not in the family of the forward pass.
+    """
 
-    return run
+    # They run while a graph is captured, not when it is replayed: what is left out costs nothing.
+    # `arguments`: the buffers, then `branches`, which torch omits where it is the default.
+    def pair_site(
+        hidden: torch.Tensor, residual: torch.Tensor, *arguments: Any, group: int = WHOLE
+    ) -> None:
+        if group >= _family:
+            buffers = Buffers(*arguments[:_BUFFERS])
+            launch(hidden, residual, buffers, *arguments[_BUFFERS:])
+
+    def single_site(stream: torch.Tensor, *buffers: torch.Tensor, group: int = WHOLE) -> None:
+        if group >= _family:
+            launch(None, stream, Buffers(*buffers))
+
+    return pair_site, single_site
 
 
 def _nothing(*_: Any, group: int = WHOLE) -> None:
     """Stand in for an op while tracing: no result, and no shape changes."""
 
 
-# Triton is imported at the first call on a GPU, so that processes on a CPU do not need it.
-def _pair_site_on_gpu(*arguments: Any) -> None:
-    from .triton_site import pair_site
+def _launch_on_gpu(*arguments: Any) -> None:
+    # imported at the first call, so that processes on a CPU do not need Triton
+    from .triton_site import launch
 
-    pair_site(*arguments)
-
-
-def _single_site_on_gpu(*arguments: Any) -> None:
-    from .triton_site import single_site
-
-    single_site(*arguments)
+    launch(*arguments)
 
 
-_library.impl("pair_site", _in_its_families(reference.pair_site), "CPU")
-_library.impl("single_site", _in_its_families(reference.single_site), "CPU")
-_library.impl("pair_site", _in_its_families(_pair_site_on_gpu), "CUDA")
-_library.impl("single_site", _in_its_families(_single_site_on_gpu), "CUDA")
-_library._register_fake("pair_site", _nothing)
-_library._register_fake("single_site", _nothing)
+_library = torch.library.Library("midstream", "FRAGMENT")
+for _name, _schema in _SCHEMAS.items():
+    # The kernels need contiguous tensors.
+    _library.define(_name + _schema, tags=(torch.Tag.needs_exact_strides,))
+    _library._register_fake(_name, _nothing)
+for _device, _launch in (("CPU", reference.launch), ("CUDA", _launch_on_gpu)):
+    for _name, _site in zip(_SCHEMAS, implementations(_launch), strict=True):
+        _library.impl(_name, _site, _device)
 
-#: Signatures: `reference.pair_site` and `reference.single_site`.
 pair_site = torch.ops.midstream.pair_site.default
 single_site = torch.ops.midstream.single_site.default

@@ -17,6 +17,7 @@ edits keep their bits.
 
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -50,37 +51,51 @@ from .plan import (
     SITE,
     UNSOUND,
     WITHIN,
+    Buffers,
     CapturePort,
 )
 
 #: New rows, and which of them were changed (None: all).
 Rewritten = tuple[torch.Tensor, torch.Tensor | None]
-#: Formula of a rewriting family: (rows, entries, pool, scalars) → `Rewritten`. rows: float32
-#: `[n, hidden_size]`, may be overwritten; entries: int32 `[n]`, the first entry of each row's
-#: application in pool and scalars, see `plan.OpInputs`.
-Rewrite = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], Rewritten]
-#: Formula of a shifting family: (entries, pool, scalars) → the vectors to add, `[n, hidden_size]`,
-#: in float32 or the model's dtype.
-Shift = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Applications(NamedTuple):
+    """The applications of a family to n rows, whose contents are in the pool and the scalars, see
+    `plan.Buffers`.
+    """
+
+    entries: torch.Tensor  # int32 `[n]`: the first entry of each row's application
+    pool: torch.Tensor
+    scalars: torch.Tensor
+
+    def numbers(self, family: str) -> tuple[torch.Tensor, ...]:
+        """Return the family's scalars in their order, each float32 `[n, 1]`."""
+        numbers = self.scalars.index_select(0, self.entries)
+        return tuple(numbers[:, : len(EVERY[PLACE[family]].scalars)].split(1, dim=1))
+
+    def vectors(self, number: int = 0) -> torch.Tensor:
+        """Return the vector of this number of each application, float32 `[n, hidden_size]`."""
+        return self.pool.index_select(0, self.entries + number).float()
+
+
+#: Formula of a rewriting family: (rows, applied) → `Rewritten`. rows: float32 `[n, hidden_size]`,
+#: may be overwritten.
+Rewrite = Callable[[torch.Tensor, Applications], Rewritten]
 #: The edits of one owner: the rows `[n, hidden_size]` before and after them, and their limits as in
 #: `scalars`, `[n or 1, any number]`, 0 where there is none.
 EditTensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _replace(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    (alpha,) = _numbers("replace", entries, scalars)
-    target = _vectors(entries, pool)
+def _replace(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    (alpha,) = applied.numbers("replace")
+    target = applied.vectors()
     return _mixed(rows, alpha, target), None
 
 
-def _replace_masked(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    (alpha,) = _numbers("replace_masked", entries, scalars)
-    target = _vectors(entries, pool)
-    mask = _vectors(entries + 1, pool)
+def _replace_masked(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    (alpha,) = applied.numbers("replace_masked")
+    target = applied.vectors()
+    mask = applied.vectors(1)
     return torch.where(mask != 0, _mixed(rows.clone(), alpha, target), rows), None
 
 
@@ -93,15 +108,14 @@ def _mixed(rows: torch.Tensor, alpha: torch.Tensor, target: torch.Tensor) -> tor
     return torch.where(full, target, rows.mul_(1 - alpha).add_(alpha * target))
 
 
-def _lowrank(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
+def _lowrank(rows: torch.Tensor, applied: Applications) -> Rewritten:
     """Compute s + strength · Rᵀ(W s + b − R s), with one matrix product for all tokens of an
     application.
     """
     strength, rank, bias = (
         FAMILIES[PLACE["lowrank"]].column(scalar) for scalar in ("strength", "rank", "bias")
     )
+    entries, pool, scalars = applied
     for entry in entries.unique().tolist():
         terms = slice(entry, entry + 2 * int(scalars[entry, rank]))
         rotation, weight = pool[terms].float().view(-1, 2, pool.shape[1]).unbind(1)
@@ -115,31 +129,25 @@ def _lowrank(
     return rows, None
 
 
-def _add_matched(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    (scale,) = _numbers("add_matched", entries, scalars)
-    direction = _vectors(entries, pool)
+def _add_matched(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    (scale,) = applied.numbers("add_matched")
+    direction = applied.vectors()
     return rows.addcmul_(
         scale * torch.linalg.vector_norm(rows, dim=1, keepdim=True), direction
     ), None
 
 
-def _ablate(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    (strength,) = _numbers("ablate", entries, scalars)
-    direction = _vectors(entries, pool)
+def _ablate(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    (strength,) = applied.numbers("ablate")
+    direction = applied.vectors()
     return rows.addcmul_(
         strength * (rows * direction).sum(1, keepdim=True), direction, value=-1
     ), None
 
 
-def _clamp(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    (strength, low, high) = _numbers("clamp", entries, scalars)
-    direction = _vectors(entries, pool)
+def _clamp(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    (strength, low, high) = applied.numbers("clamp")
+    direction = applied.vectors()
     component = (rows * direction).sum(1, keepdim=True)
     outside = ~((component >= low) & (component <= high))  # true if the component is NaN
     change = strength * (torch.minimum(torch.maximum(component, low), high) - component)
@@ -149,23 +157,17 @@ def _clamp(
     return rows.index_add_(0, indices, change[indices] * direction[indices]), outside.flatten()
 
 
-def _feature(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
-    strength, target, bias, threshold, norm = _numbers("feature", entries, scalars)
+def _feature(rows: torch.Tensor, applied: Applications) -> Rewritten:
+    strength, target, bias, threshold, norm = applied.numbers("feature")
     base, spread, divisor = _normalised(rows, norm)
-    products = (
-        (_vectors(entries, pool) + _vectors(entries + 1, pool))
-        .add_(_vectors(entries + 2, pool))
-        .mul_(base)
-    )
+    products = (applied.vectors() + applied.vectors(1)).add_(applied.vectors(2)).mul_(base)
     reading = products.sum(1, keepdim=True) / divisor + bias
     tolerance = NEAR * (products.abs_().sum(1, keepdim=True) / divisor + bias.abs())
     gap = target - torch.where(reading > threshold, reading, 0.0)
     changed = ~((gap == 0) | ((gap.abs() <= tolerance) & (tolerance < math.inf))).flatten()
     indices = changed.nonzero().flatten()
     return rows.index_add_(
-        0, indices, (strength * gap * spread)[indices] * _vectors(entries[indices] + 3, pool)
+        0, indices, (strength * gap * spread)[indices] * applied.vectors(3)[indices]
     ), changed
 
 
@@ -186,10 +188,9 @@ def _normalised(rows: torch.Tensor, norm: torch.Tensor) -> tuple[torch.Tensor, .
     return base, spread, spread + LAYER_NORM_EPS * centred
 
 
-def _installed(
-    rows: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> Rewritten:
+def _installed(rows: torch.Tensor, applied: Applications) -> Rewritten:
     """Call the installed op once for all rows of an entry."""
+    entries, pool, scalars = applied
     new = rows.clone()
     for entry in entries.unique().tolist():
         indices = (entries == entry).nonzero().flatten()
@@ -208,20 +209,6 @@ def _installed(
     return new, (_bits(new) != _bits(rows)).any(1)
 
 
-def _numbers(name: str, entries: torch.Tensor, scalars: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the family's scalars in their order, each float32 `[n, 1]`."""
-    numbers = scalars.index_select(0, entries)[:, : len(EVERY[PLACE[name]].scalars)]
-    return tuple(numbers.split(1, dim=1))
-
-
-def _vectors(entries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
-    return pool.index_select(0, entries).float()
-
-
-def _add(entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
-    return pool.index_select(0, entries)
-
-
 #: Elements per block of rows that are read several times: few enough to stay in the CPU's cache,
 #: and enough to make the overhead of each call negligible.
 _BLOCK = 2**18
@@ -235,7 +222,6 @@ REWRITES: dict[str, Rewrite] = {
     "clamp": _clamp,
     "feature": _feature,
 }
-SHIFTS: dict[str, Shift] = {"add": _add}
 _FORMULAS = {**REWRITES, INSTALLED.name: _installed}
 _ADD = PLACE["add"]
 _CENTRED = NORMS.index("layer_norm")
@@ -245,89 +231,26 @@ _LARGEST = torch.tensor(LARGEST_SIZE)
 _MANY = 32
 
 
-def pair_site(
-    hidden: torch.Tensor,
-    residual: torch.Tensor,
-    ring: torch.Tensor,
-    plan: torch.Tensor,
-    lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    capture_slots: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    counts: torch.Tensor,
-    sizes: torch.Tensor,
-    branches: int = 0,
+def launch(
+    hidden: torch.Tensor | None, stream: torch.Tensor, buffers: Buffers, branches: int = 0
 ) -> None:
-    """Run sites whose stream is `hidden + residual`, both `[tokens, hidden_size]` or `[1, tokens,
-    hidden_size]`, contiguous.
+    """Run the sites of a launch, in the order of `buffers.plan`, which has one row for each site.
 
-    `plan` has one row for each site; sites run in this order. The first `branches` sites are on a
-    branch: their stream is `hidden` alone. `ring`: `[ring_rows, hidden_size]` of the same dtype;
-    captured rows are written to `ring[first row + slot]`, other rows keep their contents. For the
-    other arguments see `plan.OpInputs`.
+    Their stream is `hidden + stream`, or without `hidden` the one tensor, which is edited in place:
+    each `[tokens, hidden_size]` or `[1, tokens, hidden_size]`, contiguous. The first `branches`
+    sites are on a branch: their stream is `hidden` alone. Captured rows are written to
+    `ring[first row + slot]`, other rows keep their contents.
     """
-    planned: list[list[int]] = plan.tolist()
-    if planned[0][SITE]:
-        hidden = _flat(hidden)
-        residual = _flat(residual)
-        done = counts.numpy()
-        for number, steps in enumerate(planned):
-            first, second = (None, hidden) if number < branches else (hidden, residual)
-            _site(
-                hidden=first,
-                stream=second,
-                ring=ring,
-                number=number,
-                steps=steps,
-                lists=lists,
-                token_rows=token_rows,
-                site_rows=site_rows,
-                pool=pool,
-                scalars=scalars,
-                sizes=sizes,
-                done=done,
-            )
-
-
-def single_site(
-    stream: torch.Tensor,
-    ring: torch.Tensor,
-    plan: torch.Tensor,
-    lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    capture_slots: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    counts: torch.Tensor,
-    sizes: torch.Tensor,
-) -> None:
-    """Run sites whose stream is one tensor, edited in place: `[tokens, hidden_size]` or `[1,
-    tokens, hidden_size]`, contiguous.
-
-    The other arguments are those of `pair_site`.
-    """
-    planned: list[list[int]] = plan.tolist()
-    if planned[0][SITE]:
-        stream = _flat(stream)
-        done = counts.numpy()
-        for number, steps in enumerate(planned):
-            _site(
-                hidden=None,
-                stream=stream,
-                ring=ring,
-                number=number,
-                steps=steps,
-                lists=lists,
-                token_rows=token_rows,
-                site_rows=site_rows,
-                pool=pool,
-                scalars=scalars,
-                sizes=sizes,
-                done=done,
-            )
+    planned: list[list[int]] = buffers.plan.tolist()
+    if not planned[0][SITE]:
+        return
+    stream = _flat(stream)
+    other = None if hidden is None else _flat(hidden)
+    for number, steps in enumerate(planned):
+        if other is not None and number < branches:
+            _site(None, other, number, steps, buffers)
+        else:
+            _site(other, stream, number, steps, buffers)
 
 
 def _flat(stream: torch.Tensor) -> torch.Tensor:
@@ -338,72 +261,39 @@ def _flat(stream: torch.Tensor) -> torch.Tensor:
 def _site(
     hidden: torch.Tensor | None,
     stream: torch.Tensor,
-    ring: torch.Tensor,
     number: int,
     steps: list[int],
-    lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    sizes: torch.Tensor,
-    done: np.ndarray,
+    buffers: Buffers,
 ) -> None:
     """Run one site: capture, edit, capture. `number`: the site's index in its launch; `steps`: its
-    row of the plan; `done`: `counts` as an array.
+    row of the plan.
     """
-    place = steps[SITE] - 1
+    done = buffers.counts.numpy()[steps[SITE] - 1]
     if steps[BEFORE.COUNT]:
-        done[place, CAPTURED_BEFORE] += _capture(hidden, stream, ring, steps, lists, BEFORE)
+        done[CAPTURED_BEFORE] += _capture(hidden, stream, steps, buffers, BEFORE)
     if steps[EDITS]:
-        edited = (
-            _shift_alike(
-                hidden=hidden,
-                stream=stream,
-                number=number,
-                steps=steps,
-                site_rows=site_rows,
-                pool=pool,
-                scalars=scalars,
-                sizes=sizes,
-            )
-            if steps[ALIKE]
-            else None
-        )
+        edited = _shift_alike(hidden, stream, number, steps, buffers) if steps[ALIKE] else None
         if edited is None:
-            edited = _edit_listed(
-                hidden=hidden,
-                stream=stream,
-                steps=steps,
-                lists=lists,
-                token_rows=token_rows,
-                site_rows=site_rows[number],
-                pool=pool,
-                scalars=scalars,
-                sizes=sizes,
-            )
-        done[place, EDITED] += edited
+            edited = _edit_listed(hidden, stream, number, steps, buffers)
+        done[EDITED] += edited
     if steps[AFTER.COUNT]:
-        done[place, CAPTURED_AFTER] += _capture(hidden, stream, ring, steps, lists, AFTER)
+        done[CAPTURED_AFTER] += _capture(hidden, stream, steps, buffers, AFTER)
 
 
 def _edit_listed(
     hidden: torch.Tensor | None,
     stream: torch.Tensor,
+    number: int,
     steps: list[int],
-    lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    sizes: torch.Tensor,
+    buffers: Buffers,
 ) -> int:
     """Edit the tokens that the plan lists; return the number of configuration rows applied, summed
     over the tokens.
     """
-    tokens = lists[steps[EDITS_AT] : steps[EDITS_AT] + steps[EDITS]]
+    site_rows = buffers.site_rows[number]
+    tokens = buffers.lists[steps[EDITS_AT] : steps[EDITS_AT] + steps[EDITS]]
     depth = steps[DEPTH]
-    rows = token_rows[:, :depth].index_select(0, tokens)
+    rows = buffers.token_rows[:, :depth].index_select(0, tokens)
     entries = site_rows.index_select(1, rows.flatten()).view(len(site_rows), len(tokens), depth)
     applied = entries.any(0)  # [n, depth]
     count = int(applied.count_nonzero())
@@ -415,10 +305,10 @@ def _edit_listed(
         entries = entries.index_select(1, indices)
     if len(tokens):
         before = _rows(hidden, stream, tokens)
-        _edit(hidden, stream, tokens, entries, pool, scalars)
+        _edit(hidden, stream, tokens, entries, buffers)
         after = _rows(hidden, stream, tokens)
-        edits = _by_owner(before, after, entries, pool, scalars)
-        over = _measure(before, after, edits, tokens, steps, sizes)
+        edits = _by_owner(before, after, entries, buffers)
+        over = _measure(before, after, edits, tokens, steps, buffers.sizes)
         _rewrite_rows(hidden, stream, tokens[over], after[over])
     return count
 
@@ -429,15 +319,14 @@ def _by_owner(
     before: torch.Tensor,
     after: torch.Tensor,
     entries: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
+    buffers: Buffers,
 ) -> list[EditTensors]:
     """Return the edits by owner, the operator's first, or all of them as one owner's if there are
     no limits or no row has edits of both. `entries`: `[families, n, depth]`.
     """
     chosen = entries.transpose(0, 1).flatten(1)
     limits, owners = (
-        scalars[:, column].index_select(0, chosen.flatten()).view(chosen.shape)
+        buffers.scalars[:, column].index_select(0, chosen.flatten()).view(chosen.shape)
         for column in (LIMIT, OWNER)
     )
     both = owners.any(1) & ((chosen > 0) & (owners == 0)).any(1)
@@ -447,7 +336,7 @@ def _by_owner(
     rows = both.nonzero().flatten()
     alone = before.index_select(0, rows)
     mask = operators.view(len(chosen), len(entries), -1).transpose(0, 1)
-    _edit(None, alone, torch.arange(len(rows)), (entries * mask)[:, rows], pool, scalars)
+    _edit(None, alone, torch.arange(len(rows)), (entries * mask)[:, rows], buffers)
     middle = before.index_copy(0, rows, alone)
     return [(before, middle, limits * operators), (middle, after, limits * ~operators)]
 
@@ -457,16 +346,13 @@ def _shift_alike(
     stream: torch.Tensor,
     number: int,
     steps: list[int],
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    sizes: torch.Tensor,
+    buffers: Buffers,
 ) -> int | None:
     """Handle the usual case in one call: the only edit adds one vector to consecutive tokens.
 
     Returns the number of edited rows; in other cases does nothing, and returns None.
     """
-    entries: list[int] = site_rows.numpy()[number, :, steps[ALIKE]].tolist()
+    entries: list[int] = buffers.site_rows.numpy()[number, :, steps[ALIKE]].tolist()
     entry = entries[_ADD]
     if any(entries[:_ADD]) or any(entries[_ADD + 1 :]):
         return None
@@ -476,12 +362,12 @@ def _shift_alike(
     rows = stream[run]
     other = None if hidden is None else hidden[run]
     before = rows.clone()
-    rows.add_(pool[entry])
+    rows.add_(buffers.pool[entry])
     if other is not None:
         before.add_(other)
     after = rows if other is None else rows + other
-    edits = [(before, after, scalars[entry, LIMIT].view(1, 1))]
-    over = _measure(before, after, edits, run, steps, sizes)
+    edits = [(before, after, buffers.scalars[entry, LIMIT].view(1, 1))]
+    over = _measure(before, after, edits, run, steps, buffers.sizes)
     _rewrite_rows(hidden, stream, over + steps[ALIKE_FROM], after[over])
     return len(rows)
 
@@ -568,12 +454,13 @@ def _rows(hidden: torch.Tensor | None, stream: torch.Tensor, tokens: torch.Tenso
 def _capture(
     hidden: torch.Tensor | None,
     stream: torch.Tensor,
-    ring: torch.Tensor,
     steps: list[int],
-    lists: torch.Tensor,
+    buffers: Buffers,
     port: CapturePort,
 ) -> int:
     """Copy the port's rows into the ring; return how many were captured."""
+    ring = buffers.ring
+    lists = buffers.lists
     count = steps[port.COUNT]
     tokens = lists[steps[port.AT] : steps[port.AT] + count]
     places = lists[steps[port.PLACES] : steps[port.PLACES] + count]
@@ -607,8 +494,7 @@ def _edit(
     stream: torch.Tensor,
     tokens: torch.Tensor,
     entries: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
+    buffers: Buffers,
 ) -> None:
     """Apply all families to the tokens. `entries`: `[families, n, depth]` for tokens `[n]`."""
     used = [
@@ -619,15 +505,13 @@ def _edit(
         if count
     ]
     if any(family.effect == "rewrite" for family, _ in used):
-        live = [(family, _live(family, entry, scalars)) for family, entry in used]
-        indices = (
-            _rewrite(hidden, stream, tokens, live, pool, scalars).logical_not_().nonzero().flatten()
-        )
+        live = [(family, _live(family, entry, buffers.scalars)) for family, entry in used]
+        indices = _rewrite(hidden, stream, tokens, live, buffers).logical_not_().nonzero().flatten()
         tokens = tokens.index_select(0, indices)
         used = [(family, entry.index_select(0, indices)) for family, entry in live]
     for family, entry in used:
         if family.effect == "shift":
-            _shift(family, stream, tokens, entry, pool, scalars)
+            _shift(stream, tokens, entry, buffers.pool)
 
 
 def _live(family: Intervention, entries: torch.Tensor, scalars: torch.Tensor) -> torch.Tensor:
@@ -644,8 +528,7 @@ def _rewrite(
     stream: torch.Tensor,
     tokens: torch.Tensor,
     live: Sequence[tuple[Intervention, torch.Tensor]],
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
+    buffers: Buffers,
 ) -> torch.Tensor:
     """Apply all families to the tokens that have rewrites; return on which tokens a rewrite had an
     effect: bool `[n]`.
@@ -671,9 +554,9 @@ def _rewrite(
         for family, entries in live:
             part = entries.index_select(0, block)
             if family.effect == "rewrite":
-                rows = _rewritten(_FORMULAS[family.name], rows, part, acted, pool, scalars)
+                rows = _rewritten(_FORMULAS[family.name], rows, part, acted, buffers)
             elif bool(part.any()):
-                rows += _total(SHIFTS[family.name], part, pool, scalars)
+                rows += _total(part, buffers.pool)
         done[block[acted]] = True
         rows = rows.to(stream.dtype)
         differs = acted & (_bits(rows) != _bits(original)).any(1)
@@ -693,8 +576,7 @@ def _rewritten(
     rows: torch.Tensor,
     entries: torch.Tensor,
     acted: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
+    buffers: Buffers,
 ) -> torch.Tensor:
     """Apply one family, column by column, and return the rows.
 
@@ -703,11 +585,10 @@ def _rewritten(
     for entry in entries.unbind(1):
         indices = entry.nonzero().flatten()
         if len(indices) == len(entry):
-            rows, changed = formula(rows, entry, pool, scalars)
+            rows, changed = formula(rows, Applications(entry, buffers.pool, buffers.scalars))
         elif len(indices):
-            new, changed = formula(
-                rows.index_select(0, indices), entry.index_select(0, indices), pool, scalars
-            )
+            applied = Applications(entry.index_select(0, indices), buffers.pool, buffers.scalars)
+            new, changed = formula(rows.index_select(0, indices), applied)
             rows.index_copy_(0, indices, new)
         else:
             continue
@@ -715,10 +596,8 @@ def _rewritten(
     return rows
 
 
-def _total(
-    formula: Shift, entries: torch.Tensor, pool: torch.Tensor, scalars: torch.Tensor
-) -> torch.Tensor:
-    """Return the sum of a family's vectors over the columns, float32 `[n, hidden_size]`.
+def _total(entries: torch.Tensor, pool: torch.Tensor) -> torch.Tensor:
+    """Return the sum of the vectors to add over the columns, float32 `[n, hidden_size]`.
 
     `entries`: `[n, depth]`.
     """
@@ -727,38 +606,25 @@ def _total(
     for entry in entries.unbind(1):
         indices = entry.nonzero().flatten()
         if len(indices):
-            total.index_add_(
-                0, indices, formula(entry.index_select(0, indices), pool, scalars).float()
-            )
+            chosen = entry.index_select(0, indices)
+            total.index_add_(0, indices, pool.index_select(0, chosen).float())
     return total
 
 
 def _shift(
-    family: Intervention,
-    stream: torch.Tensor,
-    tokens: torch.Tensor,
-    entries: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
+    stream: torch.Tensor, tokens: torch.Tensor, entries: torch.Tensor, pool: torch.Tensor
 ) -> None:
-    """Apply a shifting family to tokens `[n]` that have no effective rewrite. `entries`: `[n,
-    depth]`.
-    """
+    """Add vectors to tokens `[n]` that have no effective rewrite. `entries`: `[n, depth]`."""
     has_entry = entries.any(1)
     if not bool(has_entry.all()):
         tokens = tokens[has_entry]
         entries = entries[has_entry]
-    formula = SHIFTS[family.name]
     if entries.shape[1] == 1:  # the usual case: added directly, without float32 sums
-        stream.index_add_(
-            0,
-            tokens,
-            formula(entries[:, 0], pool, scalars).to(stream.dtype),
-        )
+        stream.index_add_(0, tokens, pool.index_select(0, entries[:, 0]))
         return
     rows = _rows_at_a_time(stream)
     for places, part in zip(tokens.split(rows), entries.split(rows), strict=True):
-        total = _total(formula, part, pool, scalars)
+        total = _total(part, pool)
         stream.index_copy_(0, places, (stream.index_select(0, places) + total).to(stream.dtype))
 
 

@@ -8,8 +8,7 @@ all sites of the group, again if it is rewritten, and written only if it changed
 slot names are never written.
 """
 
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Iterator
 
 import torch
 import triton
@@ -42,6 +41,7 @@ from .plan import (
     SITE,
     UNSOUND,
     WITHIN,
+    Buffers,
 )
 
 #: Programs of a launch at most: several for each multiprocessor, but few enough for a short launch
@@ -54,13 +54,6 @@ _LANES_PER_WARP = 512
 #: needs more: at a width of 8192 a thread has a stack, of frames and spills, of 488 to 1024 bytes
 #: with 16-bit types and of 424 to 664 with float32.
 _REGISTERS = {2: 64, 4: 96}
-
-#: Whether a launch may begin before the previous one has ended, on GPUs that support this. It would
-#: hide the launch latency; off until `benchmarks/gpu/stage_kernels.py` has measured what it gains.
-#: A site does not let the kernel after it start early, which would only occupy multiprocessors.
-DEPENDENT_LAUNCH = False
-#: First compute capability with dependent launches, times 10.
-_FIRST_DEPENDENT = 90
 
 _COLUMNS = tl.constexpr(COLUMNS)
 _EDITS = tl.constexpr(EDITS)
@@ -83,9 +76,7 @@ _FAMILIES = tl.constexpr(len(FAMILIES))
 _REWRITING = tl.constexpr(
     sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "rewrite")
 )
-_SHIFTING = tl.constexpr(
-    sum(1 << place for place, family in enumerate(FAMILIES) if family.effect == "shift")
-)
+_ADDING = tl.constexpr(1 << PLACE["add"])
 _GRADED = tl.constexpr(
     sum(1 << place for place, family in enumerate(FAMILIES) if family.has_strength)
 )
@@ -103,15 +94,17 @@ _REPLACE, _REPLACE_MASKED, _LOWRANK, _ADD, _ADD_MATCHED, _ABLATE, _CLAMP, _FEATU
         "feature",
     )
 )
-_RANK, _BIAS = (
-    tl.constexpr(FAMILIES[_LOWRANK.value].column(scalar)) for scalar in ("rank", "bias")
-)
-_LOW, _HIGH = (tl.constexpr(FAMILIES[_CLAMP.value].column(scalar)) for scalar in ("low", "high"))
-_TARGET, _SHIFT, _THRESHOLD = (
-    tl.constexpr(FAMILIES[_FEATURE.value].column(scalar))
-    for scalar in ("target", "bias", "threshold")
-)
-_NORM = tl.constexpr(FAMILIES[_FEATURE.value].column("norm"))
+
+
+def _columns_of(family: str, *names: str) -> Iterator[tl.constexpr]:
+    """Yield the columns of these scalars of a family."""
+    for name in names:
+        yield tl.constexpr(FAMILIES[PLACE[family]].column(name))
+
+
+_RANK, _BIAS = _columns_of("lowrank", "rank", "bias")
+_LOW, _HIGH = _columns_of("clamp", "low", "high")
+_TARGET, _SHIFT, _THRESHOLD, _NORM = _columns_of("feature", "target", "bias", "threshold", "norm")
 _CENTRED = tl.constexpr(NORMS.index("layer_norm"))
 _NEAR = tl.constexpr(NEAR)
 _EPS = tl.constexpr(LAYER_NORM_EPS)
@@ -202,16 +195,6 @@ def _rewritten(  # type: ignore[no-untyped-def]
     else:
         tl.static_assert(False, "a family of the table has no formula here")
     return row, changed
-
-
-@triton.jit
-def _shifted(FAMILY: tl.constexpr, total, vectors, lanes, inside):  # type: ignore[no-untyped-def]
-    """Add one entry's vector to `total`, float32 `[BLOCK]`."""
-    if FAMILY == _ADD:
-        total = total + _vector(vectors, lanes, inside)
-    else:
-        tl.static_assert(False, "a family of the table has no formula here")
-    return total
 
 
 @triton.jit
@@ -451,7 +434,9 @@ def _edited(  # type: ignore[no-untyped-def]
                 if (_GRADED >> family) & 1:
                     live = live & (tl.load(numbers) != 0.0)
                 if live:
-                    if (_REWRITING >> family) & 1:
+                    if family == _ADD:
+                        total = total + _vector(vectors, lanes, inside)
+                    else:
                         value, changed = _rewritten(
                             FAMILY=family,
                             row=value,
@@ -462,9 +447,7 @@ def _edited(  # type: ignore[no-untyped-def]
                             WIDTH=WIDTH,
                         )
                         rewrites += tl.where(changed, 1, 0)
-                    else:
-                        total = _shifted(family, total, vectors, lanes, inside)
-            if not (_REWRITING >> family) & 1:
+            if family == _ADD:
                 value += total
                 shift = total
     return value, rewrites, shift
@@ -703,16 +686,12 @@ def _visit(  # type: ignore[no-untyped-def]
                         BLOCK=BLOCK,
                     )
         # Also reached if there were rewrites, but none changed the row.
-        if (rewrites == 0) & ((left & _SHIFTING) != 0):
+        if (rewrites == 0) & ((left & _ADDING) != 0):
             total = tl.zeros([BLOCK], tl.float32) * -1.0
-            for family in tl.static_range(_FAMILIES):
-                if (_SHIFTING >> family) & 1:
-                    for k in range(depth):
-                        entry = tl.load(site_rows + family * configurations + tl.load(rows + k)).to(
-                            tl.int64
-                        )
-                        if entry > 0:
-                            total = _shifted(family, total, pool + entry * WIDTH, lanes, inside)
+            for k in range(depth):
+                entry = tl.load(site_rows + _ADD * configurations + tl.load(rows + k)).to(tl.int64)
+                if entry > 0:
+                    total = total + _vector(pool + entry * WIDTH, lanes, inside)
             whole = _whole(hidden_row, row, branch, PAIR, MIXED)
             if MIXED:
                 shifted = (tl.where(branch, hidden_row, row).to(tl.float32) + total).to(row.dtype)
@@ -797,15 +776,9 @@ def _sites(  # type: ignore[no-untyped-def]
     MIXED: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
-    DEPENDENT: tl.constexpr,
 ):
     # 0 if no site of the launch has anything to do: then nothing else is loaded.
     active = tl.load(plan + _SITE)
-    if DEPENDENT:
-        # The previous launch may still be running. All earlier launches have ended, so the plan is
-        # ready, but the stream is not. Wait even if there is nothing to do: the next launch relies
-        # on the end of this one to mean that all earlier ones have ended.
-        tl.extra.cuda.gdc_wait()
     limit = tl.where(active != 0, tokens, 0)
     lanes = tl.arange(0, BLOCK)
     inside = lanes < WIDTH
@@ -863,105 +836,54 @@ def _sites(  # type: ignore[no-untyped-def]
         token += programs
 
 
-def pair_site(
-    hidden: torch.Tensor,
-    residual: torch.Tensor,
-    ring: torch.Tensor,
-    plan: torch.Tensor,
-    lists: torch.Tensor,
-    token_rows: torch.Tensor,
-    capture_slots: torch.Tensor,
-    site_rows: torch.Tensor,
-    pool: torch.Tensor,
-    scalars: torch.Tensor,
-    counts: torch.Tensor,
-    sizes: torch.Tensor,
-    branches: int = 0,
+def launch(
+    hidden: torch.Tensor | None, stream: torch.Tensor, buffers: Buffers, branches: int = 0
 ) -> None:
-    """Run sites like `reference.pair_site`, but read `capture_slots` instead of `lists`.
+    """Run sites like `reference.launch`, but read `capture_slots` instead of `lists`.
 
     Raises ValueError for tensors that are not contiguous.
     """
     tensors = (
-        hidden,
-        residual,
-        ring,
-        plan,
-        token_rows,
-        capture_slots,
-        site_rows,
-        pool,
-        scalars,
-        counts,
-        sizes,
+        stream if hidden is None else hidden,
+        stream,
+        buffers.ring,
+        buffers.plan,
+        buffers.token_rows,
+        buffers.capture_slots,
+        buffers.site_rows,
+        buffers.pool,
+        buffers.scalars,
+        buffers.counts,
+        buffers.sizes,
     )
-    _launch(tensors, branches=branches, pair=True)
-
-
-def single_site(
-    stream: torch.Tensor,
-    ring: torch.Tensor,
-    plan: torch.Tensor,
-    lists: torch.Tensor,
-    *others: torch.Tensor,
-) -> None:
-    """Run sites like `reference.single_site`, but read `capture_slots` instead of `lists`.
-
-    `others`: those of `pair_site` after `lists`. Raises ValueError for tensors that are not
-    contiguous.
-    """
-    _launch((stream, stream, ring, plan, *others), branches=0, pair=False)
-
-
-def _launch(tensors: Sequence[torch.Tensor], *, branches: int, pair: bool) -> None:
-    """Launch the kernel for `tensors`, its first arguments."""
     for tensor in tensors:
         if not tensor.is_contiguous():
             raise ValueError(
                 f"a tensor {list(tensor.shape)} with strides {list(tensor.stride())} is not "
                 "contiguous"
             )
-    _, stream, ring, plan, _, capture_slots, site_rows, *_ = tensors
-    width = ring.shape[1]
-    capacity = capture_slots.shape[1]
+    width = buffers.ring.shape[1]
+    capacity = buffers.capture_slots.shape[1]
     # padding rows beyond the buffers' capacity are never planned
     tokens = min(stream.numel() // width, capacity)
     if not tokens:
         return
     block = triton.next_power_of_2(width)
     programs = min(tokens, MAX_PROGRAMS)
-    dependent = DEPENDENT_LAUNCH and can_depend()
     _sites[(programs,)](
         *tensors,
         tokens,
         capacity,
-        site_rows.shape[2],
+        buffers.site_rows.shape[2],
         programs,
-        len(plan),
+        len(buffers.plan),
         branches,
-        PAIR=pair,
+        PAIR=hidden is not None,
         MIXED=branches > 0,
         WIDTH=width,
         BLOCK=block,
-        DEPENDENT=dependent,
         num_warps=max(1, min(16, block // _LANES_PER_WARP)),
         maxnreg=_REGISTERS[stream.dtype.itemsize],
         # no fused multiply-add, to get the reference's bits; memory is the bottleneck anyway
         enable_fp_fusion=False,
-        **({"launch_pdl": True} if dependent else {}),
-    )
-
-
-@cache
-def can_depend() -> bool:
-    """Return whether this GPU (compute capability 9.0 and up) and this Triton have programmatic
-    dependent launches.
-    """
-    if not isinstance(_visit, triton.JITFunction):  # interpreted
-        return False
-    target = triton.runtime.driver.active.get_current_target()
-    return (
-        target.backend == "cuda"
-        and target.arch >= _FIRST_DEPENDENT
-        and hasattr(tl.extra.cuda, "gdc_wait")
     )

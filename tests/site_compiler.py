@@ -18,9 +18,11 @@ from triton.backends.compiler import GPUTarget
 sys.path.append(str(Path(__file__).parent / "engine" / "triton_cpu"))
 
 from midstream_triton_cpu.driver import CpuDriver
+from site_plans import SitePlan, build_group
 
 from midstream.kernels import triton_site
-from midstream.kernels.plan import Does, SitePlan, build_group
+from midstream.kernels.ops import implementations
+from midstream.kernels.plan import Does
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (37, 576, 4096)
@@ -63,7 +65,7 @@ class CompiledOnly:
 def compilations(architecture: int, kind: str) -> int:
     """`kind`: one of KINDS."""
     triton.runtime.driver.set_active(Absent(architecture))
-    triton_site.can_depend.cache_clear()
+    pair_site, single_site = implementations(triton_site.launch)
     kernel = triton_site._sites
     kernel.device_caches.clear()  # it remembers for which architecture it compiled on device 0
     triton_site._sites = recorder = CompiledOnly(kernel)
@@ -77,9 +79,9 @@ def compilations(architecture: int, kind: str) -> int:
                     planned = build_group([plan] * sites, tokens, dtype)
                     rows = [torch.zeros(tokens, width, dtype=dtype) for _ in range(3)]
                     if kind == "single":
-                        triton_site.single_site(*rows[1:], *planned)
+                        single_site(*rows[1:], *planned)
                     else:
-                        triton_site.pair_site(*rows, *planned, int(kind == "behind a branch"))
+                        pair_site(*rows, *planned, int(kind == "behind a branch"))
     finally:
         triton_site._sites = kernel
     return len(recorder.made)

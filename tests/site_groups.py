@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from site_kit import DTYPES, EXACT, RANDOM, Op, new_seed, random_case, same_bits
-
-from midstream.kernels.plan import OpInputs, SitePlan, build_group
+from site_plans import OpInputs, SitePlan, build_group
 
 #: (sites, those of them that are of `hidden` alone, whether the others are of a pair): what the
 #: table of architectures can give.

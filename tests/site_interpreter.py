@@ -21,12 +21,16 @@ import pytest
 import torch
 from site_groups import check_groups, check_groups_against
 from site_kit import DTYPES, EXACT, Case, Op, begin, new_seed, random_case, run, same_bits
+from site_plans import SitePlan
 from site_properties import PROPERTIES
 from site_rounding import round_as_gpus_do
 from triton.runtime import interpreter
 
 from midstream.kernels import reference, triton_rows, triton_site
-from midstream.kernels.plan import Does, SitePlan
+from midstream.kernels.ops import implementations
+from midstream.kernels.plan import Does
+
+REFERENCE = implementations(reference.launch)
 
 
 def a_random_step_without_sums_gives_the_references_bits(pair_site: Op, single_site: Op) -> None:
@@ -37,7 +41,7 @@ def a_random_step_without_sums_gives_the_references_bits(pair_site: Op, single_s
                     new_seed(), dtype=dtype, width=37, tokens=11, pair=pair, families=EXACT
                 )
                 found = run(case, pair_site, single_site)
-                expected = run(case, reference.pair_site, reference.single_site)
+                expected = run(case, *REFERENCE)
                 assert same_bits(found.stream, expected.stream), case.name
                 assert same_bits(found.ring, expected.ring), case.name
                 assert found.hidden is None or same_bits(found.hidden, expected.hidden), case.name
@@ -160,9 +164,7 @@ def sites_that_share_a_launch_give_the_bits_of_one_launch_each(
     pair_site: Op, single_site: Op
 ) -> None:
     check_groups(pair_site, single_site, rounds=2, widths=(5, 37), tokens=5)
-    check_groups_against(
-        pair_site, single_site, (reference.pair_site, reference.single_site), rounds=2, width=37
-    )
+    check_groups_against(pair_site, single_site, REFERENCE, rounds=2, width=37)
 
 
 def no_tokens_are_no_launch(pair_site: Op, single_site: Op) -> None:
@@ -213,7 +215,7 @@ def main(sentences: Sequence[str]) -> None:
     for sentence in sentences:
         begin(sentence)
         try:
-            SENTENCES[sentence](triton_site.pair_site, triton_site.single_site)
+            SENTENCES[sentence](*implementations(triton_site.launch))
             faults[sentence] = None
         except Exception:
             faults[sentence] = traceback.format_exc()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from site_plans import OpInputs, SitePlan
 from site_truth import truth
 
 from midstream.kernels.plan import (
@@ -30,8 +31,6 @@ from midstream.kernels.plan import (
     SITE,
     UNSOUND,
     Does,
-    OpInputs,
-    SitePlan,
     lowrank,
 )
 from midstream.schemas.requests.interventions import FAMILIES, LIMIT, OWNER, PLACE

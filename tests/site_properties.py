@@ -23,16 +23,9 @@ from site_kit import (
     same_bits,
     some_of,
 )
+from site_plans import SitePlan
 
-from midstream.kernels.plan import (
-    LARGEST_SIZE,
-    OVERFLOWED,
-    ROWS_PER_TOKEN,
-    UNSOUND,
-    Does,
-    SitePlan,
-    lowrank,
-)
+from midstream.kernels.plan import LARGEST_SIZE, OVERFLOWED, ROWS_PER_TOKEN, UNSOUND, Does, lowrank
 from midstream.schemas.requests.interventions import FAMILIES, MAX_RANK
 
 Property = Callable[[Op, Op], None]

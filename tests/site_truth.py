@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
+from site_plans import SitePlan
 
-from midstream.kernels.plan import Does, SitePlan
+from midstream.kernels.plan import Does
 from midstream.schemas.requests.interventions import NEAR
 
 #: Unit roundoff of the arithmetic: half the distance between 1 and the next float32.

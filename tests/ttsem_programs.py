@@ -12,8 +12,10 @@ from site_groups import random_group
 from site_kit import DTYPES, begin, check, new_seed, random_case, run
 
 from midstream.kernels import triton_rows, triton_site
+from midstream.kernels.ops import implementations
 
 WIDTH = 37
+KERNELS = implementations(triton_site.launch)
 
 
 def kernels() -> None:
@@ -21,10 +23,10 @@ def kernels() -> None:
     begin("kernels")
     for dtype, pair in itertools.product(DTYPES, (True, False)):
         case = random_case(new_seed(), dtype=dtype, width=WIDTH, tokens=7, pair=pair)
-        check(case, run(case, triton_site.pair_site, triton_site.single_site))
+        check(case, run(case, *KERNELS))
     for kind in ((3, 0, False), (3, 1, True)):
         group = random_group(new_seed(), dtype=torch.bfloat16, width=WIDTH, tokens=7, kind=kind)
-        group.run(triton_site.pair_site, triton_site.single_site, together=True)
+        group.run(*KERNELS, together=True)
     for dtype, width in itertools.product(DTYPES, (1, WIDTH, 3000)):
         ring = torch.randn(50, width).to(dtype)
         memory = torch.empty(90, width, dtype=dtype)
@@ -63,7 +65,7 @@ def beyond_the_ring() -> None:
     while not case.plan.after:
         case = random_case(new_seed(), dtype=torch.float32, width=WIDTH, tokens=7, pair=False)
     case.ring_rows = case.plan.after_row + len(case.plan.after) - 1
-    run(case, triton_site.pair_site, triton_site.single_site)
+    run(case, *KERNELS)
 
 
 #: Fault → what is said of it.

@@ -1,7 +1,7 @@
 """What the Triton kernel is on paper: registers, spills, width of loads and the idle path, compiled
 for GPUs that are not here.
 
-    python tools/kernel_paper.py [--architecture 90] [--widths 8192 …] [--dependent] [--json]
+    python tools/kernel_paper.py [--architecture 90] [--widths 8192 …] [--json]
 
 Needs torch, triton and the disassembler that comes with triton; no GPU. Prints a table of each
 variant that a model can need, then the estimated cost of a step from `tools/pages/kernel_costs.py`.
@@ -32,9 +32,10 @@ import torch
 import triton
 from kernel_costs import table
 from site_compiler import KINDS, Absent
+from site_plans import SitePlan
 
 from midstream.kernels import triton_site
-from midstream.kernels.plan import SitePlan
+from midstream.kernels.ops import implementations
 
 #: Llama-3.1-8B and Llama-3.3-70B; a width that is no power of two.
 WIDTHS = (4096, 8192, 576)
@@ -42,8 +43,6 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _DISASSEMBLER = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 #: A load or store in PTX: how many values, of how many bits.
 _ACCESS = re.compile(r"\b(?:ld|st)\.global(?:\.[a-z_:0-9]+?)*?(?:\.v([248]))?\.b(16|32|64)\b")
-#: What `griddepcontrol.wait` is in machine code.
-_WAIT = "ACQBULK"
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+((?:@!?U?P\d+ )?)([A-Z0-9_.]+)", re.MULTILINE)
 
 
@@ -63,9 +62,6 @@ class Facts:
     instructions: int
     idle_instructions: int  # up to the first exit: all that runs where there is nothing to do
     idle_loads: int
-    # before it waits for the launch before it; −1: it does not, and is not begun early, as without
-    # `--dependent`
-    early_loads: int
     wide: int  # 16-byte loads and stores
     narrow: int  # loads and stores of rows that are narrower; the numbers of the plan are not rows
     reductions: int  # counted rows: additions that nothing waits for
@@ -89,17 +85,17 @@ class _Compiled:
 def compiled(architecture: int, kind: str, dtype: torch.dtype, width: int) -> Any:
     """Triton's result for the launch that `kernels.ops` would make."""
     triton.runtime.driver.set_active(Absent(architecture))
+    pair_site, single_site = implementations(triton_site.launch)
     kernel = triton_site._sites
     kernel.device_caches.clear()  # it remembers for which architecture it compiled on device 0
-    triton_site.can_depend.cache_clear()
     triton_site._sites = recorder = _Compiled(kernel)
     try:
         rows = [torch.zeros(16, width, dtype=dtype) for _ in range(3)]
         planned = SitePlan(width, [{}], {0: [1]}).build(16, dtype)
         if kind == "single":
-            triton_site.single_site(*rows[1:], *planned)
+            single_site(*rows[1:], *planned)
         else:
-            triton_site.pair_site(*rows, *planned, int(kind == "behind a branch"))
+            pair_site(*rows, *planned, int(kind == "behind a branch"))
     finally:
         triton_site._sites = kernel
     return recorder.last
@@ -130,9 +126,6 @@ def facts(architecture: int, kind: str, dtype: torch.dtype, width: int) -> Facts
         instructions=len(names),
         idle_instructions=len(idle),
         idle_loads=sum(name.startswith("LDG") for name in idle),
-        early_loads=sum(name.startswith("LDG") for name in names[: names.index(_WAIT)])
-        if _WAIT in names
-        else -1,
         wide=sum(size == 16 for size in sizes),
         narrow=sum(size not in (4, 16) for size in sizes),
         reductions=sum(name.startswith("RED") and "GPU" in name for name in names),
@@ -178,15 +171,8 @@ def main() -> None:
     )
     parser.add_argument("--architecture", type=int, default=90)
     parser.add_argument("--widths", type=int, nargs="+", default=WIDTHS)
-    parser.add_argument(
-        "--dependent",
-        action="store_true",
-        help="with programmatic dependent launch, which is off by default",
-    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    if options.dependent:
-        triton_site.DEPENDENT_LAUNCH = True
     found = all_facts(options.architecture, options.widths)
     if options.json:
         json.dump([asdict(each) for each in found], sys.stdout)

@@ -113,8 +113,10 @@ def sites(*, gpu: bool, tiny: bool) -> list[Row]:
     """A forward's matrix products in a graph, with site launches between them: idle ones and ones
     that capture or add. On a CPU without a graph, which measures nothing.
     """
+    from site_plans import SitePlan
+
     from midstream.kernels.ops import pair_site
-    from midstream.kernels.plan import Does, SitePlan
+    from midstream.kernels.plan import Does
 
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     width, tokens = (64, 2) if tiny else (4096, 64)

@@ -483,16 +483,3 @@ def scratch(folder: Path) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix="scratch-") as aside:
         yield Path(aside)
-
-
-@contextlib.contextmanager
-def launches(*, dependent: bool) -> Iterator[None]:
-    """Set whether launches of sites may begin before the previous one has ended."""
-    from midstream.kernels import triton_site
-
-    before = triton_site.DEPENDENT_LAUNCH
-    triton_site.DEPENDENT_LAUNCH = dependent
-    try:
-        yield
-    finally:
-        triton_site.DEPENDENT_LAUNCH = before

@@ -127,12 +127,6 @@ FIGURES: dict[str, dict[str, Figure]] = {
             for name, what in (("gather", "capture"), ("steer", "addition"))
             for rows in ROWS
         },
-        **{
-            f"dependent_{name}": Figure(
-                f"taken off 192 {name} sites by programmatic dependent launch, which is off", "%"
-            )
-            for name in ("idle", "steered")
-        },
     },
     "graphs": {
         "steps": Figure("mixed steps", "", "≥ 10,000", at_least(10_000, "steps"), 0),

@@ -26,10 +26,12 @@ if not ASKED.gpu:
 import torch
 from site_groups import KINDS, check_groups, check_groups_against
 from site_kit import DTYPES, EXACT, RANDOM, Case, Op, check, random_case, run, same_bits
+from site_plans import OpInputs, SitePlan
 from site_properties import PROPERTIES
 
 from midstream.kernels import reference, triton_site
-from midstream.kernels.plan import NO_SLOT, Does, OpInputs, SitePlan, lowrank
+from midstream.kernels.ops import implementations
+from midstream.kernels.plan import NO_SLOT, Does, lowrank
 
 if not ASKED.gpu:
     from site_rounding import round_as_gpus_do
@@ -37,8 +39,8 @@ if not ASKED.gpu:
     round_as_gpus_do()
 
 #: What the stage launches: not the ops of `midstream.kernels`, which on the CPU are the reference.
-pair_site = triton_site.pair_site
-single_site = triton_site.single_site
+pair_site, single_site = implementations(triton_site.launch)
+REFERENCE = implementations(reference.launch)
 DEVICE = "cuda" if ASKED.gpu else "cpu"
 HIDDEN = 4096
 TOKENS = (1, 64, 2048)
@@ -59,8 +61,6 @@ if ASKED.tiny:
     TOKENS = (1, 2)
 #: Launches in one timed graph, and replays of which the median is taken.
 LAUNCHES, REPLAYS = (1, 1) if ASKED.tiny else (20, 15)
-#: Sites of a 32-layer model with all six hooks.
-SITES = 2 if ASKED.tiny else 192
 #: Width and tokens of the ops that are captured in graphs.
 GRAPH_SHAPES = [(37, 7)] if ASKED.tiny else [(37, 7), (4096, 33)]
 #: Seconds that all after the random sites takes.
@@ -109,7 +109,7 @@ def compare(case: Case, pair: Op, single: Op) -> None:
     ):
         check(case, found)
         return
-    expected = run(case, reference.pair_site, reference.single_site)
+    expected = run(case, *REFERENCE)
     assert same_bits(found.stream, expected.stream), f"{case.name}: stream"
     assert same_bits(found.ring, expected.ring), f"{case.name}: ring"
     assert found.hidden is None or same_bits(found.hidden, expected.hidden), f"{case.name}: hidden"
@@ -150,9 +150,7 @@ def check_shared_launches() -> int:
     on_gpu = there_and_back(pair_site), there_and_back(single_site)
     widths, rounds = ((37,), 1) if ASKED.tiny else ((1, 37, 576, 8192), 20)
     check_groups(*on_gpu, rounds=rounds, widths=widths)
-    check_groups_against(
-        *on_gpu, (reference.pair_site, reference.single_site), rounds=rounds, width=37
-    )
+    check_groups_against(*on_gpu, REFERENCE, rounds=rounds, width=37)
     return rounds * len(KINDS) * len(DTYPES) * (len(widths) + 1)
 
 
@@ -366,40 +364,6 @@ def time_sites(bandwidth: float) -> list[dict[str, Any]]:
     return results
 
 
-def compare_launches() -> dict[str, dict[str, float]]:
-    """Time that programmatic dependent launch takes off the sites of a large model's decode step,
-    each after another kernel, as in a forward: idle and steered ones, both ways in turns.
-
-    Empty where the GPU or Triton has no such launches.
-    """
-    if ASKED.gpu and not triton_site.can_depend():
-        return {}
-    found = {}
-    for name, plan in (("idle", STEPS["idle"][0]), ("steered", STEPS["add"][0])):
-        written = [torch.zeros(64, HIDDEN, dtype=DTYPE, device=DEVICE) for _ in range(3)]
-        other = torch.zeros_like(written[0])
-        planned = plan(64).build(64, DTYPE, DEVICE)
-
-        def work(written: Any = written, other: Any = other, planned: Any = planned) -> None:
-            other.add_(1)
-            pair_site(*written, *planned)
-
-        replays = {}
-        for dependent in (False, True):
-            with kit.launches(dependent=dependent):
-                replays[dependent] = captured(work, SITES)
-        taken: dict[bool, list[float]] = {False: [], True: []}
-        for turn in range(REPLAYS + 1):  # the first is a warm-up
-            for dependent in (False, True) if turn % 2 else (True, False):
-                took = timed(replays[dependent])
-                if turn:
-                    taken[dependent].append(took)
-        found[name] = kit.figure(
-            [1 - mine / other for mine, other in zip(taken[True], taken[False], strict=True)], 100
-        )
-    return found
-
-
 def compile_ahead() -> None:
     """Fills Triton's cache from several processes, one for each width: the checks then compile
     nothing. What fails there is compiled here.
@@ -436,10 +400,6 @@ def main() -> None:
     keep("sites that share a launch", cases=cases)
     replays = check_graphs()
     keep(f"{replays} replays as the reference", graph_replays=replays)
-    if triton_site.can_depend():
-        with kit.launches(dependent=True):
-            replays += check_graphs()
-        keep("the same with programmatic dependent launch", graph_replays=replays)
     keep(f"far offsets: {'checked' if check_far_offsets() else 'no memory for them'}")
     bandwidth = copy_bandwidth()
     keep(f"a device copy of 1 GiB moves {bandwidth / 1e9:.0f} GB/s, read and written")
@@ -459,11 +419,6 @@ def main() -> None:
         if row["site"] == "pair" and row["step"] == step
     }
     keep("rates of one launch", **of_pairs)
-    saved = compare_launches()
-    keep(
-        "programmatic dependent launch: " + ("in turns" if saved else "this GPU has none"),
-        **{f"dependent_{name}": figure for name, figure in saved.items()},
-    )
     keep(f"{check_properties()} of {len(PROPERTIES)} properties")
     kit.finish(ASKED, result)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import redis
 from edge import MODEL, Api, Hand, refused, running
+from midstream_fake_engine.watch_kit import lone_watch, put_scores
 from server_sent import parse
 from wait_kit import warn_if_late
 
@@ -21,7 +22,6 @@ from midstream.api.responses import events
 from midstream.broker.queue.celery_app import lists_of, queue_of
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import from_numpy
-from midstream.workers.runner.probes.watches import Watch
 
 BODY = {"model": MODEL, "prompts": ["hello there"]}
 #: Whoever waits looks by itself every 5 s (`POLL_S` of the watcher); an answer that came sooner was
@@ -238,8 +238,8 @@ def test_a_job_that_fails_itself_hides_no_decision_of_a_policy(api: Api, hand: H
         answer = api.http.put(f"/v1/{path}", json=body)
         assert answer.is_success, answer.text
     claim = hand.claim(api.submit(policies=["guard"]))
-    watch = Watch("r", claim.job.probes, prompt_tokens=3)
-    watch.put(0, slice(0, 1), np.array([[0], [0], [0], [9]], dtype=np.float32))
+    watch = lone_watch("r", claim.job.probes, 3)
+    put_scores(watch, 0, slice(0, 1), np.array([[0], [0], [0], [9]], dtype=np.float32))
     scores, _ = watch.results(4)
     hand.receipt(claim, status="error", kind="edit_too_large", message="9 times", scores=scores)
     job_id = claim.job.id

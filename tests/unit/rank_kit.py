@@ -6,7 +6,7 @@ h, l) alone, so that every captured row says where it comes from.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from midstream import __version__
 from midstream.broker.receipts.outbox import Outbox
 from midstream.kernels import STREAM, WHOLE, pair_site, single_site
-from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, OpInputs
+from midstream.kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, Buffers
 from midstream.schemas.base.tensors import content_hash, from_numpy
 from midstream.schemas.jobs.receipts import Receipt
 from midstream.schemas.prompts.selectors import HOOKS
@@ -38,7 +38,7 @@ from midstream.workers.runner.edits.source_runs import RunStore
 from midstream.workers.runner.edits.steering_tables import RowTable, VectorStore
 from midstream.workers.runner.files.desk import Desk, EndedRequest
 from midstream.workers.runner.files.finished_rows import FinishedCapture, Origin
-from midstream.workers.runner.hooks.sites import Buffers, RankSite
+from midstream.workers.runner.hooks.sites import RankSite
 from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.capture import Ports, Recording
 from midstream.workers.runner.rows.delivery import Near, RowDelivery
@@ -255,7 +255,7 @@ class Rank:
                 getattr(self.buffers, name)[index : index + 1]
                 if name in ("plan", "site_rows")
                 else getattr(self.buffers, name)
-                for name in ("ring", *OpInputs._fields)
+                for name in (each.name for each in fields(self.buffers))
             ]
             if site.busy or self._traced:
                 if site.kind == "pair":

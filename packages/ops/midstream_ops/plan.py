@@ -350,7 +350,7 @@ def _hooks(model: ModelShape, settings: Settings) -> list[Hook]:
 def buffers(
     width: int, settings: Settings, sites: int, ring: Ring | None, *, gpu: bool
 ) -> list[MemoryPart]:
-    """Return the bytes of a rank's buffers for one bank, named as in `runner.rows.buffers.Buffers`;
+    """Return the bytes of a rank's buffers for one bank, named as in `kernels.plan.Buffers`;
     on a CPU they are in the host's memory.
 
     `width`: bytes of a row.

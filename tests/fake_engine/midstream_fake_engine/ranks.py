@@ -34,6 +34,7 @@ from .grades import FakeGrades, Ungradable
 from .model import HIDDEN_SIZE, NUM_LAYERS, identity_of, residual_rows, weights_of
 from .rank import FakeFaults, FakeRank
 from .readings import FakeReadings
+from .watch_kit import lone_watch, put_scores
 
 #: Seconds that closing waits for the relay to take what is left; the rest is replayed by the next
 #: start.
@@ -249,12 +250,12 @@ class FakeRanks:
             return None
         spec = finished.spec
         positions = len(finished.fed)
-        watch = Watch(spec.key, probes, prompt_tokens=spec.prompt_tokens)
+        watch = lone_watch(spec.key, probes, spec.prompt_tokens)
         for probe, column in zip(probes, watch.kind.columns, strict=True):
             scores = np.arange(positions)[:, None] + np.arange(len(column))
             if probe.content.labels == ["token"]:
                 scores = np.array(finished.fed)[:, None]
-            watch.put(0, np.array(column), scores.astype(np.float32))
+            put_scores(watch, 0, np.array(column), scores.astype(np.float32))
         return watch
 
     def _applied(self, finished: _Finished, pp: int) -> int:

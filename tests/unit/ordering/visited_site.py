@@ -12,9 +12,9 @@ from midstream.kernels.plan import (
     EDITS,
     OVERFLOWED,
     SITE,
+    Buffers,
 )
 from midstream.schemas.requests.interventions import PLACE
-from midstream.workers.runner.hooks.sites import Buffers
 
 
 def visit(buffers: Buffers, number: int, rows: np.ndarray) -> None:

@@ -1,11 +1,12 @@
 """What compiled graphs depend on: part of the key of vLLM's compile cache."""
 
 import zlib
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ....kernels.plan import COLUMNS, ROWS_PER_TOKEN, OpInputs
+from ....kernels.plan import COLUMNS, ROWS_PER_TOKEN, Buffers
 from ....schemas.requests.interventions import EVERY, SCALARS
 from .config import PlaneConfig
 
@@ -19,7 +20,7 @@ def layout(config: PlaneConfig) -> dict[str, Any]:
         SCALARS,
         COLUMNS,
         ROWS_PER_TOKEN,
-        OpInputs._fields,
+        tuple(field.name for field in fields(Buffers)),
     )
     shapes = (
         config.hooks,

@@ -6,7 +6,7 @@ from typing import cast
 import numpy as np
 import torch
 
-from ....kernels.plan import Does, does_of, laid_out
+from ....kernels.plan import Buffers, Does, does_of, laid_out
 from ....schemas.base.tensors import Tensor, content_hash, to_numpy
 from ....schemas.requests.interventions import FAMILIES, FAMILY, PLACE, OpFamily
 from ....schemas.requests.source_runs import ZEROS, is_row
@@ -21,7 +21,7 @@ from ....schemas.requests.specs import (
 from ..base.actions import ActionLedger
 from ..base.host_memory import locked_copy
 from ..files.finished_rows import BankColumns
-from ..hooks.sites import Buffers, RankSite
+from ..hooks.sites import RankSite
 from .prepared_rows import PreparedRows
 from .source_runs import RunStore
 from .vector_pool import EntryPool, JoinedRow, RowContent, joined

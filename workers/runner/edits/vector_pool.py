@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ....kernels.plan import Buffers
 from ....schemas.requests.interventions import SCALARS
 from ..base.host_memory import locked_copy
 from ..base.ranges import FreeRanges, numbers_of
-from ..hooks.sites import Buffers
 
 #: Vectors `[entries, hidden_size]`, scalars `[entries, SCALARS]`.
 HeldVectors = tuple[torch.Tensor, torch.Tensor]

@@ -33,7 +33,7 @@ from ..base.shared_memory import SharedMemory
 from .edit_sizes import RecordedSizes
 from .finished_rows import FinishedCapture, Origin
 from .receipt_outbox import ReceiptOutbox
-from .recorded import BlockPlace, CaptureShape, ExtentPlace, MemoryRows, Recorded, RowBlock
+from .recorded import BlockPlace, EndedCapture, MemoryRows, Recorded, RowBlock
 from .streams import RecordingFile, StreamOpened, begin_file
 from .writer import InterventionError, WriteJob, make_writer
 
@@ -48,22 +48,6 @@ LENGTH = struct.Struct("<I")
 #: Exit code of both if receipts cannot be delivered. The engine ends too, and other workers run its
 #: jobs.
 EXIT_NO_RECEIPTS = 70
-
-
-class EndedCapture(Wire, kw_only=True):
-    """One capture of an ended request, as this rank recorded it."""
-
-    shape: CaptureShape
-    landing: int  # of all its rows, see `SharedMemory.wait`
-    blocks: list[BlockPlace] = []
-    # its own rows that are kept for others, and may have been recorded again
-    earlier: list[ExtentPlace] = []
-    reused: list[ExtentPlace] = []  # rows that an earlier request recorded
-    # positions that were not recorded when they were last computed, under overload
-    dropped: list[int] = []
-    high: list[bool] = []  # of each token, whether the window's probe is high
-    stream: int = 0  # number of the stream with rows that have left; 0: none
-    error: str = ""  # why rows could not be recorded
 
 
 class EndedRequest(Wire, tag="ended", kw_only=True):
@@ -190,16 +174,14 @@ class EndedRequest(Wire, tag="ended", kw_only=True):
                 window.keep(chosen, token_ids, ended.high) if window is not None else set(chosen)
             )
         stored_as = shape.stored_as(capture)
-        windowed = capture.window is not None  # more positions than the expected ones are recorded
-        rows = Recorded(
-            memory, ended.blocks, ended.earlier, ended.reused, set(ended.dropped), expected
-        )
+        rows = Recorded(memory, ended, expected, windowed=capture.window is not None)
         result: Any  # `MemoryRows`, or those of the stream
         if stream is not None:
-            positions, reused, result = stream.seal(rows, stop, windowed=windowed)
+            positions, reused, result = stream.seal(rows, stop)
         else:
-            positions, reused, runs = rows.below(stop, windowed=windowed)
+            positions, reused, runs = rows.below(stop)
             result = MemoryRows(shape.ports, runs, stored_as, shape.chosen(capture))
+        unsound = {dtype: [*result.unsound(dtype)] for dtype in {stored_as, shape.dtype}}
         if missing := expected.difference(positions) - rows.dropped:
             raise RuntimeError(
                 f"positions {sorted(missing)[:8]} were not recorded ({len(missing)} of "
@@ -211,8 +193,8 @@ class EndedRequest(Wire, tag="ended", kw_only=True):
             positions=positions,
             token_ids=[token_ids[position] for position in positions],
             rows=result,
-            non_finite=dict(Counter(place[:2] for place in result.unsound(stored_as))),
-            unsound=min(result.unsound(shape.dtype), key=lambda place: place[2], default=None),
+            non_finite=dict(Counter(place[:2] for place in unsound[stored_as])),
+            unsound=min(unsound[shape.dtype], key=lambda place: place[2], default=None),
             reused=len(shape.ports) * reused,
             dropped=tuple(sorted((rows.dropped & expected).difference(positions))),
             whole=result.blob,

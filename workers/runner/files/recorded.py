@@ -5,7 +5,6 @@ The forward of a rank fills a block; a writer reads it where it is, in whichever
 """
 
 import itertools
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -50,8 +49,6 @@ class RowBlock:
         #: As numpy has them, see `DTypeFacts.raw`: `[ports, positions, width]`.
         self.rows = memory[place.start : place.start + self.nbytes].view(facts.raw).reshape(shape)
         self._marks = memory[place.mark : place.mark + place.count]
-        # (dtype, first slot, count) → which rows are not finite in that dtype; None: all are finite
-        self._checked: dict[tuple[str, int, int], np.ndarray | None] = {}
 
     @cached_property
     def _positions(self) -> np.ndarray:
@@ -75,18 +72,6 @@ class RowBlock:
             Extent(self, int(slots[at]), int(self._positions[slots[at]]), count, landing)
             for at, count in contiguous(self._positions[slots])
         ]
-
-    def unsound(self, dtype: str, at: int, count: int) -> np.ndarray | None:
-        """Return which rows of these slots are not finite when stored as `dtype`, bool `[ports,
-        count]`; None if all are finite. The rows must have landed, and not change any more.
-        """
-        key = dtype, at, count
-        if key not in self._checked:
-            rows = converted(self.rows[:, at : at + count], self.dtype, dtype)
-            self._checked[key] = (
-                None if _all_finite(rows, dtype) else ~np.isfinite(widened(rows, dtype)).all(axis=2)
-            )
-        return self._checked[key]
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +99,15 @@ class Extent:
         return self.block.rows[port, self.at : self.at + self.count]
 
     def unsound(self, dtype: str) -> np.ndarray | None:
-        """Return `RowBlock.unsound` of these rows."""
-        return self.block.unsound(dtype, self.at, self.count)
+        """Return which rows are not finite when stored as `dtype`, bool `[ports, count]`; None if
+        all are finite. The rows must have landed, and not change any more.
+        """
+        rows = self.block.rows[:, self.at : self.at + self.count]
+        rows = converted(rows, self.block.dtype, dtype)
+        if _all_finite(rows, dtype):
+            return None
+        bad: np.ndarray = ~np.isfinite(widened(rows, dtype)).all(axis=2)
+        return bad
 
     def among(self, positions: Sequence[int]) -> "list[Extent]":
         """Return the parts at `positions`, which are ascending and in this extent."""
@@ -227,37 +219,49 @@ class CaptureShape(Wire):
         )
 
 
+class EndedCapture(Wire, kw_only=True):
+    """One capture of an ended request, as this rank recorded it."""
+
+    shape: CaptureShape
+    landing: int  # of all its rows, see `SharedMemory.wait`
+    blocks: list[BlockPlace] = []
+    # its own rows that are kept for others, and may have been recorded again
+    earlier: list[ExtentPlace] = []
+    reused: list[ExtentPlace] = []  # rows that an earlier request recorded
+    # positions that were not recorded when they were last computed, under overload
+    dropped: list[int] = []
+    high: list[bool] = []  # of each token, whether the window's probe is high
+    stream: int = 0  # number of the stream with rows that have left; 0: none
+    error: str = ""  # why rows could not be recorded
+
+
 class Recorded:
     """The rows of a capture that are in memory when its request has ended."""
 
     def __init__(
         self,
         memory: np.ndarray,
-        blocks: Sequence[BlockPlace],
-        earlier: Sequence[ExtentPlace],
-        reused: Sequence[ExtentPlace],
-        dropped: set[int],
+        ended: EndedCapture,
         expected: set[int],
+        *,
+        windowed: bool = False,
     ) -> None:
-        """`memory`: the shared memory, uint8. `earlier`, `reused`, `dropped`: see `EndedCapture`.
-        `expected`: the positions that are to be stored.
+        """`memory`: the shared memory, uint8. `expected`: the positions that are to be stored.
+        `windowed`: more positions than these were recorded.
         """
-        self.blocks = [RowBlock(memory, place) for place in blocks]
-        self._earlier = extents_at(earlier, memory)
-        self._reused = extents_at(reused, memory)
-        self.dropped = dropped
+        self.blocks = [RowBlock(memory, place) for place in ended.blocks]
+        self._earlier = extents_at(ended.earlier, memory)
+        self._reused = extents_at(ended.reused, memory)
+        self.dropped = set(ended.dropped)
         self.expected = expected
+        self.windowed = windowed
 
-    def runs(self, stop: int = sys.maxsize) -> list[Extent]:
-        """Return the rows of positions below `stop` that were not recorded again."""
-        return [run for block in self.blocks for run in block.runs(0, stop)]
-
-    def below(self, stop: int, *, windowed: bool) -> tuple[list[int], int, list[Extent]]:
-        """Return the positions below `stop` with rows, how many of them were reused, and the rows.
-        `windowed`: more positions than the expected ones were recorded.
+    def below(self, stop: int) -> tuple[list[int], int, list[Extent]]:
+        """Return the positions below `stop` with rows, how many of them were reused, and the
+        rows.
         """
-        runs = self.runs(stop)
-        if windowed:
+        runs = [run for block in self.blocks for run in block.runs(0, stop)]
+        if self.windowed:
             runs = [
                 part for run in runs for part in run.among(sorted(self.expected & {*run.positions}))
             ]

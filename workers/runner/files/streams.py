@@ -120,9 +120,7 @@ class RecordingFile:
             if self._dropped:
                 self._draft = None
 
-    def seal(
-        self, rows: Recorded, stop: int, *, windowed: bool
-    ) -> "tuple[list[int], int, SealedRows]":
+    def seal(self, rows: Recorded, stop: int) -> "tuple[list[int], int, SealedRows]":
         """Write the remaining blocks, and reduce the file to the positions below `stop`; return
         (these positions, how many of them were reused, their rows).
 
@@ -135,7 +133,7 @@ class RecordingFile:
                 raise self._error
             # earlier rows of dropped positions do not count, see `EndedCapture.dropped`
             self._written &= ~np.isin(self.order, sorted(rows.dropped))
-            if windowed:
+            if rows.windowed:
                 self._written &= np.isin(self.order, sorted(rows.expected))
             held = {int(position) for position in self.order[self._written]}
             rows.check({position for position in held if position < stop})

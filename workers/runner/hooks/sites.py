@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from ....kernels import STREAM, WHOLE, pair_site, single_site
-from ....kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN
+from ....kernels.plan import COLUMNS, COUNTS, NO_SLOT, ROWS_PER_TOKEN, Buffers
 from ....schemas.prompts.selectors import HOOKS, Hook
 from ....schemas.requests.interventions import EVERY, FAMILIES, SCALARS
 from .architectures import (
@@ -67,28 +67,6 @@ class Sizes:
     patterns: int  # distinct sets of captured tokens in one step
     configurations: int  # distinct intervention configurations in one step
     entries: int  # vectors of those configurations
-
-
-@dataclass
-class Buffers:
-    """Buffers that all sites of the rank share, filled before the forward; row, slot and entry 0 of
-    the tables mean "nothing".
-
-    Their addresses never change. On the CPU the ring is all memory for captured rows, which
-    `rows.buffers` sets before the first forward; on an accelerator rows are copied from it.
-    """
-
-    ring: torch.Tensor  # [ring_rows, hidden] model dtype
-    plan: torch.Tensor  # int32 [sites, COLUMNS]
-    lists: torch.Tensor  # int64 [lists]
-    token_rows: torch.Tensor  # int32 [capacity, ROWS_PER_TOKEN]
-    capture_slots: torch.Tensor  # int32 [patterns, capacity], NO_SLOT: not captured
-    site_rows: torch.Tensor  # int32 [sites, families, 1 + configurations]
-    pool: torch.Tensor  # [1 + entries, hidden] model dtype
-    scalars: torch.Tensor  # float32 [1 + entries, SCALARS]
-    # written by the sites: see `kernels.plan.OpInputs`
-    counts: torch.Tensor  # int32 [sites, COUNTS]
-    sizes: torch.Tensor  # float32 [sites, capacity]
 
 
 #: The buffers in the order of the ops' arguments, and those of which a launch gets only the rows of

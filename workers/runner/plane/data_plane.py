@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from ....kernels import IDLE, STREAM, WHOLE
+from ....kernels.plan import Buffers
 from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.model.banks import RESIDUAL
@@ -35,7 +36,7 @@ from ..edits.source_runs import RunStore
 from ..edits.steering_tables import Tables
 from ..edits.taints import Taints
 from ..files.writer import Diversion
-from ..hooks.sites import Buffers, RankSite, stream_hooks
+from ..hooks.sites import RankSite, stream_hooks
 from ..readings.readings import Reader, ReadingConsumer
 from ..rows.arena import Arena
 from ..rows.banks import BankPart, Banks

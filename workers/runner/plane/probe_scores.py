@@ -72,9 +72,9 @@ class Scorer:
         watch = Watch(
             request_id,
             [spec.probes[number] for number in plan.numbers],
-            spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1,
             self._tables.of(plan.kind),
             spec.prompt_tokens,
+            spec.prompt_tokens - 1 if spec.stream_scores and self._streams else -1,
         )
         watch.settle = partial(self.settle, raises=False)
         for recording, stack in zip(scored, plan.stacks, strict=True):

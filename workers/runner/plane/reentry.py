@@ -4,6 +4,7 @@ Only forwards that run as Python can. Reasons, design and gain:
 `docs/decisions/0006-reentry-and-grading.md`.
 """
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -85,39 +86,26 @@ def _wrap(gate: ReentryGate, number: int, layer: nn.Module, *, pair: bool) -> No
     is the stream; else one tensor.
     """
     forward = layer.forward
-    hidden_at, residual_at = places(type(layer).forward.__get__(layer))
+    bare = type(layer).forward.__get__(layer)
+    signature = inspect.signature(bare)
+    hidden_name = [*signature.parameters][places(bare)[0]]
 
     def with_gate(*args: Any, **kwargs: Any) -> Any:
         if number > gate.begin or not gate.begin:
             return forward(*args, **kwargs)
-        arguments = list(args)
-        hidden = arguments[hidden_at] if hidden_at < len(arguments) else kwargs["hidden_states"]
+        call = signature.bind(*args, **kwargs)
+        hidden = call.arguments[hidden_name]
         if number < gate.begin:
             # A later stage expects two tensors, although nothing is computed here.
             return (hidden, hidden) if pair else hidden
         stream = gate.entering(hidden)
         # −0 + x is x, bit for bit, even if x is a zero; a replaced row is stored the same way.
-        _put(
-            arguments,
-            kwargs,
-            hidden_at,
-            "hidden_states",
-            torch.full_like(hidden, -0.0) if pair else stream,
-        )
+        call.arguments[hidden_name] = torch.full_like(hidden, -0.0) if pair else stream
         if pair:
-            _put(arguments, kwargs, residual_at, "residual", stream)
-        return forward(*arguments, **kwargs)
+            call.arguments["residual"] = stream
+        return forward(*call.args, **call.kwargs)
 
     layer.forward = with_gate
-
-
-def _put(
-    args: list[Any], kwargs: dict[str, Any], place: int, name: str, value: torch.Tensor
-) -> None:
-    if place < len(args):
-        args[place] = value
-    else:
-        kwargs[name] = value
 
 
 def first_layer(step: Sequence[tuple[RankSpec | None, RequestRows]], block_size: int) -> int:

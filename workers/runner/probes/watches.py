@@ -157,21 +157,21 @@ class Watch:
         self,
         request_id: str,
         probes: Sequence[StoredProbe],
-        streams_from: int = -1,
-        table: ScoreTable | None = None,
+        table: ScoreTable,
         prompt_tokens: int = 0,
+        streams_from: int = -1,
     ) -> None:
-        """`request_id`: the engine's id. `streams_from`: the first position whose scores are
-        streamed; -1: none are. `table`: of the kind of these probes; None: one of its own.
+        """`request_id`: the engine's id. `table`: of the kind of these probes. `streams_from`: the
+        first position whose scores are streamed; -1: none are.
         """
         self.request_id = request_id
         self.probes = list(probes)
         self.streams_from = streams_from
         self.prompt_tokens = prompt_tokens
-        self.table = table or ScoreTable(ProbeGroup(probes))
-        self.kind = self.table.kind
-        self.slot = self.table.take(0, prompt_tokens, np.nan, 0)
-        weakref.finalize(self, self.table.returned.append, self.slot).atexit = False
+        self.table = table
+        self.kind = table.kind
+        self.slot = table.take(0, prompt_tokens, np.nan, 0)
+        weakref.finalize(self, table.returned.append, self.slot).atexit = False
         #: Whether each probe is on before the first token.
         self._begins = np.array([bool(item.policy and item.policy.inherited) for item in probes])
         self._decisions: list[list[Decision]] = [[] for _ in probes]  # the first `MAX_DECISIONS`
@@ -196,12 +196,6 @@ class Watch:
     def number(self, probe: str) -> int:
         """Return the number of a probe by its name."""
         return [other.name for other in self.probes].index(probe)
-
-    def put(self, first: int, columns: np.ndarray | slice, scores: np.ndarray) -> None:
-        """Store `scores` `[positions, columns]`, from position `first` on, see `ScoreTable.put`."""
-        positions = first + np.arange(len(scores))
-        columns = np.arange(self.kind.width)[columns]
-        self.table.put(columns, np.full(len(scores), self.slot), positions, scores)
 
     def decide(self, stop: int = sys.maxsize) -> int:
         """Compute the missing aggregates and states of the positions below `stop`, up to one whose

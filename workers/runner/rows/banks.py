@@ -12,12 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ....kernels.plan import Buffers
 from ....schemas.requests.specs import StoredCapture
 from ..base.engine_step import StepView
 from ..edits.source_runs import RunStore
 from ..edits.steering_tables import RowTable, Tables
 from ..files.finished_rows import BankColumns
-from ..hooks.sites import Buffers, RankSite
+from ..hooks.sites import RankSite
 from .arena import Arena, BankRows
 from .capture import Ports, Recording, ScoredRows
 from .edit_sizes import SizeTable

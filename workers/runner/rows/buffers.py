@@ -11,11 +11,11 @@ from functools import partial
 import numpy as np
 import torch
 
+from ....kernels.plan import Buffers
 from ..base.host_memory import locked_copy, locked_like, on_device
 from ..base.landings import FINISHING, LANDED, Landing, LateLanding
 from ..base.ranges import numbers_of
 from ..base.shared_memory import HostMemoryError
-from ..hooks.sites import Buffers
 from .arena import BankRows
 from .step_places import Places
 

@@ -21,9 +21,9 @@ from ....schemas.base.limits import MAX_DRAFTS
 from ....schemas.requests.specs import StoredCapture, WriterWork
 from ..base.landings import Landing
 from ..base.shared_memory import HostMemoryError
-from ..files.desk import DeskMessage, EndedCapture, StreamDropped, StreamedRows
+from ..files.desk import DeskMessage, StreamDropped, StreamedRows
 from ..files.finished_rows import BankColumns
-from ..files.recorded import CaptureShape, Extent, RowBlock, places_of
+from ..files.recorded import CaptureShape, EndedCapture, Extent, RowBlock, places_of
 from ..files.streams import StreamOpened
 from ..hooks.sites import RankSite
 from ..probes.watches import Watch

@@ -2,9 +2,9 @@
 making a step wait for the device.
 
 Three things are observed: the sites' counts of each row that they edit or capture
-(`kernels.plan.Planned.counts`), by which a site is found that did not run, ran twice, or ran with
+(`kernels.plan.Buffers.counts`), by which a site is found that did not run, ran twice, or ran with
 another plan; the relative sizes of edits, which also say what edited rows are not finite
-(`Planned.sizes`); and the sum of each row that leaves the last layer, which is not finite if a
+(`Buffers.sizes`); and the sum of each row that leaves the last layer, which is not finite if a
 value of the row is not. On an accelerator they are copied to pinned memory and read when that is
 over; on the CPU they are copied immediately. Nothing is set back: counts are compared with all
 work planned so far, and sizes are read where the step has edits.
@@ -20,13 +20,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ....kernels.plan import CAPTURED_AFTER, CAPTURED_BEFORE, EDITED, LARGEST_SIZE
+from ....kernels.plan import CAPTURED_AFTER, CAPTURED_BEFORE, EDITED, LARGEST_SIZE, Buffers
 from ....schemas.prompts.selectors import select
 from ....schemas.requests.interventions import FAMILY
 from ....schemas.requests.specs import RankSpec
 from ..base.engine_step import StepView
 from ..base.host_memory import locked_like
-from ..hooks.sites import Buffers, RankSite
+from ..hooks.sites import RankSite
 
 #: Column of `counts` → description of what is counted.
 _WHAT = {
@@ -132,7 +132,7 @@ class StepSizes(NamedTuple):
     view: StepView
     edited: frozenset[str]  # the requests whose rows were edited
     sites: np.ndarray  # int64 [sites], their numbers
-    # float32 [sites, rows of the step], as `kernels.plan.Planned.sizes`; NaN: not edited
+    # float32 [sites, rows of the step], as `kernels.plan.Buffers.sizes`; NaN: not edited
     values: np.ndarray
 
 
@@ -151,7 +151,7 @@ class _Seen(NamedTuple):
     """Observations of one step's forward; None: not observed, or finite sums on the CPU."""
 
     counts: np.ndarray | None = None  # int32 [sites, COUNTS], of all steps so far
-    # float32 [`Due.sites`, rows], as `kernels.plan.Planned.sizes`; NaN: not edited
+    # float32 [`Due.sites`, rows], as `kernels.plan.Buffers.sizes`; NaN: not edited
     sizes: np.ndarray | None = None
     sums: np.ndarray | None = None  # float32 [rows]
 

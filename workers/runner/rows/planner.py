@@ -15,13 +15,14 @@ import numpy as np
 import torch
 
 from ....kernels import WHOLE, plan as columns
+from ....kernels.plan import Buffers
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.prompts.selectors import select
 from ....schemas.requests.specs import RankSpec, SteeringRow, WriterWork
 from ..edits.steering_tables import RowTable
 from ..edits.triggers import Search, TriggeredGate
-from ..hooks.sites import Buffers, RankSite
+from ..hooks.sites import RankSite
 from ..probes.gates import open_among
 from ..probes.watches import Watch
 from .arena import BankRows

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from midstream.client.cli import main as cli
-from midstream.kernels.plan import COLUMNS, COUNTS, ROWS_PER_TOKEN
+from midstream.kernels.plan import COLUMNS, COUNTS, ROWS_PER_TOKEN, Buffers
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.ring import QUEUE_BYTES, Ring, plan_queue, plan_writers
 from midstream.schemas.settings.settings import Settings, load_settings
@@ -19,7 +19,7 @@ from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.dtype import choose
 from midstream.workers.runner.edits import prepared_rows
 from midstream.workers.runner.hooks.architectures import ARCHITECTURES, UnsupportedArchitectureError
-from midstream.workers.runner.hooks.sites import Buffers, Sizes, buffers_of
+from midstream.workers.runner.hooks.sites import Sizes, buffers_of
 from midstream_ops import plan as module
 from midstream_ops.checks.plan import planned
 from midstream_ops.plan import model_of, plan

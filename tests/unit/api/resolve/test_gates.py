@@ -8,6 +8,7 @@ import model_kit
 import msgspec
 import numpy as np
 import pytest
+from midstream_fake_engine.watch_kit import lone_watch, put_scores
 from model_kit import model
 from refusal_kit import refuses
 
@@ -61,12 +62,12 @@ def probe(
 
 
 def put(watch: Watch, first: int, *scores: float) -> None:
-    watch.put(first, np.array([0]), np.array(scores, dtype=np.float32)[:, None])
+    put_scores(watch, first, np.array([0]), np.array(scores, dtype=np.float32)[:, None])
 
 
 def watch_after(*scores: float, one: StoredProbe | None = None) -> Watch:
     """Of a request with a prompt of `PROMPT` tokens, whose generated tokens come one by one."""
-    watch = Watch("r", [one or probe()], prompt_tokens=PROMPT)
+    watch = lone_watch("r", [one or probe()], PROMPT)
     assert closed(watch, PROMPT) == ([True], [])
     put(watch, 0, *scores[:PROMPT])
     for position in range(PROMPT, len(scores)):
@@ -118,7 +119,7 @@ def test_what_was_decided_stays_when_scores_are_computed_again() -> None:
 )
 def test_a_gate_without_a_score_fails_the_request(score: float | None, words: str) -> None:
     one = probe(aggregation="max")
-    watch = Watch("r", [one], prompt_tokens=PROMPT)
+    watch = lone_watch("r", [one], PROMPT)
     put(watch, 0, *([0.0, 0.0, 0.0] + ([score] if score is not None else [])))
     assert closed(watch, PROMPT + 1, decides=False) == ([True], [])
     shut, (why,) = closed(watch, PROMPT + 1)
@@ -139,7 +140,7 @@ def test_a_probe_that_is_not_scored_here_gates_nothing() -> None:
     spec = RankSpec(
         version="", job="j", request=0, attempt=1, prompt_tokens=PROMPT, rows=steering_rows([entry])
     )
-    for watch in (None, Watch("r", [probe()])):
+    for watch in (None, lone_watch("r", [probe()])):
         with pytest.raises(LookupError, match="does not score"):
             gates_of(spec, watch)
     assert gates_of(msgspec.structs.replace(spec, rows=[]), None) == []

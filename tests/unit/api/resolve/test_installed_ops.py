@@ -14,11 +14,12 @@ import torch
 from extension_kit import install, install_example, install_unruly
 from model_kit import HIDDEN, bounds, model
 from refusal_kit import refuses
+from site_plans import SitePlan
 
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
-from midstream.kernels import installed, reference
+from midstream.kernels import installed, single_site
 from midstream.kernels.installed import OPS
-from midstream.kernels.plan import Does, SitePlan
+from midstream.kernels.plan import Does
 from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.extensions import Extension
 from midstream.schemas.model.banks import RowShape
@@ -234,7 +235,7 @@ def edited(does: list[Does], stream: torch.Tensor) -> tuple[torch.Tensor, torch.
         {token: [token + 1] for token in range(len(does))},
     ).build(len(stream), stream.dtype)
     new = stream.clone()
-    reference.single_site(new, torch.zeros(1, HIDDEN, dtype=stream.dtype), *planned)
+    single_site(new, torch.zeros(1, HIDDEN, dtype=stream.dtype), *planned)
     return new, planned.sizes[0].isinf()
 
 

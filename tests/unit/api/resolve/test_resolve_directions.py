@@ -11,6 +11,7 @@ import pytest
 import torch
 from model_kit import model
 from refusal_kit import refuses
+from site_plans import SitePlan
 
 from midstream.api.resolve.edits.directions import DirectionFiles, check_directed
 from midstream.api.resolve.edits.features import NamedFeatures
@@ -18,8 +19,8 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.readings.lens import check_shape
-from midstream.kernels import reference
-from midstream.kernels.plan import SitePlan, does_of
+from midstream.kernels import single_site
+from midstream.kernels.plan import does_of
 from midstream.schemas.artifacts.jacobian_lenses import (
     JacobianLens,
     JacobianLensRequest,
@@ -78,7 +79,7 @@ def steered(root: Path, spec: SteeringSpec) -> dict[int, torch.Tensor]:
         does = does_of(entry.family, entry.numbers, tensors, entry.scale)
         plan = SitePlan(WIDTH, [{entry.family: does}], {token: [1] for token in range(len(ROWS))})
         stream = ROWS.clone()
-        reference.single_site(stream, torch.zeros(1, WIDTH), *plan.build(len(ROWS), torch.float32))
+        single_site(stream, torch.zeros(1, WIDTH), *plan.build(len(ROWS), torch.float32))
         result[entry.layers[0]] = stream
     return result
 

@@ -12,6 +12,7 @@ import torch
 from model_kit import model
 from refusal_kit import refuses
 from sae_rows import D_IN, D_SAE, ROOT
+from site_plans import SitePlan
 
 from midstream.api.resolve.edits.features import (
     FeatureFiles,
@@ -24,8 +25,8 @@ from midstream.api.resolve.edits.model_state import ModelState
 from midstream.api.resolve.edits.steering import resolve_edits, resolve_global, resolve_module
 from midstream.api.resolve.positions.captures import Bounds, PromptFacts
 from midstream.api.resolve.readings.saes import resolve_sae
-from midstream.kernels import reference
-from midstream.kernels.plan import SitePlan, does_of
+from midstream.kernels import single_site
+from midstream.kernels.plan import does_of
 from midstream.schemas.artifacts.saes import Sae, SaeRequest
 from midstream.schemas.base.edit_sizes import EditLimit
 from midstream.schemas.base.records import from_msgpack
@@ -74,9 +75,7 @@ def steered(spec: SteeringSpec, rows: torch.Tensor, dtype: str = "float32") -> t
     does = does_of(entry.family, entry.numbers, tensors, entry.scale)
     plan = SitePlan(D_IN, [{entry.family: does}], {token: [1] for token in range(len(rows))})
     stream = rows.clone()
-    reference.single_site(
-        stream, torch.zeros(1, D_IN, dtype=rows.dtype), *plan.build(len(rows), rows.dtype)
-    )
+    single_site(stream, torch.zeros(1, D_IN, dtype=rows.dtype), *plan.build(len(rows), rows.dtype))
     return stream
 
 

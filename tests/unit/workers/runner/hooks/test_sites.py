@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from site_plans import OpInputs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from midstream.kernels import IDLE, in_family
-from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, SITE, OpInputs
+from midstream.kernels.plan import AFTER, BEFORE, DEPTH, EDITS, EDITS_AT, NO_SLOT, SITE, Buffers
 from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.schemas.requests.interventions import PLACE
 from midstream.workers.runner.hooks import sites as site_module
@@ -25,7 +26,7 @@ from midstream.workers.runner.hooks.architectures import (
     Variant,
     _materialised,
 )
-from midstream.workers.runner.hooks.sites import Buffers, RankSite, Sizes, install, warm_up
+from midstream.workers.runner.hooks.sites import RankSite, Sizes, install, warm_up
 
 HIDDEN = 8
 TOKENS = 5

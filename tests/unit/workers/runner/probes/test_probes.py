@@ -14,6 +14,7 @@ import pytest
 import torch
 from aggregate_kit import aggregate
 from line_kit import python_lines
+from midstream_fake_engine.watch_kit import lone_watch, put_scores
 
 from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
@@ -82,7 +83,7 @@ def test_aggregates_in_pieces_equal_those_at_once(kind: str) -> None:
 
 def test_what_is_computed_again_replaces_what_was_there() -> None:
     """A rejected draft, and a preempted request."""
-    watch = Watch("r", [probe(5.0, aggregation="max")])
+    watch = lone_watch("r", [probe(5.0, aggregation="max")])
     assert told((watch, put(watch, 0, 1, 2))) == []
     # the last is of a draft
     assert told((watch, put(watch, 2, 3, 9))) == [News("r", 3, "p", [])]
@@ -91,7 +92,7 @@ def test_what_is_computed_again_replaces_what_was_there() -> None:
     assert score.score == [4.0]
     assert score.crossed == [None]
     assert score.positions == 4
-    again = Watch("r", [probe(5.0, aggregation="max")])
+    again = lone_watch("r", [probe(5.0, aggregation="max")])
     put(again, 0, 1, 2, 3, 4)
     assert again.results(4)[1] == checksum
 
@@ -107,22 +108,22 @@ class Noting(np.ndarray):
 
 
 def test_a_request_clears_no_more_rows_than_the_one_before_it_used() -> None:
-    first = Watch("long", [probe(5.0, aggregation="max")])
+    first = lone_watch("long", [probe(5.0, aggregation="max")])
     table = first.table
-    first.put(0, slice(None), np.zeros((5_000, 1), dtype=np.float32))
+    put_scores(first, 0, slice(None), np.zeros((5_000, 1), dtype=np.float32))
     del first
-    short = Watch("short", [probe(5.0, aggregation="max")], table=table)
-    short.put(0, slice(None), np.zeros((10, 1), dtype=np.float32))
+    short = Watch("short", [probe(5.0, aggregation="max")], table)
+    put_scores(short, 0, slice(None), np.zeros((10, 1), dtype=np.float32))
     del short
     table.rows = table.rows.view(Noting)
-    Watch("next", [probe(5.0, aggregation="max")], table=table)
+    Watch("next", [probe(5.0, aggregation="max")], table)
     assert Noting.written == [10]
 
 
 def test_where_a_score_is_high_takes_as_many_lines_for_all_tokens_as_for_few() -> None:
     def lines(tokens: int) -> int:
-        watch = Watch("r", [probe(5.0, aggregation="max")])
-        watch.put(0, slice(None), np.arange(tokens, dtype=np.float32)[:, None])
+        watch = lone_watch("r", [probe(5.0, aggregation="max")])
+        put_scores(watch, 0, slice(None), np.arange(tokens, dtype=np.float32)[:, None])
         assert watch.high("p", 2.0) == [False, False] + [True] * (tokens - 2)
         return python_lines(lambda: watch.high("p", 2.0))
 
@@ -140,9 +141,7 @@ def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:
     alone = []
     for into in (together, alone):
         shared = [ScoreTable(ProbeGroup(each)) for each in probes]
-        into += [
-            Watch(str(number), probes[number % 2], table=shared[number % 2]) for number in range(9)
-        ]
+        into += [Watch(str(number), probes[number % 2], shared[number % 2]) for number in range(9)]
     crossed = 0
     for step in range(30):
         new = []
@@ -151,7 +150,7 @@ def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:
             values = rng.normal(scale=0.4, size=(count, 4)).astype(np.float32)
             new.append(range(together[number].reached, together[number].reached + count))
             for mine in (together, alone):
-                mine[number].put(new[-1].start, slice(0, 4), values)
+                put_scores(mine[number], new[-1].start, slice(0, 4), values)
         wanted = [news for item in zip(alone, new, strict=True) for news in told(item)]
         assert sorted(told(*zip(together, new, strict=True))) == sorted(wanted)
         crossed += len(wanted)
@@ -170,14 +169,14 @@ def test_news_of_many_requests_together_equal_those_of_each_alone() -> None:
     [((1.0, np.nan), "not finite at position 1"), ((1.0,), "not scored at position 1")],
 )
 def test_a_token_without_a_score_is_an_error(scores: tuple[float, ...], words: str) -> None:
-    watch = Watch("r", [probe(None, "none")])
+    watch = lone_watch("r", [probe(None, "none")])
     put(watch, 0, *scores)
     with pytest.raises(ProbeError, match=words):
         watch.results(2)
 
 
 def test_more_positions_than_there_is_room_for_at_first() -> None:
-    watch = Watch("r", [probe(None, "none")])
+    watch = lone_watch("r", [probe(None, "none")])
     for first in range(0, 3000, 100):
         put(watch, first, *range(first, first + 100))
     assert watch.results(3000)[0][0].score == [2999.0]
@@ -192,7 +191,7 @@ def test_watches_keep_their_scores_while_others_come_grow_and_go() -> None:
     live: list[tuple[Watch, list[float]]] = []
     for step in range(200):
         if len(live) < 70 and rng.random() < 0.6:
-            live.append((Watch(str(step), made, table=tables.of(kind)), []))
+            live.append((Watch(str(step), made, tables.of(kind)), []))
         for watch, scores in rng.sample(live, len(live) // 2):
             new = [rng.random() for _ in range(rng.choice([1, 1, 1, 70]))]
             assert told((watch, put(watch, len(scores), *new))) == []
@@ -293,14 +292,14 @@ def probes_of(*policies: StoredPolicy | None) -> list[StoredProbe]:
 
 
 def watch_of(*policies: StoredPolicy, prompt_tokens: int = 0) -> Watch:
-    return Watch("r", probes_of(*policies), prompt_tokens=prompt_tokens)
+    return lone_watch("r", probes_of(*policies), prompt_tokens)
 
 
 def put(watch: Watch, first: int, *scores: float) -> range:
     """Returns the positions."""
     columns = np.arange(watch.kind.width)
     table = np.repeat(np.array(scores, dtype=np.float32)[:, None], len(columns), axis=1)
-    watch.put(first, columns, table)
+    put_scores(watch, first, columns, table)
     return range(first, first + len(scores))
 
 
@@ -477,7 +476,7 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
         for number in range(9):
             probes = [inheriting(probe, rng.choice(["", "", "j"])) for probe in kinds[number % 3]]
             prompts.append(rng.choice([1, 20]))
-            watches.append(Watch(str(number), probes, -1, shared[number % 3], prompts[-1]))
+            watches.append(Watch(str(number), probes, shared[number % 3], prompts[-1]))
             tables.append(random_scores(rng, numbers, len(probes)))
         ends = [rng.randrange(1, 119) for _ in watches]
         while any(watch.reached <= end for watch, end in zip(watches, ends, strict=True)):
@@ -492,10 +491,10 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
                     again = rng.randrange(first + 1)
                     known = table[again:first] + 1.0 if watch.kind.once else table[again:first]
                     whole = np.concatenate([known, table[first:stop]])
-                    watch.put(again, slice(0, watch.kind.width), whole)
+                    put_scores(watch, again, slice(0, watch.kind.width), whole)
                     first = again
                 else:
-                    watch.put(first, slice(0, watch.kind.width), table[first:stop])
+                    put_scores(watch, first, slice(0, watch.kind.width), table[first:stop])
                 moved.append((watch, range(first, stop)))
             heard += told(*moved)
         stops = {}

@@ -34,7 +34,13 @@ from midstream.workers.runner.base.process import begin_helper, threads_elsewher
 from midstream.workers.runner.base.ranges import FreeRanges
 from midstream.workers.runner.base.row_index import PIECES, RequestCaptures, RowIndex
 from midstream.workers.runner.base.shared_memory import VOID, HostMemoryError
-from midstream.workers.runner.files.recorded import Extent, Recorded, bytes_of
+from midstream.workers.runner.files.recorded import (
+    CaptureShape,
+    EndedCapture,
+    Extent,
+    Recorded,
+    bytes_of,
+)
 from midstream.workers.runner.rows import overload
 from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
 from midstream.workers.runner.rows.overload import Overload
@@ -760,7 +766,8 @@ def test_evicted_rows_are_a_typed_error() -> None:
 def test_a_long_prompts_reused_rows_are_found_in_linear_time() -> None:
     """A writer thread that tenants share does this; a copy of the rest for each block took 4 s."""
     blocks = range(0, 1 << 17, 16)
-    recorded = Recorded(np.zeros(0), [], [], [], set(), set())
+    ended = EndedCapture(shape=CaptureShape(0, [], 8, "float32"), landing=0)
+    recorded = Recorded(np.zeros(0), ended, set())
     recorded._reused = [Extent(None, 0, at, 16) for at in blocks]  # type: ignore[arg-type]
     began = time.process_time()
     assert len(recorded.fill(set(range(1 << 17)))[0]) == len(blocks)

@@ -24,11 +24,10 @@ from rank_kit import (
     wanted_rows,
 )
 
-from midstream.kernels.plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, LIMITED
+from midstream.kernels.plan import AFTER, ALIKE, ALIKE_FROM, BEFORE, LIMITED, Buffers
 from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, select
 from midstream.schemas.requests.specs import SteeringRow, columns_of
 from midstream.workers.runner.base.engine_step import StepView
-from midstream.workers.runner.hooks.sites import Buffers
 from midstream.workers.runner.rows import buffers
 from midstream.workers.runner.rows.arena import Arena, BankRows
 from midstream.workers.runner.rows.buffers import Staging

@@ -13,6 +13,7 @@ import pytest
 import torch
 from plane_kit import Rig, capturing, steered
 from rank_kit import HIDDEN, Request, capture, steering
+from site_plans import SitePlan
 from vllm.compilation import cuda_graph
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
@@ -22,7 +23,7 @@ from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
 from midstream.kernels import IDLE, STREAM, WHOLE, family, in_family, single_site
-from midstream.kernels.plan import Does, SitePlan
+from midstream.kernels.plan import Does
 from midstream.schemas.prompts.selectors import PositionSelector, PositionWindow
 from midstream.schemas.requests.specs import RankSpec, steering_rows, touched
 from midstream.workers.runner.base.engine_step import RequestRows, StepView
