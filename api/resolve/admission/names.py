@@ -192,7 +192,7 @@ class Names:
                 list(ids.values()),
                 limiter=self._reading_files,
             )
-        return NamedFeatures(saes, rows, lenses, plain) if saes or lenses else NONE
+        return NamedFeatures(saes, rows, plain) if saes or lenses else NONE
 
 
 def modules_of(parsed: ParsedRequest) -> list[str]:
