@@ -4,7 +4,7 @@ A call counts from its authorization until its answer ends or its client leaves 
 """
 
 from ...schemas.settings.settings import Settings
-from .request_context import CURRENT
+from .request_context import current
 from .shares import Rate, Shares
 
 #: Member of a route's `opt` that marks event streams to which clients reconnect.
@@ -42,9 +42,8 @@ class OpenCalls:
 
         Raises `too_many_connections` and `too_many_streams`.
         """
-        call = CURRENT.get()
-        assert call is not None, "only calls of the application are authorized"
-        call.held.enter_context(self._calls.of(tenant))
+        held = current().held
+        held.enter_context(self._calls.of(tenant))
         if is_stream:
-            call.held.enter_context(self._streams.of(tenant))
+            held.enter_context(self._streams.of(tenant))
             self._openings.count(tenant)
