@@ -89,7 +89,7 @@ class AppContext:
         self.looks: SharedReads[Any] = SharedReads()
         self.open_calls = OpenCalls(settings)
         self.served = Served(settings, ledger)
-        self.names = Names(settings, ledger, self.steering, self.served)
+        self.names = Names(settings, ledger, self.served)
         self.waiting = Waiting(ledger, watcher, settings.max_wait_s)
         # what packages have to do when the server stops
         self.at_close: list[Callable[[], None]] = []
