@@ -153,10 +153,9 @@ async def put_global(
     description="Running jobs keep it. Has no effect if no global steering is set.",
     responses=CHANGE_ERRORS,
 )
-async def delete_global(context: AppContext, model: ModelFilter = None) -> GlobalView:
-    name = (await context.served.the_model(model)).name
+async def delete_global(context: AppContext, info: ModelInfo) -> GlobalView:
     wait_s = context.settings.steering_wait_s
-    return _global(name, await change(context.steering, wait_s, name, [], {}))
+    return _global(info.name, await change(context.steering, wait_s, info.name, [], {}))
 
 
 @get(
@@ -165,9 +164,8 @@ async def delete_global(context: AppContext, model: ModelFilter = None) -> Globa
     summary="Get a model's global steering",
     responses=ERRORS,
 )
-async def get_global(context: AppContext, model: ModelFilter = None) -> GlobalView:
-    name = (await context.served.the_model(model)).name
-    return _global(name, await context.steering.current(name))
+async def get_global(context: AppContext, info: ModelInfo) -> GlobalView:
+    return _global(info.name, await context.steering.current(info.name))
 
 
 def _global(model: str, steering: GlobalSteering) -> GlobalView:
