@@ -41,13 +41,12 @@ from .resolve.admission.names import Names, names_something
 from .resolve.admission.served import Served
 from .resolve.prompts.callback_url import check_callback
 from .resolve.prompts.request_parsing import ParsedRequest
-from .web import request_context
 from .web.aside import aside, call_aside
 from .web.auth import Gate, caller_of
 from .web.key_watch import KeyWatch
 from .web.open_calls import OpenCalls
 from .web.problems import ClientGone
-from .web.request_context import AnyRequest, traceparent
+from .web.request_context import AnyRequest, current
 
 log = logging.getLogger("midstream.api")
 
@@ -90,7 +89,7 @@ class AppContext:
         self.looks: SharedReads[Any] = SharedReads()
         self.open_calls = OpenCalls(settings)
         self.served = Served(settings, ledger)
-        self.names = Names(settings, ledger, self.steering, self.served)
+        self.names = Names(settings, ledger, self.served)
         self.waiting = Waiting(ledger, watcher, settings.max_wait_s)
         # what packages have to do when the server stops
         self.at_close: list[Callable[[], None]] = []
@@ -140,16 +139,15 @@ class AppContext:
         job_id = new_job_id()
         named = await self.names.resolve(parsed, info, watching, caller)
         codec = await self.served.codec(info)
-        call = request_context.CURRENT.get()
+        call = current()
         admitting = admission.admit(parsed, info, codec, job_id, named, caller)
         entries = sum(len(module.entries) for module in named.state.modules.values())
-        large = entries > INLINE_ENTRIES or (call is not None and call.large)
+        large = entries > INLINE_ENTRIES or call.large
         admitted = await (aside(admitting) if large else admitting)
-        body = call.body if call is not None else b""
         job = admitted.job
         if change is not None:
             job = await call_aside(change, job)
-        return await self.accept(job, info, admitted.blobs, idempotency, admitted.pinned, body)
+        return await self.accept(job, info, admitted.blobs, idempotency, admitted.pinned, call.body)
 
     async def repeated(self, idempotency: tuple[str, str] | None) -> str | None:
         """Return the id of the job that was accepted with the same key and body, if any: then the
@@ -157,7 +155,7 @@ class AppContext:
         """
         known = await self.ledger.repeated(idempotency) if idempotency else None
         if known is not None:
-            request_context.keep_call()
+            current().keep()
         return known
 
     async def accept(
@@ -174,7 +172,8 @@ class AppContext:
         `blobs`, `pinned`, `request`: see `Ledger.submit`.
         """
         check_callback(job.callback, self.settings)
-        request_context.keep_call()
+        call = current()
+        call.keep()
         if any(job.steering) or KINDS[job.kind].grid:
             tenant = await self.ledger.tenants.get(job.tenant)
             job = admission.under_limit(job, tenant.limits.edit_limit)
@@ -183,18 +182,18 @@ class AppContext:
             idempotency and await self.ledger.knows_key(idempotency[0])
         ):
             job = await self.quota.within(job, info)
-        if parent := traceparent():
+        if parent := call.span.traceparent:
             job = msgspec.structs.replace(job, trace=parent)
         operator_tags = {spec.tag for spec in info.global_captures}
         async with self.inputs.kept(job, blobs) as (job, blobs):
-            request_context.accepting(job.id, self.job_url(job.id))
+            call.submits(job.id, self.job_url(job.id))
             job_id, _ = await self.ledger.submit(
                 job, blobs, idempotency, pinned, operator_tags, request
             )
         crash_point("api.committed")
         if job.inputs is not None and job_id != job.id:  # a repeat of the first
             await self.inputs.discard(job.id)
-        request_context.accepted(job_id, self.job_url(job_id))
+        call.submits(job_id, self.job_url(job_id), accepted=True)
         logs.bind(job=job_id)
         return job_id
 

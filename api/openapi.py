@@ -1,5 +1,5 @@
-"""Builds the OpenAPI document: our types as msgspec describes them, the scope of each operation,
-and links from its responses.
+"""Builds the OpenAPI document: our types as msgspec describes them, and the scope of each
+operation.
 """
 
 from inspect import cleandoc
@@ -57,9 +57,7 @@ class RecordSchemas(OpenAPISchemaPlugin):
         )
 
     def complete(self, document: DocumentPart, app: Litestar) -> DocumentPart:
-        """Return the document with the schema of every type, the scope of each operation, and links
-        from its responses.
-        """
+        """Return the document with the schema of every type and the scope of each operation."""
         known = sorted(self._types)
         bodies = [row.request for row in ARTIFACTS.values()]
         kinds = [OpenAIProblem, *(self._types[name] for name in known), *bodies]
@@ -76,17 +74,12 @@ class RecordSchemas(OpenAPISchemaPlugin):
                 for name, schema in described.items()
             },
         }
-        ids = {
-            f"{method} {path}": operation["operationId"]
-            for path, operations in document["paths"].items()
-            for method, operation in operations.items()
-        }
         scopes = scopes_of(app)
         return {
             **document,
             "paths": {
                 path: {
-                    method: _operation(path, operation, ids, scopes[f"{method} {path}"])
+                    method: _operation(path, operation, scopes[f"{method} {path}"])
                     for method, operation in operations.items()
                 }
                 for path, operations in document["paths"].items()
@@ -135,24 +128,6 @@ MISDIRECTED = {
     "421": {"description": "The `Host` header does not name this API", "content": _PROBLEM}
 }
 
-#: Type of a response → name of a link → the operation that it leads to, its parameter, and where
-#: the response has the parameter's value.
-LINKS: dict[str, dict[str, tuple[str, str, str]]] = {
-    "JobView": {
-        "job": ("get /v1/jobs/{job_id}", "job_id", "$response.body#/id"),
-        "events": ("get /v1/jobs/{job_id}/events", "job_id", "$response.body#/id"),
-        "result": ("get /v1/jobs/{job_id}/result", "job_id", "$response.body#/id"),
-        "cancel": ("post /v1/jobs/{job_id}/cancel", "job_id", "$response.body#/id"),
-        "captures": ("get /v1/captures/{job_id}", "job_id", "$response.body#/id"),
-    },
-    "CaptureManifest": {
-        "safetensors": ("get /v1/captures/{job_id}/safetensors", "job_id", "$response.body#/job"),
-        "delete": ("delete /v1/captures/{job_id}", "job_id", "$response.body#/job"),
-    },
-    "CreatedKey": {"revoke": ("delete /v1/keys/{key_id}", "key_id", "$response.body#/id")},
-    "TenantView": {"tenant": ("get /v1/tenants/{name}", "name", "$response.body#/name")},
-}
-
 
 def scopes_of(app: Litestar) -> dict[str, Scope | None]:
     """Return the scope that each operation requires, by method and path: `get /v1/jobs`."""
@@ -165,20 +140,13 @@ def scopes_of(app: Litestar) -> dict[str, Scope | None]:
     }
 
 
-def _operation(
-    path: str, operation: DocumentPart, ids: dict[str, str], scope: Scope | None
-) -> DocumentPart:
-    """Return the operation with its scope, the errors of authorization, and links from its
-    responses.
-    """
+def _operation(path: str, operation: DocumentPart, scope: Scope | None) -> DocumentPart:
+    """Return the operation with its scope and the errors of authorization."""
     operation = {**operation, "responses": {**operation.get("responses", {}), **MISDIRECTED}}
     if path in OPENAI_PATHS:
         operation = _with_openai_problems(operation)
-    responses = {
-        status: _linked(response, ids) for status, response in operation["responses"].items()
-    }
     if scope is None:
-        return {**operation, "responses": responses, "security": []}
+        return {**operation, "security": []}
     description = f"{operation.get('description') or ''}\n\nScope: `{scope}`.".strip()
     limited, refusals = (
         _with_openai_problems([LIMITED, REFUSALS]) if path in OPENAI_PATHS else (LIMITED, REFUSALS)
@@ -186,7 +154,7 @@ def _operation(
     return {
         **operation,
         "description": description,
-        "responses": {**limited, **responses, **refusals},
+        "responses": {**limited, **operation["responses"], **refusals},
         "security": [{KEY: []}],
     }
 
@@ -198,19 +166,6 @@ def _with_openai_problems(node: Any) -> Any:
     if isinstance(node, list):
         return [_with_openai_problems(value) for value in node]
     return "#/components/schemas/OpenAIProblem" if node == "#/components/schemas/Problem" else node
-
-
-def _linked(response: DocumentPart, ids: dict[str, str]) -> DocumentPart:
-    types = [
-        media.get("schema", {}).get("$ref", "").rpartition("/")[2]
-        for media in response.get("content", {}).values()
-    ]
-    links = {
-        name: {"operationId": ids[operation], "parameters": {parameter: value}}
-        for kind in types
-        for name, (operation, parameter, value) in LINKS.get(kind, {}).items()
-    }
-    return {**response, "links": links} if links else response
 
 
 class OpenAPIRender(JsonRenderPlugin):

@@ -2,8 +2,6 @@
 writable, and the quota of captures.
 """
 
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +9,7 @@ import anyio.to_thread
 
 from ...broker.artifacts import global_capture
 from ...broker.ledger.core.scripts import stored_tags
+from ...broker.ledger.jobs.watch import SharedReads
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.jobs import Job
 from ...schemas.jobs.kinds import KINDS
@@ -33,13 +32,11 @@ class Disks:
             "captures": store.trouble,
             "outbox": lambda: probe(outbox),
         }
-        self._lock = threading.Lock()
-        self._due = 0.0
-        self._troubles: dict[str, str] = {}
+        self._looks: SharedReads[dict[str, str]] = SharedReads(CACHE_S)
 
     async def troubles(self) -> dict[str, str]:
         """Return why `captures` or `outbox` cannot be written, by name; empty if both can."""
-        return await anyio.to_thread.run_sync(self._look)
+        return await self._looks.of("disks", lambda: anyio.to_thread.run_sync(self._look))
 
     async def check(self, job: Job) -> None:
         """Raises MidstreamError("unavailable") for a job whose captures or receipts could not be
@@ -53,13 +50,7 @@ class Disks:
             raise MidstreamError("unavailable", result[name])
 
     def _look(self) -> dict[str, str]:
-        with self._lock:
-            if time.monotonic() >= self._due:
-                self._troubles = {
-                    name: trouble for name, look in self._probes.items() if (trouble := look())
-                }
-                self._due = time.monotonic() + CACHE_S
-            return dict(self._troubles)
+        return {name: trouble for name, look in self._probes.items() if (trouble := look())}
 
 
 class CaptureQuota:

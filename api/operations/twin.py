@@ -23,7 +23,7 @@ from ...schemas.base.errors import MidstreamError, Translated
 from ..web import problems
 from ..web.middleware import REFUSED, RELEASED, RawHeaders
 from ..web.pace import PACE
-from ..web.request_context import CURRENT, AnyRequest, ApiCall, HandedOver
+from ..web.request_context import AnyRequest, ApiCall, HandedOver, current
 from .waiting import ended, left
 
 #: What is added to the niceness of the twin: its calls wait for processors, not those of others.
@@ -229,9 +229,7 @@ class TwinAnswer(Response[bytes]):
         return self._answer
 
     async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
-        call = CURRENT.get()
-        assert call is not None, "only calls of the application are handed over"
-        answering = asyncio.ensure_future(self._twin.answer(scope, call, send))
+        answering = asyncio.ensure_future(self._twin.answer(scope, current(), send))
         leaving = asyncio.ensure_future(left(receive))
         try:
             await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)

@@ -58,65 +58,35 @@ class Waiting:
         until: Until,
         seconds: float,
         *,
-        quiet: Collection[str] = (),
-        known: int = 0,
-    ) -> JobSnapshot:
-        """Return the job with its result as soon as `until` holds, or as it is after `seconds` (or
-        when the server stops).
-
-        Keeps waiting while Redis restarts. `quiet`, `known`: see `_look`.
-        """
-        return await self._look(
-            job_id, self._ledger.outcome, until, seconds, patient=True, quiet=quiet, known=known
-        )
-
-    async def wait(
-        self,
-        job_id: str,
-        until: Until,
-        seconds: float,
-        *,
-        held_key: HeldKey = ALWAYS,
-    ) -> JobView:
-        """Wait like `outcome`, and return the job without its result.
-
-        Raises `unauthorized` when the key of `held_key` is revoked or expires.
-        """
-
-        async def view(job_id: str) -> JobSnapshot:
-            return JobSnapshot(await self._ledger.view(job_id))
-
-        return (
-            await self._look(job_id, view, until, seconds, patient=False, held_key=held_key)
-        ).view
-
-    async def _look(
-        self,
-        job_id: str,
-        read: Callable[[str], Awaitable[JobSnapshot]],
-        until: Until,
-        seconds: float,
-        *,
-        patient: bool,
+        with_result: bool = True,
         quiet: Collection[str] = (),
         known: int = 0,
         held_key: HeldKey = ALWAYS,
     ) -> JobSnapshot:
-        """Return the result of `read` once `until` holds, or after `seconds`.
+        """Return the job, with its result unless only its record is asked for, as soon as `until`
+        holds, or as it is after `seconds` (or when the server stops).
 
         `known`: a version up to which `until` cannot hold; nothing is read until there is a later
         one. `quiet`: states that cannot make `until` hold, see `JobWatcher.changed`. Raises
-        `not_found`; `unavailable` when Redis is unreachable for longer than a restart takes, or
-        (unless `patient`) at the first read.
+        `not_found`; `unauthorized` when the key of `held_key` is revoked or expires; `unavailable`
+        when Redis is unreachable for longer than a restart takes, or, without the result, at the
+        first read.
         """
+
+        async def read() -> JobSnapshot:
+            if with_result:
+                return await self._ledger.outcome(job_id)
+            return JobSnapshot(await self._ledger.view(job_id))
+
         deadline = time.monotonic() + min(seconds, self._most_s)
         if known and seconds > 0 and not self.closing:
             await self.or_closing(
                 self._watcher.changed(job_id, known, deadline - time.monotonic(), quiet), held_key
             )
+        patient = with_result
         while True:
             held_key.check()
-            outcome = await (self.patiently(lambda: read(job_id)) if patient else read(job_id))
+            outcome = await (self.patiently(read) if patient else read())
             patient = True
             remaining = deadline - time.monotonic()
             if until(outcome.view) or remaining <= 0 or self.closing:

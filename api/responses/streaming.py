@@ -127,12 +127,14 @@ class StreamedRequest:
     async def _look(self, deadline: float, held_key: HeldKey) -> JobView:
         """Return the job once `until` holds, or as it is when a keep-alive is due."""
         self._check(deadline)
-        return await self.context.waiting.wait(
+        outcome = await self.context.waiting.outcome(
             self.job_id,
             self.until,
             min(events.PING_S, deadline - time.monotonic()),
+            with_result=False,
             held_key=held_key,
         )
+        return outcome.view
 
     def _check(self, deadline: float) -> None:
         """Raises when the stream cannot be held any longer; the job continues."""

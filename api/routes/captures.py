@@ -1,6 +1,5 @@
 """Routes of captures: list, describe, download and delete them."""
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -28,11 +27,11 @@ from ...schemas.jobs.captures import (
     ManifestFile,
 )
 from ...schemas.jobs.jobs import CaptureResults, FileEntry
-from ...schemas.prompts.selectors import ALIASES, StoredSites, as_ranges
+from ...schemas.prompts.selectors import ALIASES, StoredSites, as_ranges, resolve_layers
 from ...schemas.prompts.sites import hook_layers
-from ...schemas.prompts.windows import joined
 from ...storage.store import Signing
 from ..context import AppContext
+from ..resolve.positions.captures import at_field
 from ..responses import packed
 from ..responses.outcome import matches, result_of
 from ..web.auth import needs, tenant_asked
@@ -43,10 +42,9 @@ T = TypeVar("T")
 MEDIA_TYPE = "application/octet-stream"
 CAPTURE_ERRORS = {**ERRORS, 409: PROBLEM, 410: PROBLEM}
 
-#: What `?layers=` takes: `3`, `3,7`, `3-7`, and lists of these.
-_LAYERS = re.compile(r"(\d{1,6})(?:-(\d{1,6}))?")
-MAX_LAYER_SPAN = 10_000  # layers in one range; `layers` has at most `MAX_LAYER_TEXT / 4` ranges
-
+#: More layers than any model has. Negative numbers would count from the last layer of the model: in
+#: a query they are none that was captured.
+MOST_LAYERS = 10_000
 
 PromptParameter = Annotated[
     int, QueryParameter(name="request", ge=0, le=MAX_COUNT, description="Index of the prompt")
@@ -378,14 +376,15 @@ def hook_of(name: str, hooks: Iterable[str]) -> str:
 
 def layers_of(text: str | None, present: list[int]) -> list[int]:
     """Return the captured layers that a query names. Raises a 400 naming `layers`."""
-    if text is None:
+    if text is None or text == "all":
         return present
-    layers = parse_layers(text)
-    if missing := layers - set(present):
+    with at_field("layers"):
+        layers = resolve_layers(text, MOST_LAYERS)
+    if missing := sorted(set(layers) - set(present)):
         raise invalid(
-            "layers", f"layer {min(missing)} was not captured", allowed=as_ranges(present, most=8)
+            "layers", f"layer {missing[0]} was not captured", allowed=as_ranges(present, most=8)
         )
-    return sorted(layers)
+    return layers
 
 
 def _chosen(captured: StoredSites, layers: str | None, hook: str | None) -> StoredSites:
@@ -395,25 +394,6 @@ def _chosen(captured: StoredSites, layers: str | None, hook: str | None) -> Stor
     chosen = set(layers_of(layers, present))
     sites = {name: [layer for layer in captured[name] if layer in chosen] for name in hooks}
     return {name: kept for name, kept in sites.items() if kept}
-
-
-def parse_layers(text: str) -> frozenset[int]:
-    """`3,7-9` → {3, 7, 8, 9}. Raises a 400 naming `layers`."""
-    ranges: list[range] = []
-    for part in text.split(","):
-        match = _LAYERS.fullmatch(part.strip())
-        if match is None:
-            raise invalid(
-                "layers",
-                f"{part[:40]!r} is not a layer or a layer range",
-                allowed="such as 3, 3,7 or 3-7",
-            )
-        first = int(match[1])
-        last = int(match[2] or match[1])
-        if not 0 <= last - first < MAX_LAYER_SPAN:
-            raise invalid("layers", f"the range {part[:40]!r} is empty or too long")
-        ranges.append(range(first, last + 1))
-    return frozenset(joined(ranges))
 
 
 ROUTES = [list_captures, get_manifest, delete_captures, get_file, get_safetensors]

@@ -296,7 +296,8 @@ async def get_job(
         changed = known is not None and not matches(known, etag(view.version))
         return is_over(view) or changed
 
-    view = await unless_client_leaves(request, context.waiting.wait(job_id, news, wait or 0.0))
+    held = context.waiting.outcome(job_id, news, wait or 0.0, with_result=False)
+    view = (await unless_client_leaves(request, held)).view
     if is_over(view):
         await context.ledger.written()
     headers = {"ETag": etag(view.version), "Cache-Control": "no-cache"}

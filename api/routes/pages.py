@@ -68,15 +68,13 @@ PAGE_TYPES = {
 #: The documentation as `make docs` writes it in a checkout; wheels do not contain it.
 SITE = Path(__file__).resolve().parents[2] / ".cache" / "site"
 SITE_INDEX = "/docs/index.html"
-#: Asset → its type, and whether it is stored compressed (`name.gz`).
-ASSETS: dict[str, tuple[str, bool]] = {
-    "pages.css": ("text/css", False),
-    "swagger-start.js": ("text/javascript", False),
-    "swagger-ui-bundle.js": ("text/javascript", True),
-    "swagger-ui.css": ("text/css", True),
-}
 #: How long a browser may keep an asset without asking again, in seconds.
 ASSET_AGE_S = 3600
+ASSET_HEADERS = {
+    **HEADERS,
+    "Cache-Control": f"max-age={ASSET_AGE_S}",
+    "Vary": "Accept-Encoding",
+}
 
 
 def page(title: str, body: str, scripts: tuple[str, ...] = (), style: str = "pages.css") -> bytes:
@@ -129,27 +127,8 @@ class Swagger(OpenAPIRenderPlugin):
         )
 
 
-@cache
-def _stored(name: str) -> bytes:
-    return resources.files(__package__.rpartition(".")[0]).joinpath("assets", name).read_bytes()
-
-
-@get("/schema/assets/{name:str}", opt=needs(None), include_in_schema=False, sync_to_thread=True)
-def asset(request: JsonRequest, name: Annotated[str, PathParameter()]) -> Response[bytes]:
-    if name not in ASSETS:
-        raise MidstreamError("not_found", f"unknown asset {name!r}", allowed=", ".join(ASSETS))
-    media_type, compressed = ASSETS[name]
-    raw = _stored(f"{name}.gz" if compressed else name)
-    headers = {**HEADERS, "Cache-Control": f"max-age={ASSET_AGE_S}", "Vary": "Accept-Encoding"}
-    if compressed and "gzip" in request.headers.get("accept-encoding", ""):
-        headers["Content-Encoding"] = "gzip"
-    elif compressed:
-        raw = gzip.decompress(raw)
-    return Response(raw, media_type=media_type, headers=headers)
-
-
 class ServedFile(NamedTuple):
-    """A file of the live page or of the documentation."""
+    """A file of the live page, of the documentation, or that the API's own pages load."""
 
     media_type: str
     etag: str
@@ -158,13 +137,17 @@ class ServedFile(NamedTuple):
 
 
 def files_below(folder: Traversable, prefix: str = "") -> Iterator[tuple[str, ServedFile]]:
-    """Yield all files of `folder` that are served, with their paths below it."""
+    """Yield all files of `folder` that are served, with their paths below it; `name.gz` stands for
+    the file `name`.
+    """
     for entry in folder.iterdir():
-        name = f"{prefix}{entry.name}"
+        name = f"{prefix}{entry.name.removesuffix('.gz')}"
         if entry.is_dir():
             yield from files_below(entry, f"{name}/")
         elif (media_type := PAGE_TYPES.get(name[name.rfind(".") :])) is not None:
-            yield name, packed(media_type, entry.read_bytes())
+            stored = entry.read_bytes()
+            raw = gzip.decompress(stored) if entry.name.endswith(".gz") else stored
+            yield name, packed(media_type, raw)
 
 
 def packed(media_type: str, raw: bytes) -> ServedFile:
@@ -203,6 +186,20 @@ def send_file(
         headers["Content-Encoding"] = "gzip"
         return Response(found.packed, headers=headers, media_type=found.media_type)
     return Response(found.raw, headers=headers, media_type=found.media_type)
+
+
+@cache
+def _assets() -> dict[str, ServedFile]:
+    folder = resources.files(__package__.rpartition(".")[0])
+    return dict(files_below(folder.joinpath("assets")))
+
+
+@get("/schema/assets/{name:str}", opt=needs(None), include_in_schema=False, sync_to_thread=True)
+def asset(request: JsonRequest, name: Annotated[str, PathParameter()]) -> Response[bytes]:
+    missing = MidstreamError(
+        "not_found", f"unknown asset {name!r}", allowed=", ".join(sorted(_assets()))
+    )
+    return send_file(request, _assets().get(name), ASSET_HEADERS, missing)
 
 
 @get("/docs", opt=needs(None), include_in_schema=False)

@@ -37,9 +37,12 @@ from ...schemas.requests.policies import (
     Steer,
 )
 from ...schemas.requests.source_runs import RunPage, RunView
+from ...schemas.requests.steering import MODEL_HEADER
 from ...schemas.settings.settings import ArtifactFolder
 from ...storage.formats.lens_files import lens_of
+from ...storage.formats.module_files import to_bytes
 from ..context import AppContext
+from ..resolve.edits import module_export
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.lens import resolve_tuned
 from ..resolve.readings.probes import (
@@ -56,7 +59,7 @@ from ..web.aside import call_aside
 from ..web.auth import needs
 from ..web.body import FILE_TYPES, BodyForms
 from .jobs import ERRORS, PROBLEM, CursorParameter, ModelFilter, PageSize
-from .steering import CHANGE_ERRORS, Made, module_file
+from .steering import CHANGE_ERRORS, Made, named_module, tensors_of
 
 
 async def make_probe(
@@ -76,26 +79,6 @@ async def make_policy(
     resolved = partial(resolve_policy, model_state=state, caller=caller, settings=context.settings)
     made = await call_aside(resolved, data, name, info, probe)
     return lambda former: _with(replaceable(former, data), made, info.name, name), {}
-
-
-async def change_policy(
-    name: str, data: PolicyChange, context: AppContext, caller: Caller, info: ModelInfo
-) -> Policy:
-    policies = Registry(context.ledger, POLICIES)
-    missing = await policies.unknown(info.name, name)
-
-    def make(now: Policy | None) -> Policy:
-        if now is None:
-            raise missing
-        made = changed(now, data)
-        # the present version may stop applying to all traffic also where it fits no longer
-        if data.version is not None or made.content.all_traffic:
-            check_fit(made, info)
-        return _with(now, made, info.name, name)
-
-    check = partial(check_beside, info)
-    policy, _ = await policies.put(info.name, name, make, {}, check)
-    return policy.shown_to(caller)
 
 
 def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> Policy:
@@ -323,7 +306,15 @@ async def get_artifact_file(
     caller: Caller,
     info: ModelInfo,
 ) -> Response[bytes]:
-    return await module_file(context, caller, info, name)
+    module = await named_module(context, caller, info.name, name)
+    entries = module_export.entries_of(module, await tensors_of(context, name, module.tensors))
+    headers = {
+        MODEL_HEADER: info.name,
+        "Content-Disposition": f'attachment; filename="{name}.safetensors"',
+    }
+    return Response(
+        await anyio.to_thread.run_sync(to_bytes, entries), media_type=FILE_TYPES[0], headers=headers
+    )
 
 
 @patch(
@@ -342,7 +333,21 @@ async def patch_artifact(
     caller: Caller,
     info: ModelInfo,
 ) -> Policy:
-    return await change_policy(name, data, context, caller, info)
+    policies = Registry(context.ledger, POLICIES)
+    missing = await policies.unknown(info.name, name)
+
+    def make(now: Policy | None) -> Policy:
+        if now is None:
+            raise missing
+        made = changed(now, data)
+        # the present version may stop applying to all traffic also where it fits no longer
+        if data.version is not None or made.content.all_traffic:
+            check_fit(made, info)
+        return _with(now, made, info.name, name)
+
+    check = partial(check_beside, info)
+    policy, _ = await policies.put(info.name, name, make, {}, check)
+    return policy.shown_to(caller)
 
 
 RunParameter = Annotated[

@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-import anyio.to_thread
 import msgspec
-from litestar import Response, delete, get, put
+from litestar import delete, get, put
 from litestar.params import JSONBody
 
 from ...broker.ledger.named.registry import Registry
@@ -18,7 +17,6 @@ from ...schemas.base.errors import MidstreamError, Translated
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.steering import (
-    MODEL_HEADER,
     MODULES,
     Dynamic,
     GlobalRequest,
@@ -29,14 +27,13 @@ from ...schemas.requests.steering import (
     content_digest,
     views_of,
 )
-from ...storage.formats.module_files import specs_of, to_bytes
+from ...storage.formats.module_files import specs_of
 from ..context import AppContext
 from ..operations.global_change import change
 from ..operations.rank_agreement import agreement
-from ..resolve.edits import module_export, steering
+from ..resolve.edits import steering
 from ..web.aside import call_aside
 from ..web.auth import needs
-from ..web.body import FILE_TYPES
 from .jobs import ERRORS, PROBLEM, ModelFilter
 
 #: Seconds that `GET /v1/steering/dynamic` waits for the workers' answers, and between its reads.
@@ -78,20 +75,6 @@ async def make_module(
         reach=content.reach,
     )
     return lambda _: module, content.blobs
-
-
-async def module_file(
-    context: AppContext, caller: Caller, info: ModelInfo, name: str
-) -> Response[bytes]:
-    module = await named_module(context, caller, info.name, name)
-    entries = module_export.entries_of(module, await tensors_of(context, name, module.tensors))
-    headers = {
-        MODEL_HEADER: info.name,
-        "Content-Disposition": f'attachment; filename="{name}.safetensors"',
-    }
-    return Response(
-        await anyio.to_thread.run_sync(to_bytes, entries), media_type=FILE_TYPES[0], headers=headers
-    )
 
 
 async def named_module(
@@ -153,10 +136,9 @@ async def put_global(
     description="Running jobs keep it. Has no effect if no global steering is set.",
     responses=CHANGE_ERRORS,
 )
-async def delete_global(context: AppContext, model: ModelFilter = None) -> GlobalView:
-    name = (await context.served.the_model(model)).name
+async def delete_global(context: AppContext, info: ModelInfo) -> GlobalView:
     wait_s = context.settings.steering_wait_s
-    return _global(name, await change(context.steering, wait_s, name, [], {}))
+    return _global(info.name, await change(context.steering, wait_s, info.name, [], {}))
 
 
 @get(
@@ -165,9 +147,8 @@ async def delete_global(context: AppContext, model: ModelFilter = None) -> Globa
     summary="Get a model's global steering",
     responses=ERRORS,
 )
-async def get_global(context: AppContext, model: ModelFilter = None) -> GlobalView:
-    name = (await context.served.the_model(model)).name
-    return _global(name, await context.steering.current(name))
+async def get_global(context: AppContext, info: ModelInfo) -> GlobalView:
+    return _global(info.name, await context.steering.current(info.name))
 
 
 def _global(model: str, steering: GlobalSteering) -> GlobalView:

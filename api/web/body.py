@@ -29,7 +29,7 @@ from . import problems
 from .aside import aside, call_aside
 from .auth import caller_of
 from .pace import PACE
-from .request_context import CURRENT, HandedOver
+from .request_context import HandedOver, current
 
 #: A client that sends too much reads the error only after it stops sending, so up to this many
 #: times the limit is read and discarded.
@@ -133,21 +133,20 @@ class JsonRequest(Request[Any, Any, Any]):
         Raises TooManyValues, and HandedOver at the end of a large body if this process has a twin,
         which counts its values.
         """
-        call = CURRENT.get()
-        has_twin = call is not None and call.has_twin
+        call = current()
         counter = JsonCounter()
         pieces = []
         size = 0
         async for piece in super().stream():
             size += len(piece)
-            if size > INLINE_BYTES and has_twin:
+            if size > INLINE_BYTES and call.has_twin:
                 await PACE.wait(len(piece))
             else:
                 counter.feed(piece)
             pieces.append(piece)
             yield piece
         self._large = size > INLINE_BYTES or counter.items > INLINE_ITEMS
-        if self._large and call is not None and call.has_twin:
+        if self._large and call.has_twin:
             call.received = pieces
             raise HandedOver
 
@@ -169,11 +168,10 @@ class JsonRequest(Request[Any, Any, Any]):
             request = hashlib.sha256(f"{self.url.path}{query}".encode() + b"\0")
             request.update(body)
             self._request_hash = request.hexdigest()
-        call = CURRENT.get()
-        if call is not None:
-            call.large = self._large
-            call.body = body if len(body) <= MAX_KEPT_BODY else b""
-            call.received = [body] if call.has_twin else []
+        call = current()
+        call.large = self._large
+        call.body = body if len(body) <= MAX_KEPT_BODY else b""
+        call.received = [body] if call.has_twin else []
         # free it: it may be large, and its decoded form is larger
         self._body = self._connection_state.body = b""
         with Translated(problems.UNREADABLE, lambda error: problems.malformed(error, kind)):

@@ -53,19 +53,18 @@ def released(outcome: JobSnapshot) -> None:
     caller waits for.
     """
     view = outcome.view
-    call = request_context.CURRENT.get()
-    if call is not None:
-        call.released = True
-        at = now()
-        call.written = outcome.written and outcome.result is not None
-        traces.record(
-            "release",
-            call.span.traceparent,
-            view.finished or view.generated or at,
-            at,
-            job=view.id,
-            state=view.state.value,
-        )
+    call = request_context.current()
+    call.released = True
+    at = now()
+    call.written = outcome.written and outcome.result is not None
+    traces.record(
+        "release",
+        call.span.traceparent,
+        view.finished or view.generated or at,
+        at,
+        job=view.id,
+        state=view.state.value,
+    )
 
 
 class App(Litestar):

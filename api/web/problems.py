@@ -29,7 +29,7 @@ from ...schemas.base.version import __version__
 from ...schemas.jobs.openai import OpenAIError, OpenAIProblem
 from ...schemas.service.choices import refusal
 from ...storage.disk import disk_trouble
-from .request_context import CURRENT, AnyRequest
+from .request_context import AnyRequest, current
 
 log = logging.getLogger("midstream.api")
 
@@ -146,8 +146,8 @@ def answer(
         problem = bounded(problem)
     kind = problem.type.rpartition(":")[2]
     headers = {**HEADERS_OF.get(kind, {}), **(headers or {})}
-    if kind in REFUSALS and (call := CURRENT.get()) is not None:
-        call.refused = kind
+    if kind in REFUSALS:
+        current().refused = kind
     if seconds := RETRY_AFTER_S.get(kind):
         headers.setdefault("Retry-After", str(seconds))
     return Response(
@@ -182,8 +182,8 @@ def with_job(problem: Problem) -> tuple[Problem, dict[str, str]]:
     """Add the job that the call has begun, if any, to `unavailable`, so that it can be looked
     up.
     """
-    call = CURRENT.get()
-    if call is None or not call.job:
+    call = current()
+    if not call.job:
         return problem, {}
     known = (
         f"job {call.job} was accepted"

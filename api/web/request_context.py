@@ -46,8 +46,23 @@ class ApiCall:
     held: ExitStack = field(default_factory=ExitStack)
     written: bool = False  # whether all that the answer says is known to survive a kill of Redis
 
+    def keep(self) -> None:
+        """Note that this process answers the call from here on."""
+        self.received = ()
+
+    def submits(self, job: str, url: str, accepted: bool = False) -> None:
+        """Note the job, which may be in the ledger from here on, even if the call fails."""
+        self.job = job
+        self.url = url
+        self.accepted = accepted
+
 
 CURRENT: ContextVar[ApiCall | None] = ContextVar("midstream_call", default=None)
+
+
+def current() -> ApiCall:
+    """Return the call that is being answered; where there is none, a new one that nothing reads."""
+    return CURRENT.get() or ApiCall(TraceSpan(""), 0.0, "")
 
 
 def hand_over() -> None:
@@ -55,26 +70,14 @@ def hand_over() -> None:
 
     Raises HandedOver.
     """
-    call = CURRENT.get()
-    if call is not None and call.received:
+    if current().received:
         raise HandedOver
-
-
-def keep_call() -> None:
-    """Note that this process answers the call from here on."""
-    if (call := CURRENT.get()) is not None:
-        call.received = ()
-
-
-def traceparent() -> str:
-    """Return the `traceparent` for calls that this one causes; empty without tracing."""
-    call = CURRENT.get()
-    return call.span.traceparent if call is not None else ""
 
 
 def keep_steering(entries: Sequence[dict[str, Any]]) -> None:
     """Add the URL's entries to `steering` in the stored body: a repeat then needs only the body."""
-    if (call := CURRENT.get()) is not None and call.body and entries:
+    call = current()
+    if call.body and entries:
         body = from_json(call.body, dict[str, Any])
         raw = to_json(body | {"steering": [*body.get("steering", []), *entries]})
         call.body = raw if len(raw) <= MAX_KEPT_BODY else b""
@@ -84,20 +87,5 @@ def awaits_log() -> bool:
     """Return whether the answer must wait for Redis's log: the call may have made a change that is
     not known to be written.
     """
-    call = CURRENT.get()
-    return call is not None and call.method in TRACED and not call.written
-
-
-def accepting(job_id: str, url: str) -> None:
-    """Note that the job may be in the ledger from here on, even if the call fails."""
-    if (call := CURRENT.get()) is not None:
-        call.job = job_id
-        call.url = url
-
-
-def accepted(job_id: str, url: str) -> None:
-    """Note that the job is in the ledger."""
-    if (call := CURRENT.get()) is not None:
-        call.job = job_id
-        call.url = url
-        call.accepted = True
+    call = current()
+    return call.method in TRACED and not call.written

@@ -59,7 +59,7 @@ W = TypeVar("W", bound=Work)
 #: A prompt is text or token ids.
 Prompt = Text | TokenIds
 Seed = Annotated[int, msgspec.Meta(ge=-MAX_INT64 - 1, le=MAX_INT64)]  # torch takes 64 bits
-StopText = Annotated[str, msgspec.Meta(max_length=MAX_STOP_TEXT)]
+StopText = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_STOP_TEXT)]
 StopTexts = Annotated[list[StopText], msgspec.Meta(max_length=MAX_STOPS)]
 RegexText = Annotated[str, msgspec.Meta(max_length=MAX_REGEX)]
 SchemaText = Annotated[str, msgspec.Meta(max_length=MAX_SCHEMA)]
@@ -75,7 +75,7 @@ LogitBias = Annotated[
     dict[Index, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
     msgspec.Meta(max_length=MAX_LOGIT_BIAS),
 ]
-AllowedTokens = Annotated[list[Index], msgspec.Meta(max_length=MAX_ALLOWED_TOKENS)]
+AllowedTokens = Annotated[list[Index], msgspec.Meta(min_length=1, max_length=MAX_ALLOWED_TOKENS)]
 BadWords = Annotated[list[StopText], msgspec.Meta(max_length=MAX_BAD_WORDS)]
 
 
@@ -96,7 +96,7 @@ class StructuredRequest(Record, omit_defaults=True):
     structural_tag: SchemaText | None = None
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
-    whitespace_pattern: StopText | None = None
+    whitespace_pattern: RegexText | None = None
 
 
 class Sampling(Record, omit_defaults=True):  # older workers can read it if new fields are unset

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from edge import Api
 
-from midstream.api.routes.pages import ASSETS
+from midstream.api.routes.pages import PAGE_TYPES
 
 BROWSER = {"accept": "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"}
 SUMS = (Path(__file__).resolve().parents[2] / "api/assets/README.md").read_text()
@@ -75,7 +75,7 @@ def test_swagger_ui_uses_our_document_and_no_validator(api: Api) -> None:
 def test_vendored_assets_are_the_published_files(api: Api, name: str, encoding: str) -> None:
     answer = api.http.get(f"/schema/assets/{name}", headers={"accept-encoding": encoding})
     assert answer.headers.get("content-encoding", "identity") == encoding
-    assert answer.headers["content-type"].startswith(ASSETS[name][0])
+    assert answer.headers["content-type"].startswith(PAGE_TYPES[Path(name).suffix])
     assert f"{hashlib.sha256(answer.content).hexdigest()}  {name}" in SUMS
 
 

@@ -33,7 +33,6 @@ from midstream.broker.ledger.named.registry import (
     _say_former,
     look_up,
 )
-from midstream.broker.ledger.named.steering import LedgerSteering
 from midstream.client import Client
 from midstream.client.cli.kinds import KINDS as COMMANDS
 from midstream.client.render.records import layout
@@ -330,7 +329,7 @@ def test_a_request_looks_up_all_names_together(
 
     async def asked(ledger: Any, fields: dict[str, Any]) -> tuple[Any, int]:
         settings = ledger.settings
-        names = Names(settings, ledger, LedgerSteering(ledger), Served(settings, ledger))
+        names = Names(settings, ledger, Served(settings, ledger))
         model = await ledger.watched_model(MODEL)
         sent.clear()
         parsed = parse_job(from_json(to_json(fields), JobRequest))

@@ -35,6 +35,24 @@ SEED = 1
 #: Only ends what hangs, in seconds.
 LONGEST = 500
 
+#: Type of a response → the operations that its answer leads to, and where it has their `job_id`.
+LINKS = {
+    "JobView": (
+        [
+            "get /v1/jobs/{job_id}",
+            "get /v1/jobs/{job_id}/events",
+            "get /v1/jobs/{job_id}/result",
+            "post /v1/jobs/{job_id}/cancel",
+            "get /v1/captures/{job_id}",
+        ],
+        "$response.body#/id",
+    ),
+    "CaptureManifest": (
+        ["get /v1/captures/{job_id}/safetensors", "delete /v1/captures/{job_id}"],
+        "$response.body#/job",
+    ),
+}
+
 pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 
@@ -68,6 +86,28 @@ def runnable(document: dict[str, Any], model: str) -> dict[str, Any]:
             "capture": {"enum": [{"layers": [0, 1], "positions": "all_prompt"}, {"layers": "all"}]},
         },
     }
+    return document
+
+
+def linked(document: dict[str, Any]) -> dict[str, Any]:
+    """The document with links from the answers of `LINKS`."""
+    operations = {
+        f"{method} {path}": operation
+        for path, methods in document["paths"].items()
+        for method, operation in methods.items()
+    }
+    answers = [
+        (media["schema"].get("$ref", "").rpartition("/")[2], response)
+        for operation in operations.values()
+        for response in operation["responses"].values()
+        for media in response.get("content", {}).values()
+    ]
+    for kind, response in answers:
+        following, place = LINKS.get(kind, ([], ""))
+        if ids := [operations[name]["operationId"] for name in following]:
+            response["links"] = {
+                each: {"operationId": each, "parameters": {"job_id": place}} for each in ids
+            }
     return document
 
 
@@ -129,10 +169,8 @@ def test_generated_requests_get_documented_responses(
 def test_linked_requests_get_documented_responses(stack: Stack, tmp_path: Path) -> None:
     # the other test may have set any limits
     stack.do(lambda ledger: ledger.redis.delete("ms:tenants"))
-    document = runnable(
-        httpx2.get(f"{stack.url}/schema/openapi.json", timeout=60).json(),
-        stack.settings.served_model,
-    )
+    document = linked(httpx2.get(f"{stack.url}/schema/openapi.json", timeout=60).json())
+    document = runnable(document, stack.settings.served_model)
     for seconds in LINKS_SECONDS:
         run(
             stack,

@@ -213,23 +213,6 @@ def check_sampling(
             ),
             *(
                 Excluded(
-                    f"{at}stop[{index}]",
-                    not text,
-                    "is empty: a stop string needs at least one character",
-                )
-                for index, text in enumerate(sampling.stop)
-            ),
-            *(
-                Excluded(f"{at}bad_words[{index}]", not text, "is empty")
-                for index, text in enumerate(sampling.bad_words)
-            ),
-            Excluded(
-                f"{at}allowed_token_ids",
-                sampling.allowed_token_ids == [],
-                "is empty: no token could be generated",
-            ),
-            *(
-                Excluded(
                     f"{at}logit_bias",
                     token >= vocabulary,
                     f"token id {token} is outside the vocabulary",

@@ -15,7 +15,6 @@ from ....broker.ledger.jobs.ledger import Ledger
 from ....broker.ledger.named.probes import watched_model
 from ....broker.ledger.named.registry import NOTHING_FOUND, Lookup, look_up
 from ....broker.ledger.named.source_runs import LedgerRuns
-from ....broker.ledger.named.steering import LedgerSteering
 from ....schemas.access.keys import Caller, own, scoped, shown
 from ....schemas.artifacts.loras import LORAS, StoredLora
 from ....schemas.artifacts.probes import PROBES, ProbeUse, StoredProbe
@@ -66,11 +65,8 @@ NO_NAMES = Referents()
 class Names:
     """Finds what requests to a model name. Belongs to one event loop."""
 
-    def __init__(
-        self, settings: Settings, ledger: Ledger, steering: LedgerSteering, served: Served
-    ):
+    def __init__(self, settings: Settings, ledger: Ledger, served: Served):
         self._ledger = ledger
-        self._steering = steering
         self._served = served
         self._features = FeatureFiles(settings.artifacts_of("saes"))
         self._directions = DirectionFiles(settings.artifacts_of("lenses"))
@@ -111,9 +107,7 @@ class Names:
         return await look_up(self._ledger, info.name, references(*named))
 
     async def state(self, info: ModelInfo, names: Sequence[str], caller: Caller) -> ModelState:
-        """Return a consistent snapshot of the caller's modules with these names and of global
-        steering, with the policies of all traffic.
-        """
+        """Return the caller's modules with these names, with the policies of all traffic."""
         _, watching = await watched_model(self._ledger, info.name)
         found = await self.look_up(
             info, *((MODULES, scoped(caller.tenant, name)) for name in names)
@@ -128,8 +122,9 @@ class Names:
         patch: Sequence[PatchSpec],
         watching: Sequence[Policy],
     ) -> ModelState:
-        """Return the modules that were found, global steering, and the source runs that patches
-        name. `watching`: the policies of all traffic.
+        """Return the modules that were found, and the source runs that patches name.
+
+        `watching`: the policies of all traffic.
         """
         modules = {
             shown(name): msgspec.structs.replace(module, name=shown(name))
@@ -143,13 +138,12 @@ class Names:
             if len(runs) < len(runs_of(patch))
             else []
         )
-        current = await self._steering.current(info.name, found.steering)
         guards = [
             policy
             for policy in watching
             if policy.mode != "shadow" and policy.current.content.edits == "refuse"
         ]
-        return ModelState(modules, current, known, runs, every_run, guards=guards)
+        return ModelState(modules, known, runs, every_run, guards=guards)
 
     async def tokenised(
         self, info: ModelInfo, specs: Sequence[SteeringSpec]
@@ -192,7 +186,7 @@ class Names:
                 list(ids.values()),
                 limiter=self._reading_files,
             )
-        return NamedFeatures(saes, rows, lenses, plain) if saes or lenses else NONE
+        return NamedFeatures(saes, rows, plain) if saes or lenses else NONE
 
 
 def modules_of(parsed: ParsedRequest) -> list[str]:

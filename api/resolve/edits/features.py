@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ....schemas.artifacts.jacobian_lenses import JacobianLens
 from ....schemas.artifacts.saes import Sae, SaeForm
 from ....schemas.base.dtypes import narrowed, widened
 from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
@@ -33,7 +32,7 @@ from ....storage.formats.sae_files import (
     tensors_of,
 )
 from ..positions.captures import Bounds, at_field, positions_of_each
-from .interventions import check_limit, check_together, check_without, keep, limit_of
+from .interventions import Placed, check_limit, check_together, check_without, keep, limit_of
 
 #: Ops that are valid with `sae` → whether the op takes a value.
 OPS: dict[str, bool] = {"clamp": True, "ablate": False, "add": True}
@@ -54,12 +53,11 @@ class FeatureVectors(NamedTuple):
 
 class NamedFeatures(NamedTuple):
     """The autoencoders that a request's steering names, the features of each that it steers, and
-    the lenses whose directions it names.
+    what its directions of tokens stand for.
     """
 
     saes: Mapping[str, Sae] = {}
     rows: Mapping[tuple[str, int], FeatureVectors] = {}  # (name, feature)
-    lenses: Mapping[str, JacobianLens] = {}
     # place of a spec with `jacobian` in the body → the specs that it stands for
     directions: Mapping[str, list[SteeringSpec]] = {}
 
@@ -208,9 +206,9 @@ def plain_spec(spec: SteeringSpec, named: NamedFeatures) -> SteeringSpec:
 
 def resolve_feature(
     spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors, named: NamedFeatures
-) -> tuple[SteeringTemplate, list[Any]]:
-    """Return the entry for a spec whose edit depends on the row, and the positions in each prompt;
-    add the entry's tensors to `blobs`. Raises a 400 naming the field.
+) -> Placed:
+    """Return the entry for a spec whose edit depends on the row; add its tensors to `blobs`. Raises
+    a 400 naming the field.
     """
     assert spec.sae is not None
     sae = named.saes[spec.sae]
@@ -240,7 +238,7 @@ def resolve_feature(
             float(NORMS.index(sae.form.normalize_activations)),
         ],
     )
-    return entry, positions
+    return Placed(entry, positions)
 
 
 def _parts(encoder: np.ndarray, model: ModelInfo) -> list[Tensor]:

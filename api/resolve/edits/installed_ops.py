@@ -2,8 +2,6 @@
 that the sites on the ranks take.
 """
 
-from typing import Any
-
 import numpy as np
 
 from ....schemas.base.errors import invalid
@@ -14,7 +12,14 @@ from ....schemas.requests.interventions import INSTALLED
 from ....schemas.requests.specs import SteeringSpec
 from ....schemas.requests.steering import SteeringTemplate
 from ..positions.captures import Bounds, Rules, apply_rules, one_hook, positions_of_each
-from .interventions import check_limit, check_together, check_vector, edited_layers, keep
+from .interventions import (
+    Placed,
+    check_limit,
+    check_together,
+    check_vector,
+    edited_layers,
+    keep,
+)
 
 #: Fields that are valid together with `extension`.
 FIELDS = ("extension", "layers", "hook", "positions", "vector", "strength", "options")
@@ -90,13 +95,8 @@ RULES: Rules = (
 )
 
 
-def resolve_installed(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors
-) -> tuple[SteeringTemplate, list[Any]]:
-    """Return the entry and its positions in each prompt; add its vector to `blobs`.
-
-    Raises a 400 naming the field.
-    """
+def resolve_installed(spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors) -> Placed:
+    """Return the entry; add its vector to `blobs`. Raises a 400 naming the field."""
     check_together(spec, at, "extension", FIELDS)
     made = apply_rules(RULES, spec, bounds, at)
     vector = (
@@ -112,4 +112,4 @@ def resolve_installed(
         tensors=[keep(vector, blobs)],
         numbers=[made["strength"], *made["options"], float(made["extension"][0].code)],
     )
-    return entry, made["positions"]
+    return Placed(entry, made["positions"])

@@ -7,7 +7,7 @@ row in `RULES`, as in `captures.py`. `steering.py` resolves all entries, includi
 
 from collections.abc import Sequence
 from functools import partial
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import msgspec
 import numpy as np
@@ -154,7 +154,7 @@ def _data(family: Intervention, field: str, spec: SteeringSpec, bounds: Bounds) 
     if field == "vector" and family.unit and not values.any():
         raise ValueError(f"is all zeros: {family.flag or family.op} needs a direction")
     if TENSORS[field].ranked and TENSORS[field].wide:
-        check_magnitude(_largest(tensor), bounds)
+        check_magnitude(largest(tensor), bounds)
 
 
 def check_finite(values: np.ndarray) -> None:
@@ -173,10 +173,10 @@ def check_vector(spec: SteeringSpec, bounds: Bounds) -> None:
     _shape(FAMILY["add"], "vector", spec, bounds)
     _data(FAMILY["add"], "vector", spec, bounds)
     if spec.vector is not None:
-        check_magnitude(_largest(spec.vector), bounds)
+        check_magnitude(largest(spec.vector), bounds)
 
 
-def _largest(tensor: Tensor) -> float:
+def largest(tensor: Tensor) -> float:
     return float(np.max(np.abs(to_numpy(tensor)).astype(np.float64), initial=0.0))
 
 
@@ -205,7 +205,7 @@ def _number(family: Intervention, number: Number, spec: SteeringSpec, bounds: Bo
     if given is not None:
         check_limit(family, number, value)
     if number is family.scale and spec.vector is not None:
-        check_magnitude(_largest(spec.vector) * abs(value), bounds, "scale times vector ")
+        check_magnitude(largest(spec.vector) * abs(value), bounds, "scale times vector ")
     if family.limits is not None and number.name in family.limits:
         _check_range(number.name, value, spec, family.limits)
     return value
@@ -273,11 +273,16 @@ def _rules(family: Intervention) -> Rules:
 RULES = {family.name: _rules(family) for family in PLAIN}
 
 
-def resolve_entry(
-    spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors
-) -> tuple[SteeringTemplate, list[PositionSelector]]:
-    """Return an entry other than a module, and its positions in each prompt; add its tensors to
-    `blobs` by content hash.
+class Placed(NamedTuple):
+    """An entry with its positions in each prompt."""
+
+    entry: SteeringTemplate
+    positions: list[PositionSelector]
+    reach: float = 0.0  # see `Module.reach`
+
+
+def resolve_entry(spec: SteeringSpec, bounds: Bounds, at: str, blobs: PackedTensors) -> Placed:
+    """Return an entry other than a module; add its tensors to `blobs` by content hash.
 
     Raises a 400 naming the field below `at`.
     """
@@ -305,7 +310,9 @@ def resolve_entry(
         numbers=[made[number.name] for number in family.numbers],
         rank=_rank(family, spec) if family.ranked else 0,
     )
-    return entry, made["positions"]
+    if family.scale is None or spec.vector is None:
+        return Placed(entry, made["positions"])
+    return Placed(entry, made["positions"], largest(spec.vector) * abs(entry.scale))
 
 
 def mask_tensor(dimensions: Sequence[int], size: int, blobs: PackedTensors) -> str:
@@ -315,18 +322,6 @@ def mask_tensor(dimensions: Sequence[int], size: int, blobs: PackedTensors) -> s
     values = np.zeros(size, np.float32)
     values[list(dimensions)] = 1
     return keep(from_numpy(values), blobs)
-
-
-def reach_of(spec: SteeringSpec) -> float:
-    """Return the largest magnitude of a coordinate of scale · v; 0 for families without a scaled
-    vector.
-
-    The spec must have passed the rules.
-    """
-    scale = family_of(_filled_in(spec)).scale
-    if scale is None or spec.vector is None:
-        return 0.0
-    return _largest(spec.vector) * abs(scale.default if spec.scale is None else spec.scale)
 
 
 def keep(tensor: Tensor, blobs: PackedTensors) -> str:

@@ -1,4 +1,4 @@
-"""State of a model that requests can refer to: modules, source runs, global steering."""
+"""State of a model that requests can refer to: modules and source runs."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from ....schemas.prompts.selectors import FORWARD, Hook
 from ....schemas.requests.policies import Policy
 from ....schemas.requests.source_runs import RunPrompt, RunRecord, RunState, RunView
 from ....schemas.requests.specs import PatchSpec
-from ....schemas.requests.steering import GlobalSteering, Module
+from ....schemas.requests.steering import Module
 from .features import NONE, NamedFeatures
 
 
@@ -22,7 +22,6 @@ class ModelState:
     """Snapshot of a model's state: the modules and runs that the request names and that exist."""
 
     modules: Mapping[str, Module] = field(default_factory=dict)
-    global_steering: GlobalSteering = field(default_factory=GlobalSteering)
     names: Sequence[str] = ()  # of all modules, if a requested one does not exist
     # by what the request calls them: a name, or a job's id
     runs: Mapping[str, RunView] = field(default_factory=dict)

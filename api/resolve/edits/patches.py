@@ -43,8 +43,8 @@ from .interventions import (
     RULES as STEERING_RULES,
     check_magnitude,
     keep,
+    largest,
     mask_tensor,
-    reach_of,
 )
 from .model_state import ModelState, unknown_module
 
@@ -190,7 +190,7 @@ def _of_vector(
     spec = SteeringSpec(layers=patch.layers, op="replace", vector=vector, hook=patch.hook)
     apply_rules(VECTOR_RULES, spec, bounds, f"{patch.at}.source")
     with at_field(patch.source("vector.data")):
-        check_magnitude(reach_of(spec), bounds)
+        check_magnitude(largest(vector), bounds)
     return patch.everywhere(keep(vector, blobs))
 
 

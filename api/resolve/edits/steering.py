@@ -57,12 +57,12 @@ from ..positions.windows import check_trigger
 from .features import NONE, NamedFeatures, plain_spec, resolve_feature
 from .installed_ops import check_not_installed, resolve_installed
 from .interventions import (
+    Placed,
     check_limit,
     check_magnitude,
     check_together,
     check_without,
     edited_layers,
-    reach_of,
     resolve_entry,
 )
 from .model_state import NOTHING, ModelState, unknown_module
@@ -79,10 +79,6 @@ class Room(NamedTuple):
 
     rows: int
     entries: int
-
-
-#: An entry of the request, or one of a named module's entries, with its positions in each prompt.
-Placed = tuple[SteeringTemplate, list[PositionSelector]]
 
 
 def modules_named(specs: Iterable[SteeringSpec], patch: Iterable[PatchSpec] = ()) -> list[str]:
@@ -145,7 +141,7 @@ def _placed_of_module(
         _check_fits(module, number, entry, bounds, at)
         _check_scale(entry, reach, scale, bounds, f"{at}.scale", "the module's")
         positions = made["positions"] or _own_positions(module, number, entry, bounds, at)
-        placed.append((entry.scaled(scale), positions))
+        placed.append(Placed(entry.scaled(scale), positions, reach * abs(scale)))
     if not placed:
         layers = as_ranges({layer for entry in module.entries for layer in entry.layers})
         raise invalid(f"{at}.layers", f"module {module.name!r} edits none of them", allowed=layers)
@@ -262,8 +258,11 @@ def resolve_edits(
     own = [module for module in gated if module.module is None]
     for index, spec in enumerate(specs):
         placed = _placed(spec, bounds, f"steering[{index}]", model_state, blobs)
-        _check_scales(spec, placed, scales, bounds, f"steering[{index}]", model_state)
-        for entry, positions in placed:
+        for number, scale in enumerate(scales):
+            for each in placed:
+                whose = f"steering[{index}]'s"
+                _check_scale(each.entry, each.reach, scale, bounds, f"scales[{number}]", whose)
+        for entry, positions, _ in placed:
             named: dict[str, StoredSteering] = {}  # shared by all prompts
             for entries, chosen in zip(per_prompt, positions, strict=True):
                 stored = named.get(chosen) if isinstance(chosen, str) else None
@@ -298,38 +297,9 @@ def _applied(gated: Gated, bounds: Bounds, model_state: ModelState) -> PromptEdi
     """Return for each prompt the entries that a probe or a policy applies."""
     applied = [
         (entry.stored("all"), positions)
-        for entry, positions in _placed(gated.spec, bounds, gated.at, model_state, {})
+        for entry, positions, _ in _placed(gated.spec, bounds, gated.at, model_state, {})
     ]
     return gated_entries(gated, applied, bounds)
-
-
-def _check_scales(
-    spec: SteeringSpec,
-    placed: Sequence[Placed],
-    scales: Sequence[float],
-    bounds: Bounds,
-    at: str,
-    model_state: ModelState,
-) -> None:
-    """Raises a 400 naming the first of `scales` at which one of the spec's entries is not valid."""
-    if not scales:
-        return
-    module = model_state.modules.get(spec.module or "")
-    if module is None:
-        reaches = _reaches(spec, at, model_state.features)
-    else:
-        own = 1.0 if spec.scale is None else abs(spec.scale)
-        reaches = [reach * own for _, _, reach in _chosen(module, spec, bounds)]
-    for number, scale in enumerate(scales):
-        for (entry, _), reach in zip(placed, reaches, strict=True):
-            _check_scale(entry, reach, scale, bounds, f"scales[{number}]", f"{at}'s")
-
-
-def _reaches(spec: SteeringSpec, at: str, features: NamedFeatures) -> list[float]:
-    """Return for each entry of a spec other than a module, see `Module.reach`."""
-    return [
-        reach_of(plain) for plain in features.directions.get(at) or [plain_spec(spec, features)]
-    ]
 
 
 def _check_each(per_prompt: Sequence[list[StoredSteering]], field: str, model: ModelInfo) -> None:
@@ -358,9 +328,9 @@ def _placed(
         if spec.module is None
         else _placed_of_module(spec, bounds, at, model_state)
     )
-    for entry, _ in placed:
-        model_state.check_seen(at, entry.hook, entry.layers)
-    return [(_qualified(entry, spec, at), positions) for entry, positions in placed]
+    for each in placed:
+        model_state.check_seen(at, each.entry.hook, each.entry.layers)
+    return [each._replace(entry=_qualified(each.entry, spec, at)) for each in placed]
 
 
 def _qualified(entry: SteeringTemplate, spec: SteeringSpec, at: str) -> SteeringTemplate:
@@ -453,8 +423,8 @@ def resolve_module(
         check_not_installed(spec, at)
         check_trigger(spec.trigger, at, model)
         found = _entries_of(spec, Bounds(model, []), at, blobs, features)
-        entries += [limited(_qualified(entry, spec, at), limit, at) for entry, _ in found]
-        reach += _reaches(spec, at, features)
+        entries += [limited(_qualified(each.entry, spec, at), limit, at) for each in found]
+        reach += [each.reach for each in found]
     _check_room([_unresolved(entry) for entry in entries], room_of(model))
     return SteeringContent(entries, reach, blobs)
 
@@ -476,7 +446,7 @@ def resolve_global(
             if spec.module is None or spec.positions is not None
             else f"{at}.module"
         )
-        for entry, _ in _placed(spec, bounds, at, model_state, blobs):
+        for entry, _, _ in _placed(spec, bounds, at, model_state, blobs):
             if spec.positions is not None:
                 entry = msgspec.structs.replace(entry, positions=spec.positions)
             _check_global_positions(entry.positions, place)

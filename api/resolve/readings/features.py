@@ -18,7 +18,7 @@ def _top_k(sae: Sae, spec: FeatureSpec, bounds: Bounds) -> int:
 def resolve_features(
     spec: FeatureSpec, bounds: Bounds, at: str
 ) -> tuple[StoredFeatures, Sites, list[PositionSelector]]:
-    """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
+    """Return what `readings.RULES` says. Raises a 400 naming the field below `at`."""
     sae = named_sae(spec.sae, f"{at}.sae", bounds.model, bounds.found)
     rules = (("positions", positions_of_each), ("top_k", partial(_top_k, sae)))
     made = apply_rules(rules, spec, bounds, at)

@@ -180,7 +180,7 @@ LENS_RULES: Rules = (
 def resolve_lens(
     spec: LensSpec, bounds: Bounds, at: str
 ) -> tuple[StoredLens, Sites, list[PositionSelector]]:
-    """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
+    """Return what `readings.RULES` says. Raises a 400 naming the field below `at`."""
     tuned = _maps(spec, bounds, at)
     if tuned is not None:
         spec = _fitted(spec, tuned, at)

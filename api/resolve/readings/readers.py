@@ -62,7 +62,7 @@ RULES: Rules = (
 def resolve_reader(
     spec: ReaderSpec, bounds: Bounds, at: str
 ) -> tuple[StoredReader, Sites, list[PositionSelector]]:
-    """Return what `ReadingRules.resolve` does. Raises a 400 naming the field below `at`."""
+    """Return what `readings.RULES` says. Raises a 400 naming the field below `at`."""
     made = apply_rules(RULES, spec, bounds, at)
     extension, terms = made["name"]
     artifacts = {

@@ -5,9 +5,9 @@ Each kind of reading has its rules in `RULES`. How much may come back is limited
 the consumer `memory` returns.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 from ....schemas.artifacts.registered import NamedArtifact
 from ....schemas.base.errors import invalid
@@ -19,36 +19,25 @@ from ....schemas.readings.readings import READINGS, AnyStoredReading
 from ....schemas.readings.stored import READER
 from ....schemas.requests.specs import StoredCapture
 from ..positions.captures import Bounds
+from ..prompts.request_parsing import ParsedRequest
 from ..prompts.tokenizer import Codec
 from .features import resolve_features
 from .lens import resolve_lens, with_token_ids
 from .readers import resolve_reader
 
-if TYPE_CHECKING:
-    from ..prompts.request_parsing import ParsedRequest
-
-
-class ReadingRules(NamedTuple):
-    """How a request's specs of one kind of reading are resolved."""
-
-    #: Returns the instruction to the ranks, hook → layers, and the positions of each prompt.
-    resolve: Callable[
+#: Field of a request → what resolves a spec of its kind of reading, at its place in the body: it
+#: returns the instruction to the ranks, hook → layers, and the positions of each prompt. A field
+#: may hold a list of specs.
+RULES: dict[
+    str,
+    Callable[
         [Any, Bounds, str],
         tuple[AnyStoredReading, Mapping[Hook, list[int]], Sequence[PositionSelector]],
-    ]
-    #: Returns a spec with token ids in place of texts.
-    encode: Callable[[Any, Codec], Awaitable[Any]] | None = None
+    ],
+] = {"lens": resolve_lens, "features": resolve_features, "readers": resolve_reader}
 
 
-#: Field of a request → the rules of its kind of reading. A field may hold a list.
-RULES = {
-    "lens": ReadingRules(resolve_lens, with_token_ids),
-    "features": ReadingRules(resolve_features),
-    "readers": ReadingRules(resolve_reader),
-}
-
-
-def readings_of(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
+def readings_of(parsed: ParsedRequest) -> Iterator[tuple[str, str, Any]]:
     """Yield (field, place in the body, spec) of each reading."""
     for field, spec in parsed.readings.items():
         if isinstance(spec, list):
@@ -57,7 +46,7 @@ def readings_of(parsed: "ParsedRequest") -> Iterator[tuple[str, str, Any]]:
             yield field, field, spec
 
 
-def artifacts_read(parsed: "ParsedRequest", extensions: Sequence[Extension]) -> list[NamedArtifact]:
+def artifacts_read(parsed: ParsedRequest, extensions: Sequence[Extension]) -> list[NamedArtifact]:
     """Return the registered artifacts that readings name. `extensions`: those of the model."""
     found: list[NamedArtifact] = []
     for _, _, spec in readings_of(parsed):
@@ -67,26 +56,20 @@ def artifacts_read(parsed: "ParsedRequest", extensions: Sequence[Extension]) -> 
     return found
 
 
-async def with_token_ids_of(parsed: "ParsedRequest", codec: Codec) -> "ParsedRequest":
-    """Return the request with token ids in place of texts that readings name.
+async def with_token_ids_of(parsed: ParsedRequest, codec: Codec) -> ParsedRequest:
+    """Return the request with token ids in place of texts that its lens names.
 
     Raises a 400 naming the text that is not one token.
     """
-    encoded = iter(
-        [
-            spec if (encode := RULES[field].encode) is None else await encode(spec, codec)
-            for field, _, spec in readings_of(parsed)
-        ]
-    )
-    readings = {
-        field: [next(encoded) for _ in spec] if isinstance(spec, list) else next(encoded)
-        for field, spec in parsed.readings.items()
-    }
-    return replace(parsed, readings=readings)
+    lens = parsed.readings.get("lens")
+    if lens is None:
+        return parsed
+    encoded = await with_token_ids(lens, codec)
+    return replace(parsed, readings=parsed.readings | {"lens": encoded})
 
 
 def resolve_readings(
-    parsed: "ParsedRequest", bounds: Bounds
+    parsed: ParsedRequest, bounds: Bounds
 ) -> list[tuple[str, list[StoredCapture]]]:
     """Return (place in the body, one capture per prompt) of each reading.
 
@@ -95,7 +78,7 @@ def resolve_readings(
     stored_captures: list[tuple[str, list[StoredCapture]]] = []
     for field, at, spec in readings_of(parsed):
         _check_served(READINGS[field].name, at, bounds.model)
-        reading, sites, positions = RULES[field].resolve(spec, bounds, at)
+        reading, sites, positions = RULES[field](spec, bounds, at)
         same: Any = {"tag": "", "at": spec.at, "consumers": [READER], "reading": reading}
         captures = [StoredCapture(sites=dict(sites), positions=each, **same) for each in positions]
         if twin := next((other for other, before in stored_captures if before == captures), ""):
@@ -110,6 +93,6 @@ def _check_served(kind: str, field: str, model: ModelInfo) -> None:
         raise invalid(field, f"{model.name} has none: {why}", hint="omit it")
 
 
-def positions_asked(parsed: "ParsedRequest") -> list[tuple[str, RequestedPositions]]:
+def positions_asked(parsed: ParsedRequest) -> list[tuple[str, RequestedPositions]]:
     """Return (field, positions) of each reading."""
     return [(f"{at}.positions", spec.positions) for _, at, spec in readings_of(parsed)]

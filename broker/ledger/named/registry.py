@@ -22,8 +22,6 @@ from ..jobs.ledger import Ledger, LedgerPart, reachable, unreadable
 log = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Registered)
-#: Fields of a model's global steering.
-GLOBAL = ("global_version", "entries", "changed")
 #: How often `put` tries, if others change the name meanwhile.
 PUT_TRIES = 16
 
@@ -36,7 +34,6 @@ class Lookup(NamedTuple):
     # `ArtifactKind.plural` → all names, of kinds of which a named one does not exist
     names: Mapping[str, Sequence[str]] = {}
     gradients: GradientInfo | None = None  # of the model's gradient workers, if asked for
-    steering: Sequence[bytes | None] | None = None  # `GLOBAL` as stored, if it was read
 
     def known(self, kind: ArtifactKind[T], name: str, field: str) -> T:
         """Return the artifact of this name. Raises a 400 naming `field` and the names that
@@ -65,16 +62,15 @@ def size_of(raw: Mapping[str, bytes]) -> int:
 async def look_up(
     ledger: Ledger, model: str, named: Iterable[tuple[ArtifactKind[Any], str]]
 ) -> Lookup:
-    """Return the named artifacts and global steering, read in one round trip; the names of a kind
-    take a second one, if one does not exist. Nothing is read for no names.
+    """Return the named artifacts, read in one round trip; the names of a kind take a second one, if
+    one does not exist. Nothing is read for no names.
     """
     if not (distinct := {(kind.plural, name): kind for kind, name in named}):
         return Lookup(model)
     async with ledger.redis.pipeline(transaction=True) as pipe:
-        pipe.hmget(f"ms:steering:{model}", GLOBAL)
         for (_, name), kind in distinct.items():
             pipe.hget(kind.key + model, name)
-        steering, *found = await pipe.execute()
+        found = await pipe.execute()
     packed = dict(zip(distinct, found, strict=True))
     lacking = {kind.plural: kind for of, kind in distinct.items() if packed[of] is None}
     names = {plural: await Registry(ledger, kind).names(model) for plural, kind in lacking.items()}
@@ -83,7 +79,7 @@ async def look_up(
         for of, kind in distinct.items()
         if (raw := packed[of]) is not None
     }
-    return Lookup(model, records, names, steering=steering)
+    return Lookup(model, records, names)
 
 
 class Registry(LedgerPart, Generic[T]):

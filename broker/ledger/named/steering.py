@@ -26,7 +26,7 @@ from ....schemas.requests.steering import (
 )
 from ..core import scripts
 from ..jobs.ledger import LedgerPart, reachable, unreadable
-from .registry import GLOBAL, size_of
+from .registry import size_of
 
 log = logging.getLogger(__name__)
 
@@ -242,11 +242,9 @@ class LedgerSteering(LedgerPart):
         return msgspec.structs.replace(steering, version=int(version), changed=float(changed))
 
     @reachable
-    async def current(
-        self, model: str, stored: Sequence[bytes | None] | None = None
-    ) -> GlobalSteering:
-        """Return global steering. `stored`: what a `Lookup` has of it; None: it is read."""
-        version, entries, changed = stored or await self._redis.hmget(_state(model), GLOBAL)
+    async def current(self, model: str) -> GlobalSteering:
+        fields = ("global_version", "entries", "changed")
+        version, entries, changed = await self._redis.hmget(_state(model), fields)
         return GlobalSteering(
             version=int(version or 0),
             entries=[] if entries is None else await self._entries(model, entries),

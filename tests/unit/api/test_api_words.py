@@ -10,7 +10,7 @@ from midstream.api.responses.events import resume_point
 from midstream.api.responses.openai_shapes import ChoicePart, WantedParts
 from midstream.api.responses.outcome import matches
 from midstream.api.responses.sent import Sent
-from midstream.api.routes.captures import parse_layers
+from midstream.api.routes.captures import layers_of
 from midstream.api.routes.jobs import preferred_wait
 from midstream.api.web.problems import malformed
 from midstream.schemas.base.dtypes import RowDType
@@ -369,16 +369,21 @@ def test_if_none_match_is_compared_weakly(header: str | None, same: bool) -> Non
 
 
 @pytest.mark.parametrize(
-    ("text", "layers"), [("3", {3}), ("3,7", {3, 7}), ("3-5,9", {3, 4, 5, 9}), (" 1 , 1 ", {1})]
+    ("text", "layers"), [("3", [3]), ("3,7", [3, 7]), ("3-5,9", [3, 4, 5, 9]), (" 1 , 1 ", [1])]
 )
-def test_layers_are_read_as_numbers_and_ranges(text: str, layers: set[int]) -> None:
-    assert parse_layers(text) == layers
+def test_layers_are_read_as_numbers_and_ranges(text: str, layers: list[int]) -> None:
+    assert layers_of(text, [*range(10)]) == layers
+
+
+@pytest.mark.parametrize("text", [None, "all"])
+def test_without_a_choice_all_captured_layers_are_read(text: str | None) -> None:
+    assert layers_of(text, [2, 5]) == [2, 5]
 
 
 @pytest.mark.parametrize("text", ["", "a", "-1", "5-3", "1-", "0-999999", "1,,2", "٣" * 7])
 def test_layers_that_cannot_be_read_are_refused_by_name(text: str) -> None:
     with refuses(field="layers"):
-        parse_layers(text)
+        layers_of(text, [*range(10)])
 
 
 @pytest.mark.parametrize(("header", "after"), [(None, "0-0"), ("", "0-0"), ("17-3", "17-3")])

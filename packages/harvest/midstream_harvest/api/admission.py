@@ -53,13 +53,14 @@ async def plan_harvest(
     info: ModelInfo,
     settings: Settings,
     state: ModelState,
+    steering: str,
     lora: StoredLora | None,
     caller: Caller,
     limits: Limits,
 ) -> StoredHarvest:
     """Return the harvest to store.
 
-    `limits`: the tenant's.
+    `steering`: the digest of global steering; `limits`: the tenant's.
     Raises a 400 naming the field and what is valid.
     """
     sites = _sites(body, info)
@@ -127,7 +128,7 @@ async def plan_harvest(
         key=caller.key,
         priority=body.priority or "normal",
         metadata=body.metadata,
-        steering=state.global_steering.digest,
+        steering=steering,
         edits=edits,
         lora=lora,
         identity=info.identity,

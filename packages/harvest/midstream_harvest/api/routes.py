@@ -130,7 +130,14 @@ async def post_harvest(
     lora = named_lora(data.lora, info, await context.names.look_up(info, (LORAS, data.lora)))
     limits = (await context.ledger.tenants.get(caller.tenant)).limits
     harvest = await plan_harvest(
-        data, info, context.settings, state=state, lora=lora, caller=caller, limits=limits
+        data,
+        info,
+        context.settings,
+        state=state,
+        steering=(await context.steering.current(info.name)).digest,
+        lora=lora,
+        caller=caller,
+        limits=limits,
     )
     harvest_id = await harvests.submit(harvest, idempotency)
     await harvests.advance(harvest_id)

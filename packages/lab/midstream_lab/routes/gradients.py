@@ -4,7 +4,7 @@ from midstream.api.context import AppContext
 from midstream.api.resolve.admission.names import Referents, artifacts_of
 from midstream.api.resolve.prompts.request_parsing import ParsedRequest
 from midstream.api.routes.jobs import Submission
-from midstream.api.web.request_context import CURRENT
+from midstream.api.web.request_context import current
 from midstream.broker.ledger.jobs.ledger import new_job_id
 from midstream.schemas.jobs.models import ModelInfo
 
@@ -25,9 +25,8 @@ async def submit(parsed: ParsedRequest, submission: Submission) -> str:
     admitted = await submission.request.resolved(
         admit_gradients(parsed, info, codec, job_id, named, caller)
     )
-    body = call.body if (call := CURRENT.get()) is not None else b""
     return await context.accept(
-        admitted.job, info, {}, submission.idempotency, admitted.pinned, body
+        admitted.job, info, {}, submission.idempotency, admitted.pinned, current().body
     )
 
 

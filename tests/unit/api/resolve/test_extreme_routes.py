@@ -189,7 +189,7 @@ async def put(make: Any, body: Any) -> None:
 async def harvest(body: HarvestRequest) -> None:
     state = await API.names.state(INFO, [], EVERYBODY)
     plan = await plan_harvest(
-        body, INFO, SETTINGS, state, lora=None, caller=EVERYBODY, limits=Limits()
+        body, INFO, SETTINGS, state, steering="", lora=None, caller=EVERYBODY, limits=Limits()
     )
     to_msgpack(plan)
 

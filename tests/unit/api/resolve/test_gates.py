@@ -33,7 +33,6 @@ from midstream.schemas.requests.specs import (
     steering_digest,
     steering_rows,
 )
-from midstream.schemas.requests.steering import GlobalSteering
 from midstream.workers.engine.protocol import EngineRequest, Sampling
 from midstream.workers.engine.ranks.rank_spec import rank_spec
 from midstream.workers.runner.probes.gates import SharedGates, gates_of, open_among, shown
@@ -233,7 +232,7 @@ def resolved(
     module: str = "joy",
 ) -> Any:
     bounds = Bounds(model(), [PromptFacts(length) for length in lengths], 4)
-    state = ModelState({"joy": model_kit.module(*specs)}, GlobalSteering(), ["joy"])
+    state = ModelState({"joy": model_kit.module(*specs)}, ["joy"])
     return resolve_edits(
         [],
         [SteeringSpec(layers=0, vector=from_numpy(np.ones(8, np.float32)))],

@@ -62,7 +62,7 @@ def named(root: Path, *specs: SteeringSpec) -> NamedFeatures:
         directed.at: files.plain_specs(directed, list(directed.tokens.values()))  # type: ignore[arg-type]
         for directed in check_directed(specs, lenses, MODEL)
     }
-    return NamedFeatures(lenses=lenses, directions=plain)
+    return NamedFeatures(directions=plain)
 
 
 def steered(root: Path, spec: SteeringSpec) -> dict[int, torch.Tensor]:

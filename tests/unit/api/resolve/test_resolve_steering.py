@@ -41,13 +41,11 @@ def resolved(
     specs: list[SteeringSpec],
     *modules: Module,
     lengths: tuple[int, ...] = (6,),
-    global_steering: Any = None,
     **changes: Any,
 ) -> Any:
     bounds = Bounds(model(**changes), [PromptFacts(length, _find) for length in lengths], 4)
     model_state = ModelState(
         {one.name: one for one in modules},
-        global_steering or GlobalSteering(),
         sorted(one.name for one in modules),
     )
     return resolve_edits([], specs, bounds, model_state)
@@ -183,11 +181,6 @@ def everywhere(*specs: SteeringSpec, state: ModelState | None = None, **changes:
     return resolve_global(list(specs), model(**changes), state or ModelState())
 
 
-GLOBALLY = GlobalSteering(
-    version=1, entries=everywhere(spec(positions=[0]), spec(positions=[1])).entries
-)
-
-
 THREE = [spec(positions=[place]) for place in range(3)]
 
 
@@ -310,7 +303,7 @@ def test_what_is_not_valid_or_does_not_fit_is_refused(resolve: Any, field: str, 
     "resolve",
     [
         lambda: resolved(uses(*(f"m{n}" for n in range(4))), *modules(*FULL)),
-        lambda: resolved(THREE, steering_rows=3, global_steering=GLOBALLY),
+        lambda: resolved(THREE, steering_rows=3),
         # no token is in all of them
         lambda: resolve_module([spec(positions=each) for each in [*FULL, [5]]], model()),
         lambda: everywhere(*LISTS),
@@ -445,7 +438,7 @@ def test_global_steering_is_clipped_to_each_prompt() -> None:
 
 def test_a_global_module_is_its_content_at_scale_and_positions() -> None:
     joy = module(spec(scale=3.0, positions="all_prompt"), spec(layers=1, op="ablate", vector=OTHER))
-    model_state = ModelState({"joy": joy}, GlobalSteering(), ["joy"])
+    model_state = ModelState({"joy": joy}, ["joy"])
     own = resolve_global([SteeringSpec(module="joy", scale=2.0)], model(), model_state)
     assert [(entry.scale, entry.numbers, entry.positions) for entry in own.entries] == [
         (6.0, [], "all_prompt"),
