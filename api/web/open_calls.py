@@ -4,9 +4,9 @@ A call counts from its authorization until its answer ends or its client leaves 
 """
 
 import time
-from collections import OrderedDict
 
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.recent import Recent
 from ...schemas.settings.settings import Settings
 from .request_context import current
 from .shares import Shares
@@ -29,7 +29,7 @@ class StreamRate:
         self._per_minute = per_minute
         self._burst = burst
         # tenant → monotonic time at which the rate will cover all its past uses
-        self._paid: OrderedDict[str, float] = OrderedDict()
+        self._paid = Recent[str, float](REMEMBERED)
 
     def count(self, tenant: str) -> None:
         """Count one use. At the limit, raises `too_many_streams` and counts nothing."""
@@ -46,9 +46,6 @@ class StreamRate:
                 retry_after=wait,
             )
         self._paid[tenant] = paid
-        self._paid.move_to_end(tenant)
-        if len(self._paid) > REMEMBERED:
-            self._paid.popitem(last=False)
 
 
 class OpenCalls:
