@@ -65,16 +65,12 @@ class Option(Published):
         noun = {bool: "true or false", int: "an integer", float: "a finite number", str: "a text"}[
             type(self.default)
         ]
-        least = f" of at least {self.low:g}" if self.low is not None else ""
-        return (
-            noun
-            + least
-            + (
-                f"{' and' if least else ' of'} at most {self.high:g}"
-                if self.high is not None
-                else ""
-            )
-        )
+        bounds = list[str]()
+        if self.low is not None:
+            bounds.append(f"at least {self.low:g}")
+        if self.high is not None:
+            bounds.append(f"at most {self.high:g}")
+        return f"{noun} of {' and '.join(bounds)}" if bounds else noun
 
 
 class ReaderTerms(Published):
