@@ -116,6 +116,7 @@ class Requests:
     def resume(self, tracked: Tracked, cached_tokens: int) -> None:
         """Check a resumed request, which may use cache blocks that another request computed."""
         self.change()
+        tracked.stale = True  # it computes positions again, whose blocks may be kept for others
         tracked.admitted = self.step
         tracked.cached_tokens = cached_tokens
         if self.taints.affects(tracked.spec, cached_tokens):

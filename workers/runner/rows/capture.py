@@ -124,7 +124,6 @@ class Recording:
     watch: "Watch | None" = None  # the watch and the stack by which probes score the rows
     stack: "WeightStack | None" = None
     prepared: Any = None  # see `FinishedCapture`
-    scattered: bool = False  # its positions need not follow one another
     work: WriterWork = "writer"  # that of its request
     end: int = sys.maxsize  # rows of this position and of later ones are not needed
     # the request may turn out to have ended at any number of tokens from this one on

@@ -30,9 +30,10 @@ from .buffers import Staging
 from .capture import Recording, ScoredRows
 from .edit_sizes import RequestSizes
 from .finite_check import Due
+from .lanes import FEW, Lanes, parts_of
 from .overload import Overloads
 from .slot_table import Slots, SlotTable, StepTokens, entry_of
-from .step_places import FEW, Places, PositionRun, StepLayout, layout_of, runs_at_most
+from .step_places import Places, Runs, StepLayout, layout_of
 
 _PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
 _COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
@@ -154,14 +155,15 @@ class Planner:
         `bank`: the bank whose steering and captures are planned.
         """
         self._bank = bank
-        self._memory = memory
         self._dropping = {work: each for work, each in overloads.items() if each.dropping}
         self._sites = list(sites)
         self._table = table
         self._staging = Staging(buffers, memory, copies)
         self._steering = SlotTable()
         self._captures = SlotTable()
-        self._recordings: dict[int, list[Recording]] = {}  # slot → in the order of their values
+        self._lanes = Lanes(memory, 2 * len(sites))
+        self._lanes_of: dict[int, list[int]] = {}  # slot → of its recordings
+        self._parts: list[int] = []  # lanes of parts of runs, for one step
         # what the tables had for the last step's tokens, and the edits of each of these
         self._named = np.zeros((0, 1), dtype=np.int64)
         self._chosen = np.zeros((0, 1), dtype=np.int64)
@@ -186,7 +188,6 @@ class Planner:
         self._layout: StepLayout | None = None  # of the last captures
         self._places: Places | None = None  # of the captured rows; None: the plan captures none
         self._places_at = 0  # index in `buffers.lists` at which the rows' places begin
-        self.begun: dict[int, tuple[Recording, int]] = {}
         self.loaded = False  # the next forward would find a plan that is not empty
 
     def write(self, tracked: Tracked) -> None:
@@ -202,24 +203,30 @@ class Planner:
                 if spec.bank == self._bank and (gate := gates.get(spec.condition)) is not None
             ],
         )
+        self._leave_lanes(slot)
         captures = list(tracked.recordings.values()) if not tracked.reported else []
-        self._recordings[slot] = captures = [
-            item for item in captures if item.capture.bank == self._bank
-        ]
         entries = []
-        for number, item in enumerate(captures):
+        for item in captures:
+            if item.capture.bank != self._bank:
+                continue
             chosen = partial(_captured, item, prompt) if item.capture.every_n > 1 else None
-            entry = entry_of(number, number + 1, item.capture.positions, prompt, chosen)
-            item.scattered = entry.chosen is not None
-            entries.append(entry)
+            entry = entry_of(len(entries), 0, item.capture.positions, prompt, chosen)
+            lane = self._lanes.add(item, scattered=entry.chosen is not None)
+            entries.append(entry._replace(value=lane))
+        self._lanes_of[slot] = [entry.value for entry in entries]
         self._captures.write(slot, entries)
+
+    def _leave_lanes(self, slot: int) -> None:
+        """Give back the lanes of a slot, and what is planned with them."""
+        self._layout = self._places = None
+        self._lanes.remove([*self._lanes_of.pop(slot, []), *self._parts])
+        self._parts = []
 
     def erase(self, slot: int) -> None:
         """Have the slot do nothing, because its request is over, and keep nothing of it alive."""
-        self._layout = self._places = None
+        self._leave_lanes(slot)
         self._steering.write(slot)
         self._captures.write(slot)
-        self._recordings.pop(slot, None)
 
     def plan_steering(self, tokens: StepTokens, slots: Slots) -> None:
         """Begin a step's plan, with the edits of its tokens; on an error nothing is edited.
@@ -293,7 +300,6 @@ class Planner:
                 self._plan_capture(tokens, drops)
             if self._places is not None:
                 self._places.move_to(tokens.firsts)
-                self.begun |= self._places.begun
                 base = self._staging.place(self._places, self._places_at)
                 self._plan[:, _ROW_COLUMNS] = base.reshape(-1, 2)
         except Exception:
@@ -302,58 +308,83 @@ class Planner:
 
     def _plan_capture(self, tokens: StepTokens, drops: Set[WriterWork]) -> None:
         """`drops`: kinds of work whose rows are not recorded."""
-        window = list[PositionRun]()
-        for item in self._runs_of(tokens):
-            recording = item.recording
-            if recording.work in drops and not recording.capture.scored:  # they wait for no writer
-                first = int(tokens.firsts[item.member]) + item.skip
-                recording.dropped.update(range(first, first + item.count))
-            else:
-                window.append(item)
-        self._whole = not drops and all(
-            item.count <= FEW and not item.recording.scattered for item in window
-        )
-        runs = [(item.recording.wants, item.first_token, item.count) for item in window]
-        if not runs:
+        runs = self._runs_of(tokens)
+        if drops:
+            runs = self._without(runs, tokens, drops)
+        if not len(runs.lanes):
             return
-        if self._layout is None or self._layout.runs != runs:
-            self._layout = layout_of(runs)
-        self._places = Places(self._layout, window, self._memory)
+        several = (runs.counts > FEW) | self._lanes.scattered[runs.lanes]
+        self._whole = not (drops or several.any())
+        if several.any():
+            runs = self._cut(runs, several, tokens)
+        numbers = self._lanes.mask[runs.lanes]
+        placed = np.stack([numbers, runs.tokens, runs.counts])
+        if self._layout is None or not np.array_equal(self._layout.runs, placed):
+            self._layout = layout_of(placed, self._lanes.masks.rows)
+        self._places = Places(self._layout, runs, tokens.ids, self._lanes)
         self._plan_ports(self._layout)
 
     def leave(self) -> None:
         """Have rows leave the recordings with a new block. Called once it is known which of the
         last step's rows are kept for other requests.
         """
-        begun = self.begun
-        self.begun = {}
+        begun = self._lanes.begun
+        self._lanes.begun = {}
         for recording, reached in begun.values():
-            recording.leave(reached, self._memory.arena.landing)
+            recording.leave(reached, self._lanes.memory.arena.landing)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a recording has a new block."""
+        return bool(self._lanes.begun)
 
     def _forget_captures(self) -> None:
         """Take the captures out of the plan."""
         self._places = None
+        self._lanes.remove(self._parts)
+        self._parts = []
         self._plan[:, _PORT_COLUMNS] = 0
 
-    def _runs_of(self, tokens: StepTokens) -> list[PositionRun]:
+    def _runs_of(self, tokens: StepTokens) -> Runs:
         """Return the runs of consecutive tokens that this step's recordings capture."""
         chosen = self._chosen > 0
-        window = list[PositionRun]()
-        if not chosen.any():
-            return window
         joins = (np.diff(tokens.members) == 0)[:, None] & chosen[1:] & chosen[:-1]
         edge = np.zeros((1, chosen.shape[1]), dtype=bool)
-        begins = np.argwhere((chosen & ~np.concatenate([edge, joins])).T)
-        ends = np.argwhere((chosen & ~np.concatenate([joins, edge])).T)
-        for (column, token), (_, last) in zip(begins.tolist(), ends.tolist(), strict=True):
-            member = int(tokens.members[token])
-            recording = self._recordings[int(tokens.of_requests[member])][column]
-            skip = token - int(tokens.first_rows[member])
-            count = last - token + 1
-            run = PositionRun(tokens.ids[member], member, recording, skip, token, count)
+        column, first = np.nonzero((chosen & ~np.concatenate([edge, joins])).T)
+        _, last = np.nonzero((chosen & ~np.concatenate([joins, edge])).T)
+        members = tokens.members[first]
+        skips = first - tokens.first_rows[members]
+        return Runs(self._chosen[first, column], members, skips, first, last - first + 1)
+
+    def _without(self, runs: Runs, tokens: StepTokens, drops: Set[WriterWork]) -> Runs:
+        """Drop runs of these kinds of work; probes' rows wait for no writer."""
+        kept = np.ones(len(runs.lanes), dtype=bool)
+        firsts = tokens.firsts[runs.members] + runs.skips
+        for number, lane in enumerate(runs.lanes.tolist()):
+            recording = self._lanes.recordings[lane]
+            if recording.work in drops and not recording.capture.scored:
+                first = int(firsts[number])
+                recording.dropped.update(range(first, first + int(runs.counts[number])))
+                self._lanes.dropped.add(lane)
+                kept[number] = False
+        return Runs(*(part[kept] for part in runs))
+
+    def _cut(self, runs: Runs, several: np.ndarray, tokens: StepTokens) -> Runs:
+        """Cut runs where their blocks end, if they are long; give each part of `several`, of which
+        a recording may have more than one, a lane of its own for this step.
+        """
+        parts = list[list[int]]()
+        for run in np.flatnonzero(several).tolist():
+            lane, member, skip, token, count = (int(part[run]) for part in runs)
+            recording = self._lanes.recordings[lane]
             first = int(tokens.firsts[member]) + skip
-            window += runs_at_most(run, first, self._memory) if count > FEW else [run]
-        return window
+            for at, size in parts_of(recording, first, count, self._lanes.memory):
+                self._parts.append(self._lanes.add(recording))
+                parts.append([self._parts[-1], member, skip + at, token + at, size])
+        cut = np.array(parts, dtype=np.int64).T
+        return Runs(
+            *(np.append(whole[~several], part) for whole, part in zip(runs, cut, strict=True))
+        )
 
     def _plan_ports(self, layout: StepLayout) -> None:
         """Fill the plan's columns of all ports but for their ring rows; all ports of a pattern

@@ -475,7 +475,7 @@ def test_rows_that_were_not_recorded_are_not_served(
 
 
 def test_rows_stay_where_they_are_recorded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = rig.plane.banks.first.planner._memory
+    memory = rig.plane.banks.first.planner._lanes.memory
     taken = mock.Mock(wraps=memory.take)
     monkeypatch.setattr(memory, "take", taken)
     rig.plane.block_size = 4

@@ -476,6 +476,7 @@ def test_kept_rows_do_not_change_when_their_positions_are_computed_again() -> No
     assert store.held == 8 * ROW_BYTES
     assert rank.arena.used == taken(2, 4, 2)
     request.number = 9
+    rank.planner.write(request.tracked)  # as when it resumes after a preemption
     rank.step((request, 2, 4))
     rank.step((request, 6, 1))
     rows = rows_of(rank.finish(request), "post_block", 1)

@@ -276,11 +276,18 @@ RUNS = st.lists(
 )
 
 
+def numbered(runs: list[tuple[bytes, int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Runs as `layout_of` takes them, and the masks of their numbers."""
+    masks = list(dict.fromkeys(wants for wants, _, _ in runs))
+    rows = np.array([list(mask) for mask in masks], dtype=bool)
+    return np.array([(masks.index(wants), *rest) for wants, *rest in runs]).T, rows
+
+
 @given(RUNS)
 def test_each_port_has_the_tokens_of_all_runs_that_it_captures(
     runs: list[tuple[bytes, int, int]],
 ) -> None:
-    layout = layout_of(runs)
+    layout = layout_of(*numbered(runs))
     before = 0
     for port, pattern in enumerate(layout.pattern.tolist()):
         mine = [(token, count) for wants, token, count in runs if wants[port]]
@@ -306,8 +313,9 @@ def test_sets_of_sites_are_laid_out_in_as_many_lines_of_python_as_one_set() -> N
     def lines(sets: int) -> int:
         masks = [np.arange(128) % sets == number for number in range(sets)]
         runs = [(masks[token % sets].tobytes(), token, 1) for token in range(64)]
-        layout_of(runs)  # the patterns of the same ports are remembered
-        return python_lines(lambda: layout_of(runs).entries)
+        placed = numbered(runs)
+        layout_of(*placed)  # the patterns of the same ports are remembered
+        return python_lines(lambda: layout_of(*placed).entries)
 
     assert lines(64) == lines(1)
 
@@ -426,7 +434,8 @@ def planned(rank: Rank) -> tuple:
         places
         and (
             places.positions.tolist(),
-            places.layout.runs,
+            places.layout.runs[1:].tolist(),
+            places.layout.members[places.layout.group].tolist(),
             places.rows.tolist(),
             places.marks.tolist(),
         ),
