@@ -198,7 +198,7 @@ class Rank:
         request.tracked.recordings = {
             number: recording for number, recording in found if recording is not None
         }
-        request.tracked.set_rows([(self.table.acquire(row)[0], row) for row in self.rows(request)])
+        request.tracked.rows = [(self.table.acquire(row)[0], row) for row in self.rows(request)]
         request.tracked.slot = self.slots.take((0, 0), WHOLE)
         self.planner.write(request.tracked)
         return request

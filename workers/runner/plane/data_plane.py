@@ -330,17 +330,15 @@ class DataPlane:
         if ended:
             for begin in self._begins:
                 begin(ended)
-        if ended or new or resumed:
-            requests.change()
         for request_id in sorted(ended):
-            tracked = self._tracked.pop(request_id)
+            tracked = self._tracked[request_id]
             with requests.guard([tracked], BY_REQUEST):
                 for part in self._parts:
                     part.release(tracked)
                 tracked.count(requests.slots)
                 self.banks.erase(tracked.slot)
-                requests.slots.give(tracked.slot)
-                tracked.slot = 0
+            requests.leave(request_id)
+            with requests.guard([tracked], BY_REQUEST):
                 requests.finish(tracked, finished[request_id])
         for key, num_tokens in ends:
             requests.end(key, num_tokens)
@@ -357,8 +355,6 @@ class DataPlane:
         for request_id, cached_tokens in (resumed or {}).items():
             if request_id in self._tracked:
                 requests.resume(self._tracked[request_id], cached_tokens)
-        if requests.sorted != requests.changes:
-            requests.sort()
         if late := self._arena.late:
             if self._tracked:
                 late[-1].done()
@@ -419,11 +415,11 @@ class DataPlane:
             plan(batch, view)
 
     def _batch_of(self, view: StepView, without: Sequence[str] = ()) -> StepBatch:
-        batch = StepBatch(view, self._tracked, without)
-        for _, tracked in batch.members:
-            if tracked.stale:
-                self.banks.write(tracked)
-        return batch
+        requests = self._requests
+        for tracked in requests.stale.values():
+            self.banks.write(tracked)
+        requests.stale.clear()
+        return StepBatch(view, self._tracked, requests.slots_of(view.ids, without), requests.slots)
 
     def plan_nothing(self) -> None:
         """Have the next forward pass, of no tracked request, do nothing."""
@@ -437,9 +433,8 @@ class DataPlane:
         if self._grading.due:
             with self._requests.guard(self._grading.due, "intervention_failed"):
                 for tracked, why in self._grading.take(logits):
-                    self._requests.change()
+                    self._requests.change(tracked)
                     tracked.count(self._requests.slots)
-                    tracked.stale = True
                     self._reports.failed(self._requests.step, tracked, why, "intervention_failed")
 
     def drain(self, hidden: torch.Tensor | None = None) -> None:
@@ -467,7 +462,6 @@ class DataPlane:
                 BY_REQUEST,
             )
             return
-        requests.change()
         tracked = Tracked(
             spec,
             admitted=requests.step,
@@ -475,8 +469,7 @@ class DataPlane:
             touched=touched(spec),
             family=STREAM if touched_hooks(spec) <= self._stream_hooks else WHOLE,
         )
-        tracked.slot = requests.slots.take(tracked.touched, tracked.family)
-        self._tracked[request.id] = tracked
+        requests.track(request.id, tracked)
         self._least = min(self._least, tracked.family)
         # every rank must reach this call regardless of its state, since it may be collective
         prepared, unprepared = self.readings.prepare(spec)
@@ -498,6 +491,7 @@ class DataPlane:
             requests.fail(tracked, unprepared, "reading_failed")
         for part in self._parts:
             part.acquire(tracked)
+        requests.slots.special[tracked.slot] = tracked.special
 
 
 def answer(action: Callable[[], None]) -> RankAnswer:

@@ -50,7 +50,7 @@ class Grading(StepPart):
         self._rows = 0
         if not batch.watched:
             return
-        members = dict(batch.members)
+        members = dict(batch.special)
         for number, rows in enumerate(view.requests):
             self._rows += rows.samples
             tracked = members.get(number)

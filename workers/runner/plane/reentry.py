@@ -154,7 +154,7 @@ class Reentry(StepPart):
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
         """Open the gate; fail the requests whose rows this rank lacks."""
-        entered = [item for _, item in batch.members if batch.watched and item.spec.entry]
+        entered = [item for _, item in batch.special if item.spec.entry]
         if not entered:
             return
         tracked_rows = [(item, view.requests[number]) for number, item in batch.members]

@@ -1,12 +1,13 @@
 """Requests that a rank tracks, from their admission to their reports."""
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from itertools import repeat
 
-from ....schemas.base.records import by_key
+import numpy as np
+
 from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.requests.specs import WriterWork
 from ..base.engine_step import Finish
@@ -54,16 +55,6 @@ class Guard:
         return True
 
 
-class Kinds(NamedTuple):
-    """Tracked requests by what they need in a step."""
-
-    recorded: list[Tracked]  # those with captures
-    # those whose rows are not only scored, by the kind of work
-    stored: dict[WriterWork, list[Tracked]]
-    watched: list[Tracked]  # those with probes
-    edits: bool  # whether one has interventions, even if it has failed
-
-
 class Requests:
     """Tracked requests of one rank."""
 
@@ -72,39 +63,78 @@ class Requests:
         self.reports = reports
         self.step = 0  # engine steps since this rank started
         self.tracked: dict[str, Tracked] = {}
+        self.slot_of: dict[str, int] = {}  # tracked request → its slot
+        self.edited = 0  # tracked requests with interventions, even if they have failed
+        # slot → tracked request whose slot is to be written again
+        self.stale: dict[int, Tracked] = {}
         self.taints = Taints()
         # ends that the worker reported, of requests that the scheduler has not ended yet
         self.ends: dict[str, int] = {}
         # requests that the scheduler ended, and whose end the worker has not reported yet
         self.finished: dict[str, tuple[Tracked, Finish]] = {}
-        self.changes = 0  # calls of `change`
+        self.changes = 0  # how often what is planned has changed
         self.batch: StepBatch | None = None  # of the last step, until a change
         self.slots = Slots()
-        self.sorted = 0  # `changes` when `kinds` was set
-        self.kinds = Kinds([], {}, [], False)  # as they were when the step began
         #: (requests, kind of the failure) → a context in which an error fails these requests.
         self.guard = partial(Guard, self)
 
-    def change(self) -> None:
-        """Precede everything that changes the tracked requests or what is planned for one."""
+    def track(self, request_id: str, tracked: Tracked) -> None:
+        """Begin to track a request."""
+        tracked.slot = self.slots.take(tracked.touched, tracked.family)
+        self.tracked[request_id] = tracked
+        self.slot_of[request_id] = tracked.slot
+        if tracked.spec.rows:
+            self.edited += 1
+        self.change(tracked)
+
+    def leave(self, request_id: str) -> None:
+        """Track a request no more."""
+        tracked = self.tracked.pop(request_id)
+        slot = self.slot_of.pop(request_id)
+        if tracked.spec.rows:
+            self.edited -= 1
+        self.stale.pop(slot, None)
+        self.slots.give(slot)
+        tracked.slot = 0
+        self.forget_plan()
+
+    def change(self, tracked: Tracked) -> None:
+        """Have what is planned for a request planned again."""
+        if tracked.slot:
+            self.stale[tracked.slot] = tracked
+        self.forget_plan()
+
+    def slots_of(self, ids: Sequence[str], without: Collection[str] = ()) -> np.ndarray:
+        """Return the slots of a step's requests, int64; 0: not tracked, or `without`."""
+        slots = np.fromiter(map(self.slot_of.get, ids, repeat(0)), np.int64, len(ids))
+        if without:
+            slots[[request_id in without for request_id in ids]] = 0
+        return slots
+
+    def forget_plan(self) -> None:
         self.changes += 1
         self.batch = None
 
-    def sort(self) -> None:
-        """Sort the tracked requests by what they need, for the step that begins."""
-        every = self.tracked.values()
-        self.sorted = self.changes
-        recorded = [item for item in every if item.recordings and not item.reported]
-        self.kinds = Kinds(
-            recorded,
-            by_key(
-                (item.spec.work, item)
-                for item in recorded
-                if not all(each.capture.scored for each in item.recordings.values())
-            ),
-            [item for item in every if item.watch is not None and not item.reported],
-            any(item.spec.rows for item in every),
-        )
+    # Only for failures: a step looks at no request by itself.
+
+    def recorded(self) -> list[Tracked]:
+        """Return the requests with captures."""
+        return [item for item in self.tracked.values() if item.recordings and not item.reported]
+
+    def stored(self, work: WriterWork) -> list[Tracked]:
+        """Return those of one kind of work whose rows are not only scored."""
+        return [
+            item
+            for item in self.recorded()
+            if item.spec.work == work
+            and not all(each.capture.scored for each in item.recordings.values())
+        ]
+
+    def watched(self) -> list[Tracked]:
+        """Return the requests with probes."""
+        return [
+            item for item in self.tracked.values() if item.watch is not None and not item.reported
+        ]
 
     def blame(self, error: Exception, concerned: Collection[Tracked], kind: str) -> None:
         """Fail these requests because of an error, see `guard`."""
@@ -115,8 +145,7 @@ class Requests:
 
     def resume(self, tracked: Tracked, cached_tokens: int) -> None:
         """Check a resumed request, which may use cache blocks that another request computed."""
-        self.change()
-        tracked.stale = True  # it computes positions again, whose blocks may be kept for others
+        self.change(tracked)  # it computes positions again, whose blocks may be kept for others
         tracked.admitted = self.step
         tracked.cached_tokens = cached_tokens
         if self.taints.affects(tracked.spec, cached_tokens):
@@ -191,9 +220,8 @@ class Requests:
         that includes its interventions: this digest is tainted. `since`: the step of the failure,
         if not this one.
         """
-        self.change()
+        self.change(tracked)  # its rows are not captured any more
         tracked.count(self.slots)
-        tracked.stale = True  # its rows are not captured any more
         self.reports.failed(self.step, tracked, message, kind)
         digest = tracked.spec.digest
         edited = kind not in ("capture_failed", "probe_failed", "edit_too_large")
@@ -220,7 +248,7 @@ class Requests:
         waiting = [tracked for tracked, _ in self.finished.values()]
         for tracked in [*waiting, *self.tracked.values()]:
             self.fail(tracked, message, BY_REQUEST)
-            tracked.set_rows([])
+            tracked.rows = []
             tracked.recordings = {}
         self.finished.clear()
 

@@ -62,7 +62,7 @@ class EditsPart(StepPart):
             for hook, layers in dict.fromkeys(zip(map(HOOK, entries), layers_of, strict=True)):
                 self._state.check_sites(hook, layers)
             check_here(entries)
-            tracked.set_rows(self._rows.acquire(step, spec.rows))
+            tracked.rows = self._rows.acquire(step, spec.rows)
             if spec.rows:
                 self._actions.fold(step, "steer", *spec.ids, spec.digest)
         except Exception as error:
@@ -76,7 +76,7 @@ class EditsPart(StepPart):
             (spec, int(self._rows.of(spec).num_sites[row])) for row, spec in tracked.rows
         ]
         self._rows.release(self._requests.step, tracked.rows)
-        tracked.set_rows([])
+        tracked.rows = []
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
         """Decide the gates and triggers of the step's positions, then plan its edits."""
@@ -86,17 +86,17 @@ class EditsPart(StepPart):
             try:
                 self._scorer.settle({}, batch.deciding)
             except Exception as error:
-                requests.blame(error, requests.kinds.watched, "probe_failed")
+                requests.blame(error, requests.watched(), "probe_failed")
             try:
                 for gates in batch.gated:
                     for request, why in gates.decide(tokens.stops, tokens.positions, tokens.closed):
                         tracked = requests.tracked[tokens.ids[request]]
                         requests.fail(tracked, f"{why} (rank {requests.rank})", "probe_failed")
             except Exception as error:
-                requests.blame(error, requests.kinds.watched, "probe_failed")
+                requests.blame(error, requests.watched(), "probe_failed")
                 tokens.closed[:, 1:] = True
         if batch.searches is not None and tokens.closed is not None:
-            triggered = [item for _, item in batch.members if item.searches]
+            triggered = [item for _, item in batch.special if item.searches]
             with requests.guard(triggered, "intervention_failed"):
                 batch.searches.decide(
                     view,

@@ -2,8 +2,9 @@
 share: the tracked requests of a step, by what it has to do for them.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,31 +17,22 @@ from ..probes.gates import SharedGates
 from ..probes.watches import Watch
 from ..rows.capture import ScoredRows
 from ..rows.planner import Tracked
-from ..rows.slot_table import StepTokens
+from ..rows.slot_table import Slots, StepTokens
 
 
 class StepBatch:
     """The requests of a step."""
 
     def __init__(
-        self, view: StepView, tracked: Mapping[str, Tracked], without: Collection[str] = ()
+        self, view: StepView, tracked: Mapping[str, Tracked], of_requests: np.ndarray, slots: Slots
     ) -> None:
-        """`without`: requests for which the step does nothing."""
-        self.members = [
-            (number, item)
-            for number, request in enumerate(view.ids)
-            if (item := tracked.get(request)) is not None and request not in without
-        ]
-        slots = np.zeros(len(view.ids), dtype=np.int64)
-        for number, item in self.members:
-            slots[number] = item.slot
-        self.tokens = StepTokens(view, slots)
-        every = [item for _, item in self.members]
-        self.steered = [item for item in every if item.rows]
-        self.recording = [item for item in every if item.recordings]
-        self.planned = [item for item in every if item.rows or item.recordings]
+        """`of_requests`: the slot of each request; 0: the step does nothing for it."""
+        self._tracked = tracked
+        self.tokens = StepTokens(view, of_requests)
+        #: Those about which the step decides something, see `Tracked.special`.
+        self.special = self._members(slots.special[of_requests])
         self.gated = self._gated()
-        triggered = [member for member in self.members if member[1].searches]
+        triggered = [member for member in self.special if member[1].searches]
         conditions = [each for number, item in triggered for each in item.conditions_at(number)]
         rows = self.tokens.first_rows
         self.searches = SharedSearches(conditions, rows, view) if conditions else None
@@ -50,16 +42,40 @@ class StepBatch:
         self.watched = any(
             item.spec.entry is not None
             or (item.spec.grade is not None and item.graded is None and not item.reported)
-            for item in every
+            for _, item in self.special
         )
+
+    def _members(self, chosen: np.ndarray) -> list[tuple[int, Tracked]]:
+        """Return the chosen requests, each with its number in the step. `chosen`: bool."""
+        ids = self.tokens.ids
+        return [(number, self._tracked[ids[number]]) for number in np.flatnonzero(chosen).tolist()]
+
+    @cached_property
+    def members(self) -> list[tuple[int, Tracked]]:
+        """All tracked requests, each with its number in the step."""
+        return self._members(self.tokens.of_requests > 0)
+
+    # Whom an error concerns
+
+    @property
+    def steered(self) -> list[Tracked]:
+        return [item for _, item in self.members if item.rows]
+
+    @property
+    def recording(self) -> list[Tracked]:
+        return [item for _, item in self.members if item.recordings]
+
+    @property
+    def planned(self) -> list[Tracked]:
+        return [item for _, item in self.members if item.rows or item.recordings]
 
     def _gated(self) -> list[SharedGates]:
         groups: dict[Any, list[tuple[int, Watch]]] = {}
-        for number, item in self.members:
+        for number, item in self.special:
             if item.gates and (watch := item.watch) is not None:
                 key = not item.reported, watch.kind, tuple(item.gates)
                 groups.setdefault(key, []).append((number, watch))
-        columns = max((len(item.gates) + len(item.searches) for _, item in self.members), default=0)
+        columns = max((len(item.gates) + len(item.searches) for _, item in self.special), default=0)
         if columns:
             self.tokens.closed = np.zeros((len(self.tokens.slots), 1 + columns), dtype=bool)
         members = self.tokens.members

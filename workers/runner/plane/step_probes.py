@@ -20,17 +20,20 @@ class ProbesPart(StepPart):
     _requests: Requests
     _scorer: Scorer
     _serves: bool = False  # stored rows were served since the last scores
+    _watching: int = 0  # tracked requests with probes
 
     def begin(self, ended: Mapping[str, int]) -> None:
         """Score the rows that ended requests need."""
         tracked = self._requests.tracked
-        with self._requests.guard(self._requests.kinds.watched, "probe_failed"):
-            needed = {
-                watch: rows
-                for request, rows in ended.items()
-                if (watch := tracked[request].watch) is not None
-            }
+        needed = {
+            watch: rows
+            for request, rows in ended.items()
+            if (watch := tracked[request].watch) is not None
+        }
+        try:
             self._scorer.settle(needed)
+        except Exception as error:
+            self._requests.blame(error, self._requests.watched(), "probe_failed")
 
     def admit(self, tracked: Tracked, request: NewRequest) -> None:
         if tracked.reported:
@@ -39,7 +42,13 @@ class ProbesPart(StepPart):
             tracked.watch = self._scorer.watch(
                 request.id, tracked.spec, tracked.recordings.values()
             )
+            if tracked.watch is not None:
+                self._watching += 1
             tracked.gates = gates_of(tracked.spec, tracked.watch)
+
+    def release(self, tracked: Tracked) -> None:
+        if tracked.watch is not None:
+            self._watching -= 1
 
     def prepare(self, keeping: Keeping | None) -> None:
         self._serves = self._serves or (keeping is not None and bool(keeping.serve))
@@ -47,17 +56,18 @@ class ProbesPart(StepPart):
     def drain(self, step: RanStep) -> None:
         """Score the step's rows that probes read, and stored rows served for cached tokens."""
         recorded = step.recorded
-        watched = self._requests.kinds.watched
-        if recorded is None or not (watched or self._scorer.pending):
+        if recorded is None or not (self._watching or self._scorer.pending):
             return
+        requests = self._requests
         try:
             if self._serves:
                 self._serves = False
-                for recording in (each for item in watched for each in item.recordings.values()):
+                served = [each for item in requests.watched() for each in item.recordings.values()]
+                for recording in served:
                     recorded += reused_rows(recording) if recording.watch is not None else ()
             self._scorer.take(recorded)
         except Exception as error:
-            self._requests.blame(error, watched, "probe_failed")
+            requests.blame(error, requests.watched(), "probe_failed")
 
     def forget(self) -> None:
         self._scorer.clear()

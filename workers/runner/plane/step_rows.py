@@ -50,6 +50,7 @@ class RowsPart(StepPart):
     block_size: Callable[[], int]  # the tokens in a KV block, the unit in which rows are kept
     # the last step in which rows were not kept although the scheduler assumes so; 0: none
     unkept: int = 0
+    _recording: int = 0  # tracked requests with recordings
     _keeping: Keeping | None = None  # the scheduler's orders for this step
     _edited: dict[str, _Edited] = field(default_factory=dict)  # by bank
 
@@ -82,11 +83,15 @@ class RowsPart(StepPart):
         except ValueError as error:
             self.requests.fail(tracked, str(error), "capture_failed")
             return
+        if tracked.recordings:
+            self._recording += 1
         with self.requests.guard([tracked], "capture_failed"):
             for number, recording in tracked.recordings.items():
                 self.streams.prepare(spec, number, recording, request.max_tokens, self.block_size())
 
     def release(self, tracked: Tracked) -> None:
+        if tracked.recordings:
+            self._recording -= 1
         for recording in tracked.recordings.values():
             recording.landing = self.arena.landing.number
 
@@ -98,13 +103,13 @@ class RowsPart(StepPart):
         if keeping is not None:
             for block in keeping.serve:
                 self._with_recording(block, self.store.serve)
-        if not self.delivery.held:  # nothing waits for the writers: they have read all messages
+        if not (self.delivery.held and self._recording):  # the writers have read all messages
             return
-        for work, stored in self.requests.kinds.stored.items():
+        for work, overload in self.overloads.items():
             try:
-                self.overloads[work].check()
+                overload.check()
             except Exception as error:
-                self.requests.blame(error, stored, "capture_failed")
+                self.requests.blame(error, self.requests.stored(work), "capture_failed")
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
         """Plan the captures, and commit them with the edits."""
@@ -121,8 +126,8 @@ class RowsPart(StepPart):
         requests = self.requests
         busy = self.banks.busy
         # rows of requests that no edit reaches are finite if the model's are
-        checked = step.hidden is not None and self._grades and requests.kinds.edits
-        if busy or checked or (self.banks.again and requests.kinds.edits):
+        checked = step.hidden is not None and self._grades and requests.edited
+        if busy or checked or (self.banks.again and requests.edited):
             try:
                 self.banks.take(requests.step, step.view, step.hidden if checked else None)
             except Exception as error:
@@ -132,7 +137,7 @@ class RowsPart(StepPart):
             try:
                 step.recorded = self.banks.drain()
             except Exception as error:
-                requests.blame(error, requests.kinds.recorded, "capture_failed")
+                requests.blame(error, requests.recorded(), "capture_failed")
 
     def settle(self, step: RanStep) -> None:
         self._settle()
@@ -148,12 +153,15 @@ class RowsPart(StepPart):
             try:
                 self.banks.leave()
             except Exception as error:
-                self.requests.blame(error, self.requests.kinds.recorded, "capture_failed")
+                self.requests.blame(error, self.requests.recorded(), "capture_failed")
 
     def forget_failures(self, step: int) -> None:
         """Clear `unkept` if the prefix cache was reset at `step`, after those rows were lost."""
         if self.unkept <= step:
             self.unkept = 0
+
+    def forget(self) -> None:
+        self._recording = 0  # the failed requests, which stay tracked, have none
 
     def drop_kept(self) -> None:
         """Drop the rows that are kept for other requests."""

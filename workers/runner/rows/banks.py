@@ -157,7 +157,6 @@ class Banks:
 
     def write(self, tracked: Tracked) -> None:
         """Write the request's slot in the tables."""
-        tracked.stale = False
         for bank in self._banks:
             bank.planner.write(tracked)
 

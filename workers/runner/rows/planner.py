@@ -45,10 +45,10 @@ class Tracked:
     """A live request with a spec."""
 
     spec: RankSpec
-    rows: list[tuple[int, SteeringRow]] = field(default_factory=list)  # table rows that it holds
+    # table rows that it holds, which edit its tokens in this order
+    rows: list[tuple[int, SteeringRow]] = field(default_factory=list)
     recordings: dict[int, Recording] = field(default_factory=dict)  # by index in the captures
     slot: int = 0  # its slot in the tables; 0: it has none
-    stale: bool = True  # the slot is to be written again
     applied: int = 0  # see `Slots`, as last counted
     reached: int = 0
     # once the request is over: its rows, and how many sites each edits
@@ -74,10 +74,11 @@ class Tracked:
     # returns the values for `RankSpec.grade`, once they are computed
     graded: Callable[[], list[float]] | None = None
 
-    def set_rows(self, rows: list[tuple[int, SteeringRow]]) -> None:
-        """Set the rows that edit the request's tokens from now on, in this order."""
-        self.rows = rows
-        self.stale = True
+    @property
+    def special(self) -> bool:
+        """Return whether steps decide something of it: its gates, triggers, entry or grade."""
+        spec = self.spec
+        return bool(self.gates or self.searches or spec.entry is not None or spec.grade is not None)
 
     def count(self, slots: Slots) -> None:
         """Count what its rows edited so far."""

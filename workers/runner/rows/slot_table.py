@@ -129,20 +129,23 @@ class Slots:
         # that has the launches that these need, see `kernels.ops`
         self.touched = np.zeros((1, 2), dtype=np.int64)
         self.family = np.full(1, IDLE, dtype=np.int64)
+        self.special = np.zeros(1, dtype=bool)  # see `Tracked.special`
 
     def take(self, touched: tuple[int, int], family: int) -> int:
         """Return a slot for a request."""
         if not self._free:
             have = len(self.reached)
             self._free = list(range(have + _SLOTS - 1, have - 1, -1))
-            self.reached, self.applied, self.family = (
-                np.pad(part, (0, _SLOTS)) for part in (self.reached, self.applied, self.family)
+            self.reached, self.applied, self.family, self.special = (
+                np.pad(part, (0, _SLOTS))
+                for part in (self.reached, self.applied, self.family, self.special)
             )
             self.touched = np.pad(self.touched, ((0, _SLOTS), (0, 0)))
         slot = self._free.pop()
         self.reached[slot] = self.applied[slot] = 0
         self.touched[slot] = touched
         self.family[slot] = family
+        self.special[slot] = False
         return slot
 
     def give(self, slot: int) -> None:

@@ -3,7 +3,7 @@ layer a step's forward begins (re-entry), and what the layers of a rank then see
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,6 +14,7 @@ import torch
 from rank_kit import view_of
 from torch import nn
 
+from midstream.kernels import STREAM
 from midstream.schemas.prompts.selectors import PositionSelector
 from midstream.schemas.requests.specs import (
     EntryPoint,
@@ -34,6 +35,7 @@ from midstream.workers.runner.plane.reentry import (
 from midstream.workers.runner.plane.reports import lacking
 from midstream.workers.runner.plane.step_parts import RanStep, StepBatch
 from midstream.workers.runner.rows.planner import Tracked
+from midstream.workers.runner.rows.slot_table import Slots
 
 VOCABULARY = 50
 PROMPT = 6
@@ -55,6 +57,16 @@ def truth(logits: torch.Tensor) -> np.ndarray:
     return values - np.log(np.exp(values).sum(-1, keepdims=True))
 
 
+def batch_of(view: StepView, tracked: Mapping[str, Tracked]) -> StepBatch:
+    slots = Slots()
+    of_requests = np.zeros(len(view.ids), dtype=np.int64)
+    for number, request in enumerate(view.ids):
+        if request in tracked:
+            of_requests[number] = slots.take((0, 0), STREAM)
+            slots.special[of_requests[number]] = tracked[request].special
+    return StepBatch(view, tracked, of_requests, slots)
+
+
 def step(
     grading: Grading, logits: torch.Tensor, *windows: tuple[Tracked | None, int, int, int]
 ) -> list[tuple[Tracked, str]]:
@@ -62,7 +74,7 @@ def step(
     found = view_of(*((str(n), first, count) for n, (_, first, count, _) in enumerate(windows)))
     view = StepView(found.ids, found.counts, found.positions, [window[3] for window in windows])
     mine = {str(n): tracked for n, (tracked, *_) in enumerate(windows) if tracked is not None}
-    grading.plan(StepBatch(view, mine), view)
+    grading.plan(batch_of(view, mine), view)
     return grading.take(logits)
 
 
@@ -202,7 +214,7 @@ def test_only_the_first_logits_after_a_plan_are_the_steps() -> None:
     tap(model, grading.take)
     model.compute_logits(logits_of(9))
     view = view_of(("0", 0, PROMPT))
-    grading.plan(StepBatch(view, {"0": tracked}), view)
+    grading.plan(batch_of(view, {"0": tracked}), view)
     sampled = model.compute_logits(logits_of(1))
     model.compute_logits(logits_of(1, seed=1))
     assert tracked.graded is not None
@@ -391,7 +403,7 @@ def plan(entering: Reentry, *step: tuple[RankSpec, int, int]) -> tuple[list[str]
     """The reasons of the requests that failed, and how many rows the step has."""
     view = view_of(*((str(number), first, count) for number, (_, first, count) in enumerate(step)))
     tracked = {str(number): Tracked(spec) for number, (spec, _, _) in enumerate(step)}
-    entering.plan(StepBatch(view, tracked), view)
+    entering.plan(batch_of(view, tracked), view)
     return cast("Failures", entering._requests).reasons, view.num_rows
 
 
@@ -463,5 +475,5 @@ def test_reentry_decisions_ignore_rank_state() -> None:
     forward = entering(gate, "j.0.base")
     tracked = Tracked(msgspec.structs.replace(cell(3)), failure="no", reported=True)
     view = view_of(("0", 4, 6))
-    forward.plan(StepBatch(view, {"0": tracked}), view)
+    forward.plan(batch_of(view, {"0": tracked}), view)
     assert gate.begin == 3

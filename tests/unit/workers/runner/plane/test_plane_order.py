@@ -13,6 +13,7 @@ from rank_kit import Rank, Request
 
 from midstream.broker.receipts.outbox import Outbox
 from midstream.schemas.requests.specs import Grade
+from midstream.workers.runner.base.backlog import WORKS
 from midstream.workers.runner.base.row_index import Keeping, KeptBlock
 from midstream.workers.runner.edits.prepared_rows import PreparedRows
 from midstream.workers.runner.edits.steering_tables import Tables
@@ -114,6 +115,7 @@ def without_gate(calls: list[str]) -> list[str]:
     return [call for call in calls if call != "ReentryGate.close"]
 
 
+CHECKS = ["Overload.check"] * len(WORKS)
 ADMIT = ["Banks.recording", "Banks.recording", "Scorer.watch", "Tables.acquire"]
 PLAN = [
     "Banks.plan_steering",
@@ -136,13 +138,13 @@ def test_the_parts_of_a_step_act_in_this_order(tmp_path: Path, log: list[str]) -
     request = everything(rig)
     kept = Keeping(serve=[], keep=[KeptBlock("1", 1, 0, 4, 1)], drop=[])
     assert without_gate(step(rig, log, (request, 0, 6), new=[request], keeping=kept)) == [
-        *ADMIT, "Overload.check",
+        *ADMIT, *CHECKS,
         *PLAN, "Rank.forward", "Grading.take",
         *DRAIN, "Banks.settle", "RowStore.keep", "RowStore.drop", "Banks.leave",
     ]  # fmt: skip
     served = Keeping(serve=[KeptBlock("1", 1, 0, 4, 1)], keep=[], drop=[])
     assert without_gate(step(rig, log, (request, 6, 1), keeping=served)) == [
-        "RowStore.serve", "Overload.check",
+        "RowStore.serve", *CHECKS,
         *PLAN, "Rank.forward",
         *DRAIN, "Banks.settle", "RowStore.drop", "Banks.leave",
     ]  # fmt: skip
@@ -155,7 +157,7 @@ def test_rows_are_released_before_they_are_acquired(tmp_path: Path, log: list[st
     second = everything(rig, 2)
     assert without_gate(step(rig, log, (second, 0, 6), new=[second], finished=[first])) == [
         "Banks.settle", "Scorer.settle", "Tables.release", "Reports.over", *ADMIT,
-        "Overload.check",
+        *CHECKS,
         *PLAN, "Rank.forward", "Grading.take",
         *DRAIN, "Banks.settle", "Banks.leave",
     ]  # fmt: skip
