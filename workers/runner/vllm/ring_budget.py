@@ -12,8 +12,11 @@ while it is overfull, requests whose rows writers take get none.
 import sys
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence, Set
-from itertools import islice
+from itertools import islice, repeat
 
+import numpy as np
+
+from ....schemas.prompts.selectors import end_position, lowest_position
 from ....schemas.requests.specs import StoredCapture, WriterWork
 from ..base.backlog import WORKS
 from ..rows.overload import Overloads
@@ -52,6 +55,20 @@ class CapturedRows:
         self._prompt_tokens = prompt_tokens
         self._columns = (1 + len(WORKS)) * len(stages)
 
+    def spans(self) -> list[tuple[int, int, StageRows]]:
+        """Return of each capture its first position, the one after its last, and the rows and bytes
+        of a position.
+        """
+        prompt = self._prompt_tokens
+        return [
+            (
+                lowest_position(capture.positions, prompt),
+                end_position(capture.positions, prompt),
+                rows,
+            )
+            for capture, rows in self._captures
+        ]
+
     def of(self, start: int, stop: int) -> StageRows:
         """Return the number of rows of the positions `[start, stop)`, and their bytes.
 
@@ -78,6 +95,64 @@ class CapturedRows:
             for column, per_position in enumerate(sites):
                 rows[column] += number * per_position
         return rows
+
+
+class NextRows:
+    """Counts the rows of the next tokens of all requests together, from arrays: a step in which one
+    computes its prompt looks at no other.
+    """
+
+    def __init__(self, columns: int) -> None:
+        self._owners = dict[str, int]()  # request → its number, from 1 on
+        self._entries = dict[str, list[int]]()  # request → those of its captures
+        self._unowned = list[int]()
+        self._free = list[int]()
+        # [entries]: the number of the request, the first position, and the one after the last
+        self._owner, self._first, self._stop = np.zeros((3, 0), dtype=np.int64)
+        self._rows = np.zeros((0, columns), dtype=np.int64)  # [entries, columns]: of a position
+        self._begins = np.zeros(1, dtype=np.int64)  # [numbers]: its computed tokens; -1: it is not asked for
+
+    def join(self, request_id: str, captured: "CapturedRows") -> None:
+        if not self._unowned:
+            self._unowned.append(len(self._begins))
+            self._begins = np.append(self._begins, 0)
+        owner = self._owners[request_id] = self._unowned.pop()
+        entries = self._entries[request_id] = []
+        for first, stop, rows in captured.spans():
+            if not self._free:
+                have = len(self._owner)
+                more = max(have, 64)
+                self._free = list(range(have + more - 1, have - 1, -1))
+                self._owner, self._first, self._stop = (
+                    np.pad(part, (0, more)) for part in (self._owner, self._first, self._stop)
+                )
+                self._rows = np.pad(self._rows, ((0, more), (0, 0)))
+            entry = self._free.pop()
+            entries.append(entry)
+            self._owner[entry] = owner
+            self._first[entry] = first
+            self._stop[entry] = stop
+            self._rows[entry] = rows
+
+    def leave(self, request_id: str) -> None:
+        if request_id in self._owners:
+            self._unowned.append(self._owners.pop(request_id))
+            entries = self._entries.pop(request_id)
+            self._stop[entries] = 0
+            self._free += entries
+
+    def of(self, ids: Sequence[str], computed: Sequence[int], tokens: int) -> np.ndarray:
+        """Return the rows of the next `tokens` positions of these requests, int64 `[columns]`, at
+        most. `computed`: tokens of each before these.
+        """
+        owners = np.fromiter(map(self._owners.get, ids, repeat(0)), np.int64, len(ids))
+        self._begins[:] = -1
+        self._begins[owners] = computed
+        self._begins[0] = -1
+        begins = self._begins[self._owner]
+        counts = np.minimum(self._stop, begins + tokens) - np.maximum(self._first, begins)
+        total: np.ndarray = np.where(begins < 0, 0, np.maximum(counts, 0)) @ self._rows
+        return total
 
 
 class RingBudget:
@@ -107,10 +182,12 @@ class RingBudget:
         self._waits: Set[str] = frozenset()  # those of them that get no tokens in this step
         # request that captures → its rows, and the most rows of its next tokens
         self._captured: dict[str, tuple[CapturedRows, StageRows]] = {}
-        # capturing request that this step may take → tokens computed; -1: it waits
-        self._due: dict[str, int] = {}
-        # request → rows reserved for its next tokens
-        self._reserved: dict[str, StageRows] = {}
+        self._next = NextRows((1 + len(WORKS)) * len(stages))
+        # running requests, and tokens computed of each; capturing requests that may join the step
+        self._running: tuple[Sequence[str], Sequence[int]] = ((), ())
+        self._joining = set[str]()
+        # requests whose next tokens have reserved rows that are not taken
+        self._reserved = set[str]()
         # the step's rows that are neither taken nor reserved; None: nothing is reserved yet
         self._free: StageRows | None = None
 
@@ -133,11 +210,13 @@ class RingBudget:
             ],
         )
         self._captured[request_id] = rows, rows.most(self._tokens, max_tokens + self._tokens)
+        self._next.join(request_id, rows)
         if not all(capture.scored for capture in captures):
             self._stored[work].add(request_id)
 
     def leave(self, request_id: str) -> None:
         self._captured.pop(request_id, None)
+        self._next.leave(request_id)
         for stored in self._stored.values():
             stored.discard(request_id)
 
@@ -154,21 +233,24 @@ class RingBudget:
                 self._waits |= stored
         return self._waits
 
-    def begin(self, running: Iterable[tuple[str, int]], waiting: Iterable[str], slots: int) -> None:
-        """Begin a step. `running`: (request, computed tokens). `waiting`: requests in the order in
-        which up to `slots` of them may join.
+    def begin(
+        self,
+        running: Sequence[str],
+        computed: Sequence[int],
+        waiting: Iterable[str],
+        slots: int,
+    ) -> None:
+        """Begin a step. `computed`: tokens of each running request. `waiting`: requests in the
+        order in which up to `slots` of them may join.
         """
         if self._captured:
-            self._due = {
-                request_id: computed
-                for request_id, computed in running
-                if request_id in self._captured
-            }
-            self._due |= {
-                request_id: -1
+            self._running = running, computed
+            self._joining = {
+                request_id
                 for request_id in islice(waiting, max(slots, 0))
                 if request_id in self._captured
             }
+            self._reserved = self._joining.union(running)
             self._free = None
 
     def take(self, request_id: str, computed: int, tokens: int) -> int:
@@ -177,12 +259,17 @@ class RingBudget:
         """
         if request_id in self._waits:
             return 0
-        if request_id not in self._captured or (tokens <= self._tokens and request_id in self._due):
+        if request_id not in self._captured or (
+            tokens <= self._tokens and request_id in self._reserved
+        ):
             return tokens  # no rows, or reserved ones: steps that only generate need no computation
         if self._free is None:
             self._free = self._reserve()
         captured, _ = self._captured[request_id]
-        share = self._reserved.pop(request_id, [0] * len(self._free))
+        share = [0] * len(self._free)
+        if request_id in self._reserved:
+            self._reserved.remove(request_id)
+            share = self._share(request_id, computed)
         room = [free + rows for free, rows in zip(self._free, share, strict=True)]
 
         def exceeds(count: int) -> bool:
@@ -198,17 +285,16 @@ class RingBudget:
     def _reserve(self) -> StageRows:
         """Reserve the rows of all next tokens; return the rows that remain free."""
         stages = len(self._stages)
-        self._reserved = {}
         free = [self._room] * stages
         for queued in self._queued.values():
             free += [max(0, queued)] * stages
-        for request_id, computed in self._due.items():
-            rows, most = self._captured[request_id]
-            share = (
-                most
-                if computed < 0
-                else list(map(min, rows.of(computed, computed + self._tokens), most))
-            )
-            self._reserved[request_id] = share
-            free = [max(0, stage - rows) for stage, rows in zip(free, share, strict=True)]
-        return free
+        reserved = [self._next.of(*self._running, self._tokens).tolist()]
+        reserved += [self._captured[request_id][1] for request_id in self._joining]
+        return [max(0, rows - sum(taken)) for rows, *taken in zip(free, *reserved, strict=True)]
+
+    def _share(self, request_id: str, computed: int) -> StageRows:
+        """Return the rows that are reserved for a request."""
+        if request_id in self._joining:
+            return self._captured[request_id][1]
+        own: StageRows = self._next.of([request_id], [computed], self._tokens).tolist()
+        return own

@@ -6,7 +6,8 @@ that process: the contents of KV block hashes, the zeroing of new blocks, and th
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from vllm.v1.core import kv_cache_utils
@@ -34,6 +35,8 @@ from .ring_budget import RingBudget
 from .stages import stage_layers
 
 _KEY = "midstream"
+_ID = attrgetter("request_id")
+_COMPUTED = attrgetter("num_computed_tokens")
 #: Attribute of a step's output: its `StepOrders`.
 _ORDERS = "midstream_orders"
 
@@ -104,6 +107,7 @@ class _Midstream:
         # requests with captures or chunks that do not only generate: what limits or keeps the rows
         # of prompts is done for these alone
         self._midstream_filling: set[str] = set()
+        self._midstream_limited: Set[str] = frozenset()  # those, and requests that wait
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         vllm_config = self.vllm_config  # type: ignore[attr-defined]
         config = plane_config()
@@ -248,6 +252,7 @@ class _Midstream:
         filling = self._midstream_filling
         waits = self._midstream_ring.look()
         self._bind("_reserve_prefill_lookahead", ours=bool(filling or waits))
+        self._midstream_limited = filling | waits if waits else filling
         with self._midstream_cells.composing(
             running,
             self.waiting,  # type: ignore[attr-defined]
@@ -255,7 +260,8 @@ class _Midstream:
         ):
             if filling or waits:
                 self._midstream_ring.begin(
-                    ((request.request_id, request.num_computed_tokens) for request in running),
+                    list(map(_ID, running)),
+                    list(map(_COMPUTED, running)),
                     (request.request_id for request in self.waiting),  # type: ignore[attr-defined]
                     self.max_num_active_reqs - len(running),  # type: ignore[attr-defined]
                 )
@@ -309,6 +315,9 @@ class _Midstream:
         have to assume the worst order. vLLM calls this for every request before it schedules the
         request's tokens. A running request without tokens is left out of the step.
         """
+        reserve = super()._reserve_prefill_lookahead  # type: ignore[misc]
+        if request.request_id not in self._midstream_limited:
+            return int(reserve(request, num_computed_tokens, num_new_tokens))
         if not self.need_mamba_block_aligned_split:  # type: ignore[attr-defined]
             num_new_tokens = min(
                 num_new_tokens, self._midstream_chunks.get(request.request_id, num_new_tokens)
@@ -317,7 +326,6 @@ class _Midstream:
         if num_new_tokens > 0 and not tokens:
             # vLLM's runner finds drafts of the step before only
             request.spec_token_ids = []
-        reserve = super()._reserve_prefill_lookahead  # type: ignore[misc]
         return int(reserve(request, num_computed_tokens, tokens))
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:

@@ -2,6 +2,7 @@
 while rows wait for the writers, captures wait too.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import ANY
@@ -41,12 +42,19 @@ def budget(
     return made
 
 
+def begin(
+    ring: RingBudget, running: Sequence[tuple[str, int]], waiting: Sequence[str], slots: int
+) -> None:
+    """`running`: requests, each with its computed tokens."""
+    ring.begin([name for name, _ in running], [done for _, done in running], waiting, slots)
+
+
 def test_a_prompt_whose_rows_exceed_the_ring_is_split_over_steps() -> None:
     ring = budget(80, a=(205, [capture()]))
     done = 0
     chunks = []
     while done < 205:
-        ring.begin([("a", done)] if done else [], [] if done else ["a"], 1)
+        begin(ring, [("a", done)] if done else [], [] if done else ["a"], 1)
         chunks.append(ring.take("a", done, 205 - done))
         done += chunks[-1]
     assert chunks == [20] * 10 + [5]
@@ -56,18 +64,18 @@ def test_only_captured_positions_cost_rows() -> None:
     ring = budget(
         8, few=(100, [capture([3, 50, 51])]), last=(100, [capture("last_prompt")]), none=(100, [])
     )
-    ring.begin([], ["few", "last", "none", "plain"], 9)
+    begin(ring, [], ["few", "last", "none", "plain"], 9)
     assert ring.take("few", 0, 100) == 50, "4 rows are left for the other request's last token"
     assert [ring.take(name, 0, 100) for name in ("last", "none", "plain")] == [100, 100, 100]
 
 
 def test_what_is_over_needs_no_room_any_more() -> None:
     ring = budget(8, prompt=(10, [capture("all_prompt")]), other=(10, [capture()]))
-    ring.begin([("prompt", 10), ("other", 2)], [], 0)
+    begin(ring, [("prompt", 10), ("other", 2)], [], 0)
     assert ring.take("prompt", 10, 1) == 1
     assert ring.take("other", 2, 8) == 2
     ring.leave("other")
-    ring.begin([("prompt", 0)], [], 0)
+    begin(ring, [("prompt", 0)], [], 0)
     assert ring.take("prompt", 0, 10) == 2
 
 
@@ -77,7 +85,7 @@ def test_each_stage_holds_the_rows_of_its_own_layers() -> None:
 
 def test_without_a_ring_nothing_is_split() -> None:
     ring = budget(0, a=(10_000, [capture()]))
-    ring.begin([("a", 0)], [], 0)
+    begin(ring, [("a", 0)], [], 0)
     assert ring.take("a", 0, 10_000) == 10_000
 
 
@@ -96,7 +104,7 @@ def test_only_requests_of_the_kind_of_work_whose_queue_is_full_wait(full: Writer
         0, queues=of_writers(101, work=full), **{kind: (40, [capture()], kind) for kind in kinds}
     )
     assert ring.look() == {full}
-    ring.begin([], kinds, 9)
+    begin(ring, [], kinds, 9)
     # 4 rows of a byte at a position, of 100 that each of the others may have
     taken = {kind: ring.take(kind, 0, 40) for kind in kinds}
     assert taken == dict.fromkeys(kinds, 25) | {full: 0}
@@ -107,7 +115,7 @@ def test_while_a_rank_has_too_many_rows_to_write_captures_wait_and_others_run() 
     asked = {"a": (9, [capture()]), "b": (9, [scored]), "c": (9, [capture("last_prompt")])}
     ring = budget(0, queues=of_writers(100, 101), **asked)
     assert ring.look() == {"a", "c"}
-    ring.begin([("a", 9), ("b", 0)], ["c"], 9)
+    begin(ring, [("a", 9), ("b", 0)], ["c"], 9)
     taken = [ring.take("a", 9, 1), ring.take("b", 0, 9), ring.take("c", 0, 9)]
     assert taken == [0, 9, 0]
     assert ring.take("plain", 0, 9) == 9
@@ -133,7 +141,7 @@ def test_a_prompt_is_split_by_the_bytes_that_are_free(
     done = 0
     for tokens in chunks:
         assert not ring.look()
-        ring.begin([("a", done)], [], 0)
+        begin(ring, [("a", done)], [], 0)
         assert ring.take("a", done, 40 - done) == tokens
         done += tokens
     assert done == 40
@@ -231,8 +239,11 @@ def test_simulated_steps_fit_the_ring_and_no_request_starves(
             victim.computed = 0
             waiting.insert(0, victim)
         ring.look()
-        ring.begin(
-            [(r.name, r.computed) for r in running], [r.name for r in waiting], slots - len(running)
+        begin(
+            ring,
+            [(r.name, r.computed) for r in running],
+            [r.name for r in waiting],
+            slots - len(running),
         )
         left = step_tokens
         rows = [0] * len(stages)

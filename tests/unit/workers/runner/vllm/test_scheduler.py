@@ -138,7 +138,9 @@ def test_ranks_are_shown_steered_requests_that_wait_but_no_cells_of_sweeps(sched
             digest="d" if tensors else "",
         )
         params = SimpleNamespace(extra_args=pack(spec))
-        scheduler.add_request(SimpleNamespace(request_id=name, sampling_params=params))
+        scheduler.add_request(
+            SimpleNamespace(request_id=name, sampling_params=params, num_computed_tokens=0)
+        )
         return to_msgpack(spec)
 
     later = came("later", "v")
@@ -157,7 +159,7 @@ def test_a_request_with_many_entries_waits_for_one_step_of_those_that_run(
     """Ranks lay its rows out in this step; nobody else is held up if nothing runs."""
     held = held_of(scheduler)
     scheduler.add_request(steered("long", "v", entries))
-    scheduler.running = [SimpleNamespace(request_id="other")] * running
+    scheduler.running = [SimpleNamespace(request_id="other", num_computed_tokens=9)] * running
     scheduler.schedule()
     scheduler.schedule()
     assert held == [{"long"} if waits else set(), set()]
@@ -166,7 +168,7 @@ def test_a_request_with_many_entries_waits_for_one_step_of_those_that_run(
 def test_only_the_first_request_waits_for_rows_that_many_have(scheduler: Any) -> None:
     """Those of global steering, or of a module for each layer."""
     held = held_of(scheduler)
-    scheduler.running = [SimpleNamespace(request_id="other")]
+    scheduler.running = [SimpleNamespace(request_id="other", num_computed_tokens=9)]
     for name, tensor in (("first", "v"), ("second", "v"), ("third", "w")):
         scheduler.add_request(steered(name, tensor, 65))
         scheduler.schedule()
