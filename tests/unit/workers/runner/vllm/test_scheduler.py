@@ -223,7 +223,9 @@ def test_while_all_that_runs_waits_for_writers_the_engine_pauses(
 ) -> None:
     slept: list[float] = []
     monkeypatch.setattr("time.sleep", slept.append)
-    scheduler.running = [SimpleNamespace(request_id=name) for name in ("captures", *others)]
+    scheduler.running = [
+        SimpleNamespace(request_id=name, num_computed_tokens=9) for name in ("captures", *others)
+    ]
     scheduler._midstream_ring.look = lambda: {"captures"}
     scheduler.schedule()
     assert slept == pauses
