@@ -32,7 +32,7 @@ from .edit_sizes import RequestSizes
 from .finite_check import Due
 from .lanes import FEW, Lanes, parts_of
 from .overload import Overloads
-from .slot_table import Slots, SlotTable, StepTokens, entry_of
+from .slot_table import Slots, SlotTable, SlotValue, StepTokens, entry_of
 from .step_places import Places, Runs, StepLayout, layout_of
 
 _PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
@@ -206,7 +206,7 @@ class Planner:
         )
         self._leave_lanes(slot)
         captures = list(tracked.recordings.values()) if not tracked.reported else []
-        entries = []
+        entries = list[SlotValue]()
         for item in captures:
             if item.capture.bank != self._bank:
                 continue
