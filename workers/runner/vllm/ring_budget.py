@@ -110,7 +110,8 @@ class NextRows:
         # [entries]: the number of the request, the first position, and the one after the last
         self._owner, self._first, self._stop = np.zeros((3, 0), dtype=np.int64)
         self._rows = np.zeros((0, columns), dtype=np.int64)  # [entries, columns]: of a position
-        self._begins = np.zeros(1, dtype=np.int64)  # [numbers]: its computed tokens; -1: it is not asked for
+        # [numbers]: computed tokens of the request; -1: it is not asked for
+        self._begins = np.zeros(1, dtype=np.int64)
 
     def join(self, request_id: str, captured: "CapturedRows") -> None:
         if not self._unowned:
