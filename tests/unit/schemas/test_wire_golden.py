@@ -98,7 +98,7 @@ def test_golden_frames_decode(kind: frames.FrameKind) -> None:
 UNIONS = {"FitOutcome": {"FitResult", "LensFitResult"}}
 #: Read from what this very process or a child of it wrote, or from a file of this machine.
 OF_THIS_MACHINE = {
-    *("PlaneConfig", "JobRequest", "ReadRequest", "Reply"),
+    *("PlaneConfig", "JobRequest", "ReadRequest", "HelperReply"),
     *("DeskCommand", "DeskMessage", "DeskAnswer", "PoolRequest", "PoolAnswer"),
 }
 
