@@ -53,7 +53,7 @@ class HelperEnded(Exception):
 
 class HelperProcess:
     """A process that runs a module, started when it is first asked and again after its end. It
-    belongs to one event loop, and gets one question at a time.
+    gets one question at a time. One that an event loop has left behind is ended by the next.
     """
 
     def __init__(self, module: str, *arguments: object, **environment: str) -> None:
@@ -61,6 +61,7 @@ class HelperProcess:
         self._command = ["-m", module, *map(str, arguments)]
         self._environment = environment
         self.process: asyncio.subprocess.Process | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None  # in which it was started
         self._ready = False  # it has reported that it is ready
 
     async def ask(self, question: bytes, patience_s: float | None = None) -> bytes:
@@ -96,8 +97,13 @@ class HelperProcess:
 
     async def start(self) -> asyncio.subprocess.Process:
         """Start the process if it does not run; its first question need not wait for it then."""
+        loop = asyncio.get_running_loop()
+        if self.process is not None and self._loop is not loop:
+            _kill(self.process)
+            self.process = None
         if self.process is None or self.process.returncode is not None:
             self._ready = False
+            self._loop = loop
             self.process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *self._command,

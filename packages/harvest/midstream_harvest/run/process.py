@@ -9,6 +9,7 @@ import resource
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 import numpy as np
@@ -143,14 +144,15 @@ class SourceProcess:
             # Arrow's other memory pools reserve more than they use
             ARROW_DEFAULT_MEMORY_POOL="system",
         )
-        self._turn = asyncio.Lock()
+        self._turns = WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock]()
 
     async def ask(self, opening: Opening, request: ReadRequest, place: str) -> bytes:
         """Send `request` and return the reply.
 
         Raises MidstreamError, also if reading `place` takes too much memory.
         """
-        async with self._turn:
+        turn = self._turns.setdefault(asyncio.get_running_loop(), asyncio.Lock())
+        async with turn:
             for attempt in range(1, TRIES + 1):
                 try:
                     if raw := await self.helper.ask(to_msgpack(request)):

@@ -18,7 +18,7 @@ import pytest
 from harvest_kit import texts
 from midstream_fake_engine.model import make_bundle, make_tokenizer
 from refusal_kit import refuses
-from wait_kit import warn_if_late
+from wait_kit import wait_until, warn_if_late
 
 from midstream.broker.processes.helper_process import OUT_OF_MEMORY
 from midstream_harvest.records.harvests import (
@@ -105,6 +105,26 @@ async def test_a_process_that_was_killed_is_started_again(
     plan = await made.plan()
     (await process.helper.start()).kill()
     assert len(await made.read(plan, plan.units[0])) == 20
+
+
+def test_another_event_loop_gets_another_process(tmp_path: Path) -> None:
+    """As where a worker hosts its engine again."""
+    process = SourceProcess()
+    made = reader(process, tmp_path, lines(tmp_path, "a.jsonl", texts(20)))
+
+    async def planned(*, ends: bool) -> tuple[int, HarvestPlan]:
+        async with asyncio.timeout(60):
+            found = await made.plan()
+            pid = (await process.helper.start()).pid
+            if ends:
+                await process.helper.end()
+        return pid, found
+
+    first, plan = asyncio.run(planned(ends=False))
+    second, again = asyncio.run(planned(ends=True))
+    assert plan == again
+    assert first != second
+    wait_until(lambda: not Path(f"/proc/{first}/exe").exists())
 
 
 async def test_an_idle_process_ends_and_the_next_request_has_another(tmp_path: Path) -> None:
