@@ -145,41 +145,32 @@ class SourceFiles:
                 (row, lines[row], f"source.lines[{row}]") for row in range(unit.start, unit.stop)
             )
         else:
-            values = self._values(file, unit)
+            values = self._named(unit, file, self._read(file, unit))
         yield from self.tokens.documents(values, unit.tokens)
         for _ in values:  # the checksum also covers documents beyond the limit of tokens
             pass
 
-    def _values(self, file: SourceFile, unit: PlannedUnit) -> Iterator[SourceValue]:
-        """Yield a unit's values with their numbers from its file, which is read on from the end of
-        the previous unit if this unit follows it.
+    def _named(
+        self, unit: PlannedUnit, file: SourceFile, values: Iterator[Any]
+    ) -> Iterator[SourceValue]:
+        """Yield the values with their numbers, as many as were planned.
 
-        Raises MidstreamError, at the end for other values than those that were planned.
+        Raises MidstreamError if there are fewer.
         """
-        cursor = self._cursor
-        self._cursor = None  # after an error, the file is opened again
-        number = unit.document
-        crc32 = 0
-        with self._guarded(file.key):
-            if cursor is None or (cursor.file, cursor.at) != (unit.file, unit.start):
-                handle = self._open(file.key, file)
-                pieces = self._pieces(self._source.format, handle, unit.start)
-                cursor = Cursor(unit.file, unit.start, pieces)
-            for size, value, data in cursor.pieces:
-                crc32 = zlib_ng.crc32(data, crc32)
-                cursor.at += size
+        for row in range(unit.documents):
+            with self._guarded(file.key):
+                value = next(values, Ellipsis)
+                if value is Ellipsis:
+                    raise _changed(
+                        file,
+                        f"it has {row} of {unit.documents} documents from document "
+                        f"{unit.document} on",
+                    )
                 if self._source.format == "jsonl":
-                    value = self._line(value, number)
-                yield number, value, f"document {number} (in {file.key})"
-                number += 1
-                if cursor.at >= unit.stop:
-                    break
-            if cursor.at < unit.stop:
-                how = f"it has {number - unit.document} of {unit.documents} documents"
-                raise _changed(file, f"{how} from document {unit.document} on")
-            if crc32 != unit.crc32:
-                raise _changed(file, f"documents from {unit.document} on differ")
-        self._cursor = cursor
+                    value = self._line(value, unit.document + row)
+            yield unit.document + row, value, f"document {unit.document + row} (in {file.key})"
+        with self._guarded(file.key):
+            next(values, Ellipsis)  # compares the checksum
 
     def _line(self, line: bytes, document: int) -> Any:
         line = line.removeprefix(BOM_UTF8)
@@ -203,6 +194,29 @@ class SourceFiles:
             "Line", [("value", Any, msgspec.UNSET)], rename={"value": self._source.field}
         )
         return msgspec.json.Decoder(line)
+
+    def _read(self, file: SourceFile, unit: PlannedUnit) -> Iterator[Any]:
+        """Yield a unit's values from its file, which is read on from the end of the previous unit
+        if this unit follows it.
+        """
+        cursor = self._cursor
+        self._cursor = None  # after an error, the file is opened again
+        if cursor is None or (cursor.file, cursor.at) != (unit.file, unit.start):
+            handle = self._open(file.key, file)
+            pieces = self._pieces(self._source.format, handle, unit.start)
+            cursor = Cursor(unit.file, unit.start, pieces)
+        crc32 = 0
+        for size, value, data in cursor.pieces:
+            crc32 = zlib_ng.crc32(data, crc32)
+            cursor.at += size
+            yield value
+            if cursor.at >= unit.stop:
+                break
+        if cursor.at < unit.stop:
+            return
+        if crc32 != unit.crc32:
+            raise _changed(file, f"documents from {unit.document} on differ")
+        self._cursor = cursor
 
     def _pieces(self, kind: str, handle: Handle, start: int = 0) -> Iterator[Piece]:
         mapped = not isinstance(self._store, Distant)
