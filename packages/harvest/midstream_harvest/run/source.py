@@ -10,9 +10,11 @@ from functools import cached_property
 from typing import Any
 
 import msgspec
+import numpy as np
 from zlib_ng import zlib_ng
 
 from midstream.schemas.base.errors import MidstreamError, Translated, invalid
+from midstream.schemas.base.limits import MAX_DOCUMENT_BYTES
 from midstream.schemas.base.records import to_msgpack
 from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.settings.roots import allowed_roots
@@ -30,20 +32,20 @@ TOKEN_BYTES = 4
 #: Least and most bytes that a unit's documents should have.
 LEAST_WEIGHT = 4 << 10
 MOST_WEIGHT = 16 << 20
+#: A JSONL file is planned in pieces of this many bytes.
+PIECE = 8 << 20
 #: Units of a part; parts get more where there would be more than `MOST_PARTS` of them.
 PART_UNITS = 8
 MOST_PARTS = 1000
-#: A document of a source: how far it reaches in its file, its value, and the bytes of its checksum.
-Piece = tuple[int, Any, bytes]
 
 
 @dataclass
-class Cursor:
-    """A place in a file: of a table the next row, of a JSONL file the next byte."""
+class TableCursor:
+    """Position in a table: the next row."""
 
     file: int
-    at: int
-    pieces: Iterator[Piece]
+    row: int
+    values: Iterator[Any]
 
 
 class SourceFiles:
@@ -64,15 +66,16 @@ class SourceFiles:
         self._store: ArtifactStore | None = open_store(harvest.root) if harvest.root else None
         tokens = harvest.shard_rows * harvest.positions.every
         self._target = min(MOST_WEIGHT, max(LEAST_WEIGHT, tokens * TOKEN_BYTES))
-        self._cursor: Cursor | None = None
+        self._cursor: TableCursor | None = None
 
     # Planning
 
     def plan(self) -> HarvestPlan:
         """Plan the whole source. Raises MidstreamError naming file and place."""
         files: list[SourceFile] = []
-        lines = self._source.lines
-        result = self._units(files) if lines is None else self._grouped(map(_piece, lines))
+        result = (
+            self._units(files) if self._source.lines is None else self._grouped(self._source.lines)
+        )
         units = list(
             result
             if self._harvest.max_tokens is None
@@ -89,7 +92,11 @@ class SourceFiles:
             self._show(repr(key))
             with self._guarded(key), self._open(key) as handle:
                 files.append(SourceFile(key=key, size=handle.size, stamp=handle.stamp))
-                for unit in self._grouped(self._pieces(kind, handle)):
+                if kind == "jsonl":
+                    units = self._plan_lines(handle)
+                else:
+                    units = self._grouped(self._table(kind, handle))
+                for unit in units:
                     yield msgspec.structs.replace(unit, file=number, document=first)
                     self._show(f"{key!r} from document {first} on")
                     first += unit.documents
@@ -111,22 +118,58 @@ class SourceFiles:
             if tokens <= 0:
                 return
 
+    def _plan_lines(self, handle: Handle) -> Iterator[PlannedUnit]:
+        """Yield the units of a JSONL file; the caller sets their file and document numbers."""
+        begun = planned = lines = at = crc32 = 0
+        line_start = 0  # of the line that continues
+        while piece := memoryview(handle.read(at, PIECE)):
+            ends = np.flatnonzero(np.frombuffer(piece, np.uint8) == 0x0A) + at + 1
+            lengths = np.diff(np.concatenate([[line_start], ends, [at + len(piece)]]))
+            long = lengths > MAX_DOCUMENT_BYTES
+            if long.any():
+                raise ValueError(
+                    f"line {lines + int(np.argmax(long)) + 1} is longer than "
+                    f"{MAX_DOCUMENT_BYTES >> 20} MiB"
+                )
+            summed = at
+            for end in ends.tolist():
+                lines += 1
+                if end - begun >= self._target:
+                    yield _unit(
+                        begun,
+                        end,
+                        lines - planned,
+                        end - begun,
+                        zlib_ng.crc32(piece[summed - at : end - at], crc32),
+                    )
+                    begun = end
+                    planned = lines
+                    summed = end
+                    crc32 = 0
+            crc32 = zlib_ng.crc32(piece[summed - at :], crc32)
+            line_start = int(ends[-1]) if len(ends) else line_start
+            at += len(piece)
+        if begun < at:
+            if line_start < at:  # the last line has no newline
+                lines += 1
+            yield _unit(begun, at, lines - planned, at - begun, crc32)
+
     # A table's checksum is of its values as MessagePack: its bytes depend on how pyarrow batches
     # them. So planning reads a table once, and cuts by what its values really hold.
-    def _grouped(self, pieces: Iterable[Piece]) -> Iterator[PlannedUnit]:
-        """Yield units of consecutive documents; the caller sets their file and document numbers."""
-        begun = at = documents = weight = crc32 = 0
-        for size, _, data in pieces:
-            at += size
-            documents += 1
-            weight += len(data)
+    def _grouped(self, values: Iterable[Any]) -> Iterator[PlannedUnit]:
+        """Yield units of consecutive values, such as the request's lines."""
+        start = row = weight = crc32 = 0
+        for row, value in enumerate(values, 1):
+            data = to_msgpack(value)
+            weight = weight + len(data)
             crc32 = zlib_ng.crc32(data, crc32)
             if weight >= self._target:
-                yield _unit(begun, at, documents, weight, crc32)
-                begun = at
-                documents = weight = crc32 = 0
-        if documents:
-            yield _unit(begun, at, documents, weight, crc32)
+                yield _unit(start, row, row - start, weight, crc32)
+                start = row
+                weight = 0
+                crc32 = 0
+        if start < row:
+            yield _unit(start, row, row - start, weight, crc32)
 
     # Reading
 
@@ -145,7 +188,8 @@ class SourceFiles:
                 (row, lines[row], f"source.lines[{row}]") for row in range(unit.start, unit.stop)
             )
         else:
-            values = self._named(unit, file, self._read(file, unit))
+            read = self._lines if self._source.format == "jsonl" else self._rows
+            values = self._named(unit, file, read(file, unit))
         yield from self.tokens.documents(values, unit.tokens)
         for _ in values:  # the checksum also covers documents beyond the limit of tokens
             pass
@@ -160,17 +204,25 @@ class SourceFiles:
         for row in range(unit.documents):
             with self._guarded(file.key):
                 value = next(values, Ellipsis)
-                if value is Ellipsis:
-                    raise _changed(
-                        file,
-                        f"it has {row} of {unit.documents} documents from document "
-                        f"{unit.document} on",
-                    )
-                if self._source.format == "jsonl":
-                    value = self._line(value, unit.document + row)
+            if value is Ellipsis:
+                raise _changed(
+                    file,
+                    f"it has {row} of {unit.documents} documents from document {unit.document} on",
+                )
             yield unit.document + row, value, f"document {unit.document + row} (in {file.key})"
         with self._guarded(file.key):
             next(values, Ellipsis)  # compares the checksum
+
+    def _lines(self, file: SourceFile, unit: PlannedUnit) -> Iterator[Any]:
+        with self._open(file.key, file) as handle:
+            data = handle.read(unit.start, unit.stop - unit.start)
+        if len(data) != unit.stop - unit.start or zlib_ng.crc32(data) != unit.crc32:
+            raise _changed(file, f"documents from {unit.document} on differ")
+        at = 0
+        for row in range(unit.documents):
+            end = data.find(b"\n", at)
+            yield self._line(data[at : end if end >= 0 else len(data)], row + unit.document)
+            at = end + 1
 
     def _line(self, line: bytes, document: int) -> Any:
         line = line.removeprefix(BOM_UTF8)
@@ -195,33 +247,35 @@ class SourceFiles:
         )
         return msgspec.json.Decoder(line)
 
-    def _read(self, file: SourceFile, unit: PlannedUnit) -> Iterator[Any]:
-        """Yield a unit's values from its file, which is read on from the end of the previous unit
+    def _rows(self, file: SourceFile, unit: PlannedUnit) -> Iterator[Any]:
+        """Yield a unit's values from a table, which is read on from the end of the previous unit
         if this unit follows it.
         """
         cursor = self._cursor
-        self._cursor = None  # after an error, the file is opened again
-        if cursor is None or (cursor.file, cursor.at) != (unit.file, unit.start):
-            handle = self._open(file.key, file)
-            pieces = self._pieces(self._source.format, handle, unit.start)
-            cursor = Cursor(unit.file, unit.start, pieces)
+        self._cursor = None  # after an error, the table is opened again
+        if cursor is None or (cursor.file, cursor.row) != (unit.file, unit.start):
+            cursor = TableCursor(
+                unit.file,
+                unit.start,
+                self._table(self._source.format, self._open(file.key, file), unit.start),
+            )
         crc32 = 0
-        for size, value, data in cursor.pieces:
-            crc32 = zlib_ng.crc32(data, crc32)
-            cursor.at += size
+        for value in cursor.values:
+            crc32 = zlib_ng.crc32(to_msgpack(value), crc32)
+            cursor.row += 1
             yield value
-            if cursor.at >= unit.stop:
+            if cursor.row == unit.stop:
                 break
-        if cursor.at < unit.stop:
+        if cursor.row < unit.stop:
             return
         if crc32 != unit.crc32:
             raise _changed(file, f"documents from {unit.document} on differ")
         self._cursor = cursor
 
-    def _pieces(self, kind: str, handle: Handle, start: int = 0) -> Iterator[Piece]:
-        mapped = not isinstance(self._store, Distant)
-        for value in READERS[kind](handle, mapped, self._source.field, start):
-            yield (len(value), value, value) if kind == "jsonl" else _piece(value)
+    def _table(self, kind: str, handle: Handle, start: int = 0) -> Iterator[Any]:
+        return READERS[kind](
+            handle, not isinstance(self._store, Distant), self._source.field, start
+        )
 
     def _open(self, key: str, planned: SourceFile | None = None) -> Handle:
         """Open a file. Raises MidstreamError if its size or stamp differs from `planned`."""
@@ -253,11 +307,6 @@ class SourceFiles:
             ) from error
         except Exception as error:  # pyarrow raises its own, ValueErrors and KeyErrors
             raise invalid("source", f"{key!r}: {error}") from error
-
-
-def _piece(value: Any) -> Piece:
-    """Return a document of a table, or of the request."""
-    return 1, value, to_msgpack(value)
 
 
 def _unit(start: int, stop: int, documents: int, weight: int, crc32: int) -> PlannedUnit:

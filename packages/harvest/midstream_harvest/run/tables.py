@@ -1,10 +1,9 @@
-"""Reads a column of Parquet, Arrow and CSV files row by row, and JSONL files line by line; one page
-or batch and one value are in memory at a time.
+"""Reads a column of Parquet, Arrow and CSV files row by row; one page or batch and one value are in
+memory at a time.
 """
 
 import io
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -16,8 +15,8 @@ from midstream.storage.store import Handle
 BATCH_ROWS = 1024
 #: About how many bytes these have at most.
 BATCH_BYTES = 4 << 20
-#: Bytes of a JSONL or CSV file that are read together.
-PIECE = 8 << 20
+#: Bytes of a CSV file that are read together.
+PIECE = 1 << 20
 #: First bytes of an Arrow file in the file format; the stream format has none.
 MAGIC = b"ARROW1"
 
@@ -97,24 +96,10 @@ def csv_values(handle: Handle, mapped: bool, field: str, start: int) -> Iterator
     return (row.get(field) for _, row in islice(rows, start, None))
 
 
-def jsonl_lines(handle: Handle, mapped: bool, field: str, start: int) -> Iterator[Any]:
-    """Yields the lines from byte `start` on, with their ends. Raises ValueError for one that is too
-    long.
-    """
-    file = io.BufferedReader(HandleFile(handle), PIECE)
-    file.seek(start)
-    lines = iter(partial(file.readline, MAX_DOCUMENT_BYTES + 1), b"")
-    for number, line in enumerate(lines, 1):
-        if len(line) > MAX_DOCUMENT_BYTES:
-            raise ValueError(f"line {number} is longer than {MAX_DOCUMENT_BYTES >> 20} MiB")
-        yield line
-
-
 READERS: dict[str, Callable[[Handle, bool, str, int], Iterator[Any]]] = {
     "parquet": parquet_values,
     "arrow": arrow_values,
     "csv": csv_values,
-    "jsonl": jsonl_lines,
 }
 TOO_LARGE = f": a document may have at most {MAX_DOCUMENT_BYTES:,}"
 

@@ -37,7 +37,7 @@ TEXTS = [f"document number {number} " + "x" * (number % 37) for number in range(
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source_files, "LEAST_WEIGHT", 1)
-    monkeypatch.setattr(tables, "PIECE", 1000)
+    monkeypatch.setattr(source_files, "PIECE", 1000)
 
 
 def reader(folder: Path, source: HarvestSource, **changes: Any) -> Reader:
@@ -203,7 +203,7 @@ def test_texts_of_a_dictionary_are_planned_by_what_they_hold(tmp_path: Path) -> 
 def test_a_document_that_is_too_large_is_named(
     tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (tables, csv_rows):
+    for module in (source_files, tables, csv_rows):
         monkeypatch.setattr(module, "MAX_DOCUMENT_BYTES", 1 << 20)
     write_texts(tmp_path / f"texts.{ending}", [*TEXTS[:100], "z" * (2 << 20), "after"])
     with refuses(
