@@ -107,6 +107,8 @@ async def test_a_process_that_was_killed_is_started_again(
     assert len(await made.read(plan, plan.units[0])) == 20
 
 
+# the loop that is over warns of the process that it has left
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_another_event_loop_gets_another_process(tmp_path: Path) -> None:
     """As where a worker hosts its engine again."""
     process = SourceProcess()
