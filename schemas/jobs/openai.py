@@ -6,7 +6,7 @@ serve are accepted only at the value that asks for nothing (`ONLY`), and refused
 any other field is unknown and refused as well.
 """
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -68,18 +68,11 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "prediction": (None,),
     "web_search_options": (None,),
 }
-if TYPE_CHECKING:
-    UnservedFields = ModelRequest
-else:
-    #: Each is kept as it came, so that nothing large is built to be refused. Left out: it asks for
-    #: nothing.
-    UnservedFields = msgspec.defstruct(
-        "UnservedFields",
-        [(name, msgspec.Raw | UnsetType, UNSET) for name in ONLY],
-        bases=(ModelRequest,),
-        module=__name__,
-        kw_only=True,
-    )
+
+
+#: A field of `ONLY`: kept as it came, so that nothing large is built to be refused. Left out: it
+#: asks for nothing.
+Unserved = msgspec.Raw | UnsetType
 
 
 class OpenAIError(Record):
@@ -130,7 +123,7 @@ class StreamOptions(Record):
     include_obfuscation: bool = False  # nothing is padded either way
 
 
-class OpenAIRequest(UnservedFields, kw_only=True):
+class OpenAIRequest(ModelRequest, kw_only=True):
     """Fields that both endpoints share.
 
     `temperature` is 1 by default, as in OpenAI's API; a job's is 0.
@@ -181,6 +174,12 @@ class OpenAIRequest(UnservedFields, kw_only=True):
     service_tier: Label | None = None
     store: bool | None = None
 
+    # Only at the value that asks for nothing: see `ONLY`
+    use_beam_search: Unserved = UNSET
+    truncate_prompt_tokens: Unserved = UNSET
+    logprob_token_ids: Unserved = UNSET
+    kv_transfer_params: Unserved = UNSET
+
 
 class CompletionRequest(OpenAIRequest, kw_only=True):
     """Body of `POST /v1/completions`."""
@@ -193,6 +192,9 @@ class CompletionRequest(OpenAIRequest, kw_only=True):
     echo: bool | None = False
     # whether texts get the special tokens that the tokenizer adds, such as BOS
     add_special_tokens: bool = True
+
+    best_of: Unserved = UNSET
+    suffix: Unserved = UNSET
 
 
 class ChatRequest(OpenAIRequest, kw_only=True):
@@ -215,6 +217,18 @@ class ChatRequest(OpenAIRequest, kw_only=True):
     reasoning_effort: Effort | None = None
     # further variables of the model's chat template
     chat_template_kwargs: msgspec.Raw | UnsetType = UNSET
+
+    functions: Unserved = UNSET
+    function_call: Unserved = UNSET
+    chat_template: Unserved = UNSET
+    documents: Unserved = UNSET
+    add_special_tokens: Unserved = UNSET
+    include_reasoning: Unserved = UNSET
+    verbosity: Unserved = UNSET
+    modalities: Unserved = UNSET
+    audio: Unserved = UNSET
+    prediction: Unserved = UNSET
+    web_search_options: Unserved = UNSET
 
 
 class CachedTokens(Record):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from ....schemas.access.handling import Handling, handling_of
 from ....schemas.artifacts.probes import ProbeUse
@@ -316,7 +316,7 @@ def _parsed(
 
 def _refuse_unserved(body: OpenAIRequest) -> None:
     for name, harmless in ONLY.items():
-        raw = getattr(body, name)
+        raw = getattr(body, name, UNSET)
         # a form of request may serve what another one does not
         if isinstance(raw, msgspec.Raw) and not _is_one_of(bytes(raw), harmless):
             shown = bytes(raw)[:80].decode(errors="replace")
