@@ -75,8 +75,8 @@ class Lanes:
         self.begun: dict[int, tuple[Recording, int]] = {}
         self.dropped = set[int]()  # lanes whose recordings dropped positions
         self._free = list[int]()
-        # the blocks of the last step's positions, kept until the forward is over
-        self._blocks: dict[int, list[RecordedBlock]] = {}
+        #: Lane → the blocks of its last step's positions, kept until the forward is over.
+        self.blocks: dict[int, list[RecordedBlock]] = {}
         # of each block of a lane: the position after its last one, and what the number of a row, of
         # the next port's row and of the mark are, less the position
         self.places = np.zeros((4, 2, 1), dtype=np.int64)
@@ -111,7 +111,7 @@ class Lanes:
     def remove(self, lanes: Iterable[int]) -> None:
         for lane in lanes:
             self.masks.give(self.recordings.pop(lane))
-            self._blocks.pop(lane, None)
+            self.blocks.pop(lane, None)
             self.dropped.discard(lane)
             self._free.append(lane)
 
@@ -131,14 +131,10 @@ class Lanes:
             )
         )
 
-    def blocks(self, lane: int) -> list[RecordedBlock]:
-        """Return the blocks of the last positions that were found."""
-        return self._blocks.get(lane, [])
-
     def find(self, lane: int, first: int, stop: int) -> None:
         """Find the blocks of the positions `first … stop`."""
         recording = self.recordings[lane]
-        before = self.blocks(lane)
+        before = self.blocks.get(lane)
         blocks = list[RecordedBlock]()
         at = first
         stops, rows, strides, marks = self.places[:, :, lane]
@@ -155,7 +151,7 @@ class Lanes:
             marks[number] = block.place.mark + slot
             blocks.append(block)
             at = block.span.stop
-        self._blocks[lane] = blocks
+        self.blocks[lane] = blocks
         self.known[lane] = at
         if not before or blocks[-1] is not before[-1]:
             # rows of drafts may be recorded again in the block that they are in now

@@ -230,6 +230,6 @@ class Places:
                 if not len(positions):
                     continue
                 readers = Readers(readers.stack, [*compress(readers.watches, needed.tolist())])
-            held = [self._lanes.blocks(lane) for lane in lanes]
+            held = list(map(self._lanes.blocks.get, lanes))
             found.append(ScoredRows(readers, positions, numbers, bank.all, landing, held))
         return found
