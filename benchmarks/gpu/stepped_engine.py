@@ -35,6 +35,10 @@ RING = 262_144
 TOKEN_S = 22e-6
 #: Batches with graphs on a GPU: smaller ones are padded.
 GRAPH_SIZES = [1, 64, 256]
+#: Steps before those that count, while requests begin and end.
+BEFORE = 60
+#: Token ids that prompts have in common, for triggers.
+COMMON = [7, 8, 9]
 #: Files larger than this are deleted after a run.
 KEPT_BYTES = 64 << 10
 
@@ -59,11 +63,11 @@ class Setup:
 
 @dataclass(frozen=True)
 class Work:
-    """Requests that all begin together.
+    """Requests that all begin together, or with `churn` one whenever another ends.
 
     Kinds: `stock` and `idle`: nothing is asked; `one`: each captures one layer; `steer`: each has a
     configuration of its own at all layers; `both`: that, and captures of all layers; `prompts`:
-    each captures all layers at its prompt.
+    each captures all layers at its prompt; `mixed`: in turn one of `mixed_wish`.
     """
 
     kind: str
@@ -72,6 +76,8 @@ class Work:
     generated: int = 128
     tag: str = "memory"
     switch: str = ""  # see `causes.SWITCHES`
+    churn: int = 0  # steps that count while requests begin and end; 0: all begin together
+    device_ms: float = 0.0  # of the timed device, for a step; 0: that of the `Setup`
 
 
 class Engine:
@@ -87,6 +93,7 @@ class Engine:
         self._sink = kit.Sink()
         self._runs = 0
         self._requests = 0
+        self._device_ms = setup.device_ms
         if setup.timed:
             self._patch()
         shape, self._settings, extra = self._configured(folder)
@@ -168,7 +175,7 @@ class Engine:
         def forward(model: Any, ids: Any = None, positions: Any = None, *_: Any, **__: Any) -> Any:
             rows = len(positions)
             prompts = max(0, rows - self._requests) * TOKEN_S
-            timed_device.forward(self._plane, self._setup.device_ms * 1e-3 + prompts)
+            timed_device.forward(self._plane, self._device_ms * 1e-3 + prompts)
             return hidden[:rows]
 
         LlamaForCausalLM.forward = forward
@@ -267,15 +274,17 @@ class Engine:
         """What each request asks for; its vectors are on the rank."""
         import numpy as np
 
-        from midstream.schemas.base.tensors import from_numpy
-        from midstream.schemas.requests.specs import StoredCapture, StoredSteering
+        from midstream.schemas.requests.specs import StoredCapture
 
         if work.kind in ("stock", "idle"):
             return [None] * work.requests
         layers = list(range(self._layers))
         draws = np.random.default_rng(1)
         wishes = []
-        for _ in range(work.requests):
+        for number in range(work.requests):
+            if work.kind == "mixed":
+                wishes.append(self._mixed(number, work, draws))
+                continue
             wish: dict[str, Any] = {}
             if work.kind != "steer":
                 at = layers[self._layers // 2 :][:1] if work.kind == "one" else layers
@@ -284,29 +293,103 @@ class Engine:
                     StoredCapture(sites={"post_block": at}, positions=positions, tag=work.tag)
                 ]
             if work.kind in ("steer", "both"):
-                vector = from_numpy(draws.standard_normal(self._hidden).astype(np.float32))
-                wish["steering"] = [
-                    StoredSteering(
-                        layers=layers,
-                        hook="post_block",
-                        positions="all",
-                        family="add",
-                        tensors=self._direct.hold([vector]),
-                        scale=0.1,
-                    )
-                ]
+                wish["steering"] = [self._steering(layers, draws)]
             wishes.append(wish)
         return wishes
 
-    def _add(self, number: int, tokens: list[int], work: Work, wish: dict[str, Any] | None) -> None:
-        """`wish`: None: of a request that is not ours."""
+    def _steering(self, layers: list[int], draws: Any, **fields: Any) -> Any:
+        """Return an edit with a vector of its own, which is on the rank."""
+        import numpy as np
+
+        from midstream.schemas.base.tensors import from_numpy
+        from midstream.schemas.requests.specs import StoredSteering
+
+        vector = from_numpy(draws.standard_normal(self._hidden).astype(np.float32))
+        return StoredSteering(
+            layers=layers,
+            hook="post_block",
+            positions="all",
+            family="add",
+            tensors=self._direct.hold([vector]),
+            scale=0.1,
+            **fields,
+        )
+
+    def _mixed(self, number: int, work: Work, draws: Any) -> dict[str, Any] | None:
+        """Return what one of mixed requests asks for: a trigger, a gate, a limit, a window, a
+        probe, every fourth token, sites of its own, its prompt alone, or nothing (two of ten).
+        """
+        import numpy as np
+
+        from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
+        from midstream.schemas.base.tensors import from_numpy
+        from midstream.schemas.prompts.selectors import Span
+        from midstream.schemas.prompts.windows import Trigger
+        from midstream.schemas.requests.specs import StoredCapture, probe_captures
+
+        layers = list(range(self._layers))
+        # two such sets: nothing here admits requests, so they keep to what the engine was made for
+        own = layers[number // 10 % 2 :: 4]
+        probes = list[StoredProbe]()
+        if number % 10 in (1, 4):
+            tensors = self._direct.hold(
+                [
+                    from_numpy(draws.standard_normal((1, self._hidden)).astype(np.float32)),
+                    from_numpy(np.zeros(1, dtype=np.float32)),
+                ]
+            )
+            content = ProbeContent(
+                hook="post_block",
+                layer=self._layers // 2,
+                tensors=tensors,
+                labels=["x"],
+                thresholds=[0.0],
+            )
+            actions = ["steer"] if number % 10 == 1 else []
+            probes.append(StoredProbe("probe", content.digest, content, actions=actions))
+
+        def captured(**fields: Any) -> list[StoredCapture]:
+            asked: dict[str, Any] = {"sites": {"post_block": [self._layers // 2]}}
+            return [StoredCapture(**asked | {"positions": "all", "tag": work.tag} | fields)]
+
+        made: list[dict[str, Any] | None] = [
+            {
+                "steering": [
+                    self._steering(layers, draws, trigger=Trigger(token_ids=[COMMON], after=3))
+                ]
+            },
+            {"steering": [self._steering(layers, draws, gate="probe")]},
+            {"steering": [self._steering(layers, draws, limit=0.5)]},
+            {"captures": captured(window=Span(last=4))},
+            {"captures": captured()},
+            {"captures": captured(every_n=4)},
+            {"captures": captured(sites={"post_block": own})},
+            {"captures": captured(positions="all_prompt")},
+            None,
+            None,
+        ]
+        wish = made[number % 10]
+        if wish is not None and probes:
+            wish["probes"] = probes
+            wish["captures"] = [*wish.get("captures", []), *probe_captures(probes)]
+        return wish
+
+    def _add(
+        self,
+        number: int,
+        tokens: list[int],
+        generated: int,
+        wish: dict[str, Any] | None,
+        place: int = 0,
+    ) -> None:
+        """`wish`: None: of a request that is not ours. `place`: of its vectors."""
         import direct
         from vllm import SamplingParams, TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         if wish is None:
             params = SamplingParams(
-                max_tokens=work.generated,
+                max_tokens=generated,
                 ignore_eos=True,
                 temperature=0,
                 output_kind=RequestOutputKind.DELTA,
@@ -317,7 +400,7 @@ class Engine:
             from midstream.workers.engine.vllm_output import sampling_params
 
             job = f"j{self._runs}-{number}"
-            ask = direct.request(number, tokens, work.generated, job=job, **wish)
+            ask = direct.request(number, tokens, generated, job=job, **wish)
             params = sampling_params(ask.sampling, rank_spec(ask))
             name = f"{job}.{number}.1"
         self._llm.add_request(name, TokensPrompt(prompt_token_ids=tokens), params)
@@ -331,9 +414,11 @@ class Engine:
         # what a client holds is elsewhere in a service
         self._llm.output_processor.request_states.clear()
         gc.collect()
+        self._device_ms = work.device_ms or self._setup.device_ms
         wishes = self._wishes(work)
         with causes.switched(work.switch, self._plane):
-            found: dict[str, Any] = self.thread.submit(self._steps, work, wishes).result()
+            steps = self._churned if work.churn else self._steps
+            found: dict[str, Any] = self.thread.submit(steps, work, wishes).result()
         self._clear()
         return found
 
@@ -353,7 +438,7 @@ class Engine:
         threads = step_clock.threads()
         began = time.perf_counter()
         for number, (tokens, wish) in enumerate(zip(prompts, wishes, strict=True)):
-            self._add(number, tokens, work, wish)
+            self._add(number, tokens, work.generated, wish)
         first = full = last = 0.0
         while core.scheduler.has_requests() or core.batch_queue:
             outputs, executed = core.step_fn()
@@ -385,13 +470,78 @@ class Engine:
             result["threads"] = {name: took * 1e3 / steps for name, took in names.items()}
         return result
 
+    def _churned(self, work: Work, wishes: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+        """Make steps in which requests end and others begin, each with half to one and a half times
+        as many tokens as asked. The time in which requests are added, which in a service is another
+        process's, does not count.
+        """
+        import kit
+        import numpy as np
+
+        self._runs += 1
+        self._requests = work.requests
+        core = self._core
+        prompts = kit.token_ids(work.requests, work.prompt, self._vocabulary, seed=self._runs)
+        draws = np.random.default_rng(5)
+        begun = 0
+
+        def add(least: int, most: int) -> None:
+            nonlocal begun
+            place = begun % work.requests
+            tokens = [begun % self._vocabulary, *prompts[place][1:-3], *COMMON]
+            self._add(begun, tokens, int(draws.integers(least, most)), wishes[place])
+            begun += 1
+
+        for _ in range(work.requests):
+            add(1, 2 * work.generated)
+        walls = list[float]()
+        busy = list[float]()
+        ended = 0
+        now = used = adding = adding_used = 0.0
+        while len(walls) < BEFORE + work.churn:
+            outputs, executed = core.step_fn()
+            core.post_step(model_executed=executed)
+            if not (outputs and (found := outputs.get(0)) is not None and found.outputs):
+                continue
+            self._sent.put(found)
+            before = now
+            used_before = used
+            now = time.perf_counter()
+            used = time.thread_time()
+            if before:
+                walls.append(now - before - adding)
+                busy.append(used - used_before - adding_used)
+            over = [each for each in found.outputs if each.finish_reason is not None]
+            ended += len(over)
+            for _ in over:
+                add(work.generated // 2, work.generated * 3 // 2)
+            adding = time.perf_counter() - now
+            adding_used = time.thread_time() - used
+        while core.scheduler.has_requests() or core.batch_queue:
+            core.step_fn()
+        received = -1
+        while received != self._sink.count:  # until no more receipts come
+            received = self._sink.count
+            time.sleep(0.5)
+        assert not self._sink.failed, self._sink.failed[:1]
+        steps = np.sort(walls[BEFORE:]) * 1e3
+        return {
+            "mean": float(steps.mean()),
+            "median": float(np.median(steps)),
+            "p95": float(np.quantile(steps, 0.95)),
+            "longest": float(steps[-1]),
+            "busy": float(np.mean(busy[BEFORE:])) * 1e3,
+            "ended": ended,
+        }
+
     def _durable(self, work: Work, received: int, wishes: Sequence[Any]) -> float:
         """Return when the last receipt came."""
         core = self._core
         end = time.monotonic() + 60
-        while self._sink.count - received < len(wishes) and time.monotonic() < end:
+        wanted = len([wish for wish in wishes if wish is not None])
+        while self._sink.count - received < wanted and time.monotonic() < end:
             core.step_fn() if core.scheduler.has_requests() else time.sleep(0.002)
-        assert self._sink.count - received == len(wishes), "not all receipts came"
+        assert self._sink.count - received == wanted, "not all receipts came"
         if work.switch:  # without one of its parts, the product is right to fail requests
             self._sink.failed.clear()
         assert not self._sink.failed, self._sink.failed[:1]

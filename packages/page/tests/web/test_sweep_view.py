@@ -524,7 +524,7 @@ def test_a_closer_look_is_the_one_of_the_python_client(
             layers=list(numbers),
             columns=list(range(columns[0], columns[1] + 1)),
         )
-        pairs, fields = study._zoomed(region, None, None, None, {})
+        pairs, fields = study._zoomed(region, None, {})
         made = visit.page.evaluate(
             """async ([view, part]) =>
              (await import("/page/lib/sweep_request.js"))
