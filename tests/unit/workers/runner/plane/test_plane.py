@@ -474,6 +474,17 @@ def test_rows_that_were_not_recorded_are_not_served(
     assert "served by the prefix cache, are not available" in told["j2"].message
 
 
+def test_a_request_that_resumes_where_its_last_step_began_changes_no_kept_row(rig: Rig) -> None:
+    rig.plane.block_size = 4
+    request = capturing(1)
+    keeping = Keeping(keep=[KeptBlock("1", 0, 0, 4, 7)])
+    rig.step((request, 0, 4), new=[request], keeping=keeping)
+    recording = rig.plane._tracked["1"].recordings[0]
+    kept = recording.held
+    rig.step((request, 0, 4), new=[request])  # as the v2 runner tells of a preempted request
+    assert kept[0] not in recording._blocks.values()
+
+
 def test_rows_stay_where_they_are_recorded(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = rig.plane.banks.first.planner._lanes.memory
     taken = mock.Mock(wraps=memory.take)

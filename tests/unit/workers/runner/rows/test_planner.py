@@ -29,8 +29,9 @@ from midstream.schemas.prompts.selectors import HOOKS, PositionWindow, select
 from midstream.schemas.requests.specs import SteeringRow, columns_of
 from midstream.workers.runner.base.engine_step import StepView
 from midstream.workers.runner.rows import buffers
-from midstream.workers.runner.rows.arena import Arena, BankRows
+from midstream.workers.runner.rows.arena import Arena, BankRows, RecordedBlock
 from midstream.workers.runner.rows.buffers import Staging
+from midstream.workers.runner.rows.capture import Recording
 from midstream.workers.runner.rows.slot_table import SlotTable, SlotValue, StepTokens
 from midstream.workers.runner.rows.step_places import layout_of
 
@@ -495,3 +496,25 @@ def test_a_repeated_step_is_planned_as_a_new_one_would_be(elsewhere: bool, sent:
         assert finished.positions == [*range(14, 29), *range(31, 35)], "two were dropped"
         found = rows_of(finished, "pre_attn", 1)
         assert (found == wanted_rows(requests[3], finished, "pre_attn", 1)).all()
+
+
+def test_a_step_looks_for_blocks_of_the_request_that_begins_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rank = Rank()
+    captures = [capture(post_block=[1])]
+    running = [rank.admit(Request(number, 4, 9, captures)) for number in range(8)]
+    rank.step(*((request, 0, 4) for request in running))
+    rank.step(*((request, 4, 1) for request in running))
+    looked = list[Recording]()
+    found = Recording.block_of
+
+    def noted(recording: Recording, position: int, memory: BankRows) -> RecordedBlock | None:
+        looked.append(recording)
+        return found(recording, position, memory)
+
+    monkeypatch.setattr(Recording, "block_of", noted)
+    begins = rank.admit(Request(8, 4, 9, captures))
+    rank.planner.erase(running.pop().tracked.slot)  # as when another ends
+    rank.step(*((request, 5, 1) for request in running), (begins, 0, 4))
+    assert {id(each) for each in looked} == {id(begins.tracked.recordings[0])}
