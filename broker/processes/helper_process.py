@@ -9,12 +9,14 @@ import ctypes
 import os
 import resource
 import signal
+import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from ...schemas.base.errors import MidstreamError, Problem, error_of
 from ...schemas.base.records import Wire, from_msgpack, to_msgpack
@@ -30,8 +32,6 @@ ENDING_S = 5.0
 TRIM_BYTES = 64 * 1024
 #: Bytes of a message's length, which precedes the message.
 _LENGTH = 8
-#: Bytes of an answer that are read ahead.
-_BUFFER = 1 << 20
 
 
 class HelperReply(Wire):
@@ -53,16 +53,16 @@ class HelperEnded(Exception):
 
 class HelperProcess:
     """A process that runs a module, started when it is first asked and again after its end. It
-    gets one question at a time. One that an event loop has left behind is ended by the next.
+    gets one question at a time, from any event loop: a thread waits for its answer.
     """
 
     def __init__(self, module: str, *arguments: object, **environment: str) -> None:
         """`environment`: variables besides those of this process."""
         self._command = ["-m", module, *map(str, arguments)]
         self._environment = environment
-        self.process: asyncio.subprocess.Process | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None  # in which it was started
+        self.process: subprocess.Popen[bytes] | None = None
         self._ready = False  # it has reported that it is ready
+        self._turn = threading.Lock()
 
     async def ask(self, question: bytes, patience_s: float | None = None) -> bytes:
         """Return the answer to a question; empty if the helper lacks what the question names.
@@ -70,74 +70,87 @@ class HelperProcess:
         Raises MidstreamError as the helper did, OSError if no process can be started, and
         HelperEnded, also after `patience_s`. If it is cancelled, the process is ended.
         """
-        process = await self.start()
+        process = self.start()
+        exchange = asyncio.create_task(asyncio.to_thread(self._exchange, process, question))
+        try:
+            await asyncio.wait([exchange], timeout=patience_s)
+        except asyncio.CancelledError:
+            exchange.cancel()
+            raise
+        finally:
+            if not exchange.done():
+                self.process = None
+                process.kill()
+        reply = await exchange
+        if reply.problem is not None:
+            raise error_of(reply.problem)
+        return reply.answer
+
+    def _exchange(self, process: subprocess.Popen[bytes], question: bytes) -> HelperReply:
+        """Send a question and wait for its answer. Raises HelperEnded."""
         assert process.stdin is not None
         assert process.stdout is not None
         reply = HelperReply()
-        try:
-            async with asyncio.timeout(patience_s):
+        with self._turn:
+            try:
                 if not self._ready:
-                    await _read(process.stdout)
+                    _read(process.stdout)
                     self._ready = True
                 process.stdin.write(len(question).to_bytes(_LENGTH, "big"))
                 process.stdin.write(question)
-                await process.stdin.drain()
-                while (received := await _read(process.stdout)).at:
+                process.stdin.flush()
+                while (received := _read(process.stdout)).at:
                     reply = received
-        except (EOFError, OSError) as error:
-            status = await self.end(0.0 if isinstance(error, TimeoutError) else ENDING_S)
-            raise HelperEnded(status, reply.at, self._ready) from error
-        except BaseException:  # cancelled before the answer was complete
-            self.process = None
-            _kill(process)
-            raise
-        if received.problem is not None:
-            raise error_of(received.problem)
-        return received.answer
+            except (EOFError, OSError) as error:
+                raise HelperEnded(_ended(process, ENDING_S), reply.at, self._ready) from error
+        return received
 
-    async def start(self) -> asyncio.subprocess.Process:
+    def start(self) -> subprocess.Popen[bytes]:
         """Start the process if it does not run; its first question need not wait for it then."""
-        loop = asyncio.get_running_loop()
-        if self.process is not None and self._loop is not loop:
-            _kill(self.process)
-            self.process = None
-        if self.process is None or self.process.returncode is not None:
+        if self.process is None or self.process.poll() is not None:
             self._ready = False
-            self._loop = loop
-            self.process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                *self._command,
-                str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=_BUFFER,
+            self.process = subprocess.Popen(
+                [sys.executable, *self._command, str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl+C is for this process, with which it ends
                 env={**os.environ, **self._environment},
             )
         return self.process
 
-    async def end(self, wait_s: float = 0.0) -> int:
-        """Kill the process after `wait_s` seconds, in which it may exit; return its status."""
+    async def end(self) -> None:
+        """Kill the process."""
         process = self.process
         self.process = None
-        if process is None:
-            return 0
-        try:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), wait_s)
-        finally:
-            _kill(process)
-        return await process.wait()
+        if process is not None:
+            await asyncio.to_thread(_ended, process)
 
 
-def _kill(process: asyncio.subprocess.Process) -> None:
-    with suppress(ProcessLookupError):
+def _ended(process: subprocess.Popen[bytes], wait_s: float = 0.0) -> int:
+    """Kill a process after `wait_s` seconds, in which it may exit; return its status."""
+    try:
+        return process.wait(wait_s)
+    except subprocess.TimeoutExpired:
         process.kill()
+        return process.wait()
+    finally:
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
 
-async def _read(answers: asyncio.StreamReader) -> HelperReply:
-    size = int.from_bytes(await answers.readexactly(_LENGTH), "big")
-    return from_msgpack(await answers.readexactly(size), HelperReply)
+def _read(answers: IO[bytes]) -> HelperReply:
+    """Read a reply. Raises EOFError."""
+    size = int.from_bytes(_exactly(answers, _LENGTH), "big")
+    return from_msgpack(_exactly(answers, size), HelperReply)
+
+
+def _exactly(answers: IO[bytes], size: int) -> bytes:
+    found = answers.read(size)
+    if len(found) < size:
+        raise EOFError
+    return found
 
 
 # --- The helper

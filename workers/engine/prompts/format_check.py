@@ -150,7 +150,7 @@ class FormatChecker:
     async def begin(self) -> None:
         """Start the process before the first constraint arrives."""
         async with self._turns.turn(""):
-            await self._helper.start()
+            self._helper.start()
 
     async def _ask(self, raw: bytes) -> str:
         """Have the process check a constraint; returns why it is refused, or ""."""

@@ -327,11 +327,11 @@ async def test_a_dead_tokeniser_process_is_replaced() -> None:
     async with served() as (helpers, codec):
         await codec.encode([text], special_tokens=False)
         (helper,) = helpers._all
-        process = await helper.start()
+        process = helper.start()
         os.kill(process.pid, signal.SIGKILL)
-        await process.wait()
+        process.wait()
         assert await codec.encode([text], special_tokens=False) == here([text], False)
-        process = await helper.start()
+        process = helper.start()
         os.kill(process.pid, signal.SIGSTOP)
         work = asyncio.ensure_future(codec.encode([text], special_tokens=False))
         await asyncio.sleep(0.1)
