@@ -113,7 +113,7 @@ types: $(READY)
 	@mkdir -p .cache/types && ln -sfn "$(CURDIR)" .cache/types/midstream
 	@ln -sfn $(foreach name,$(PACKAGES),"$(CURDIR)/packages/$(name)/midstream_$(name)") .cache/types/
 	@cd .cache/types && MYPYPATH=".:$(CURDIR)/tests/fake_engine" "$(abspath $(BIN))/mypy" --config-file "$(CURDIR)/pyproject.toml" --cache-dir "$(CURDIR)/.mypy_cache" \
-	  $(or $(BESIDE:%=-p midstream_%),-m midstream $(CORE:%=-p midstream.%) $(PACKAGES:%=-p midstream_%) -p midstream_fake_engine)
+	  $(or $(BESIDE:%=-p midstream_%),-m midstream $(CORE:%=-p midstream.%) $(if $(PACKAGE),,$(PACKAGES:%=-p midstream_%)) -p midstream_fake_engine)
 
 files: ## one line for each file of the product: what it is
 	@python3 tools/tree.py

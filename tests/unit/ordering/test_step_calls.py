@@ -1,21 +1,23 @@
 """What a rank does in each step in which all requests decode: Python calls of ours on the model's
-thread, whether another thread runs, and the work that is queued on the forward's stream.
+thread, whether another thread runs, and the work that is queued on the forward's stream. And in a
+step in which one request ends and another begins: nothing for those that stay.
 """
 
 import gc
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 import msgspec
 import numpy as np
 import pytest
 import torch
 from late_device import KIND, Device
+from line_kit import python_lines
 from lora_kit import ADAPTER, holding_adapter
 from rank_kit import plane_config, view_of
 from wait_kit import warn_if_late
@@ -35,7 +37,7 @@ from midstream.schemas.requests.specs import (
     with_columns,
 )
 from midstream.workers.runner.base.config import RankPlace
-from midstream.workers.runner.base.engine_step import NewRequest
+from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.hooks.sites import RankSite, Sizes, buffers_of
 from midstream.workers.runner.plane.data_plane import DataPlane
 
@@ -87,8 +89,8 @@ class Load:
 
     def __init__(self, kind: str, requests: int, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self._kind = kind
-        self._requests = requests
-        self._position = 0
+        self._at: dict[str, int] = {}  # request → position of its next row
+        self._begun = requests
         self.calls = 0
         self.queued = 0
         self.counted = False
@@ -97,10 +99,13 @@ class Load:
         with self.device.calls():
             self._make(folder)
             self.plane.rank_state.put_vectors({content_hash(each): each for each in WEIGHTS})
-            new = [] if kind == "idle" else [self._new(number) for number in range(requests)]
-            self._step(new, PROMPT)
+            new = [self._new(number) for number in range(requests)]
+            if kind == "idle":
+                self._at = {each.id: 0 for each in new}
+                new = []
+            self._step(new)
             for _ in range(3):  # one is planned, the next is found to repeat it
-                self._step([], 1)
+                self._step()
 
     def _make(self, folder: Path) -> None:
         sites = [RankSite("post_block", layer, "pair") for layer in range(LAYERS)]
@@ -188,14 +193,20 @@ class Load:
         finally:
             sys.setprofile(None)
 
-    def _step(self, new: list[NewRequest], count: int) -> None:
-        windows = [(f"r{number}", self._position, count) for number in range(self._requests)]
-        self._position += count
+    def _step(
+        self, new: Sequence[NewRequest] = (), ended: Mapping[str, Finish] = MappingProxyType({})
+    ) -> None:
+        for each in ended:
+            del self._at[each]
+        self._at |= {each.id: 0 for each in new}
+        windows = [(each, at, 1 if at else PROMPT) for each, at in self._at.items()]
+        self._at = {each: at + count for each, at, count in windows}
+        rows = sum(count for *_, count in windows)
         plane = self.plane
         first = self.device.first
         before = first.issued
         with self._counting():
-            plane.begin(new, {}, 0)
+            plane.begin(list(new), dict(ended), 0)
             plane.choose(windows)
             plane.plan(view_of(*windows, inputs=self._inputs))
         self.queued += first.issued - before
@@ -208,7 +219,7 @@ class Load:
 
             def forward() -> None:
                 counts.add_(torch.from_numpy(due.counts))
-                sizes[edited, : self._requests * count] = 0.1
+                sizes[edited, :rows] = 0.1
 
             self.device.launch(forward)
         before = first.issued
@@ -217,6 +228,18 @@ class Load:
             if (found := plane.banks.found()) is not None:
                 found()
         self.queued += first.issued - before
+
+    def turn(self) -> int:
+        """Return how many of our lines run in a step before which a request ends and another
+        begins.
+        """
+        gc.collect()
+        first = next(iter(self._at))
+        ended = Finish([1] * (self._at[first] + 1), aborted=False)
+        new = self._new(self._begun)
+        self._begun += 1
+        with self.device.calls():
+            return python_lines(lambda: self._step([new], {first: ended}))
 
     def count(self) -> tuple[int, int, float]:
         """Per step: calls on the model's thread, and operations that were queued on the forward's
@@ -228,13 +251,28 @@ class Load:
         before = _others()
         with self.device.calls():
             for _ in range(STEPS):
-                self._step([], 1)
+                self._step()
             self.counted = False
             after = _others()
             requests = self.plane._requests
             assert not any(tracked.failure for tracked in requests.tracked.values())
             assert self._kind == "idle" or self.plane.banks.first.planner.repeats
         return round(self.calls / STEPS), round(self.queued / STEPS), after - before
+
+
+@pytest.mark.slow("every line is counted: 320 requests begin")
+@pytest.mark.parametrize("kind", ["one", "steer", "both"])
+def test_a_request_that_begins_and_one_that_ends_cost_nothing_for_those_that_stay(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = []
+    for requests in (64, MOST):
+        load = Load(kind, requests, tmp_path / str(requests), monkeypatch)
+        # in some steps rows of all requests come to a new block
+        lines.append(min(load.turn() for _ in range(4)))
+    print(f"{kind}: {lines} lines with 64 and {MOST} requests")
+    few, many = lines
+    assert many == few
 
 
 def _others() -> float:

@@ -1,5 +1,6 @@
 """An engine step as the data plane sees it, the same for vLLM's v1 and v2 runners."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,6 +105,10 @@ class StepView:
         """The rows of each request. Steps that repeat the last one do without them."""
         numbers = (np.cumsum(self.counts) - self.counts, self.counts, self.positions, self.samples)
         return list(map(RequestRows, self.ids, *(each.tolist() for each in numbers)))
+
+    def first_of(self, request: str) -> int:
+        """Return the position of a request's first row; `sys.maxsize` if it has none."""
+        return int(self.positions[self.ids.index(request)]) if request in self.ids else sys.maxsize
 
     def token_ids(self) -> np.ndarray:
         """Return the token id of each row; waits until the device has sampled it."""

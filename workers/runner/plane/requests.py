@@ -94,6 +94,8 @@ class Requests:
         if tracked.spec.rows:
             self.edited -= 1
         self.stale.pop(slot, None)
+        for sizes in tracked.sizes.values():
+            sizes.leave()
         self.slots.give(slot)
         tracked.slot = 0
         self.forget_plan()

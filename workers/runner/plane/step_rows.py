@@ -30,7 +30,7 @@ from .step_parts import RanStep, StepBatch, StepPart
 class _Edited(NamedTuple):
     """The requests with sizes in steps that edit the same ones, until the tracked ones change."""
 
-    key: tuple[object, ...]  # the changes so far, the edited requests, and all of the step
+    key: tuple[object, ...]  # the changes so far, all requests of the step, and which were edited
     slots: np.ndarray  # of each one's sizes
     places: np.ndarray  # of each in the step
 
@@ -205,7 +205,7 @@ class RowsPart(StepPart):
 
     def _sized(self, bank: Bank, item: StepSizes) -> None:
         """Keep the sizes of a step's edits with their requests."""
-        key = self.requests.changes, item.edited, item.view.ids
+        key = self.requests.changes, item.view.ids, item.edited.tobytes()
         known = self._edited.get(bank.name)
         if known is None or known.key != key:
             known = self._edited[bank.name] = self._edited_in(bank, item, key)
@@ -214,20 +214,15 @@ class RowsPart(StepPart):
                 self.requests.check_sizes(tracked)
 
     def _edited_in(self, bank: Bank, item: StepSizes, key: tuple[object, ...]) -> _Edited:
-        found = [
-            (tracked, place)
-            for place, request in enumerate(item.view.ids)
-            if (tracked := self.requests.tracked.get(request)) is not None and not tracked.reported
-            if request in item.edited or bank.name in tracked.sizes
-        ]
-        for tracked, _ in found:
-            if bank.name not in tracked.sizes:
-                tracked.sizes[bank.name] = bank.sizes.begin()
-        return _Edited(
-            key,
-            np.array([tracked.sizes[bank.name].slot for tracked, _ in found], dtype=np.int64),
-            np.array([place for _, place in found], dtype=np.int64),
-        )
+        ids = item.view.ids
+        requests = self.requests.slots_of(ids)
+        begun = item.edited & (requests > 0) & ~bank.sizes.has(requests)
+        for place in np.flatnonzero(begun).tolist():
+            tracked = self.requests.tracked[ids[place]]
+            if not tracked.reported:
+                tracked.sizes[bank.name] = bank.sizes.begin(tracked.slot)
+        places = np.flatnonzero(bank.sizes.has(requests))
+        return _Edited(key, requests[places], places)
 
     def _miscounted(self, miscount: Miscount) -> None:
         """Fail the request; if its rows were not captured as planned, also requests that may have

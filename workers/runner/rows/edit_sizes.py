@@ -32,8 +32,9 @@ class RequestSizes:
     """The sizes of one request in one bank."""
 
     _table: "SizeTable"
-    slot: int  # of the request in the table
+    slot: int  # of the request; 0: its sizes are out of the table
     too_large: str = ""  # the first edit that exceeded its limit, by position and site
+    _last: tuple[int, int, float] = (_NONE, 0, 0.0)  # see `exceed`, of its last step
     # number → the block's place in the arena, and its memory
     blocks: dict[int, tuple[int, np.ndarray]] = field(default_factory=dict)
 
@@ -43,11 +44,25 @@ class RequestSizes:
         places = [(number, start) for number, (start, _) in sorted(self.blocks.items())]
         return RecordedSizes(self._table.names, places)
 
+    def leave(self) -> None:
+        """Leave the table."""
+        if self.slot:
+            self._last = self._table.leave(self.slot)
+            self.slot = 0
+
     def close(self, stop: int) -> None:
         """Leave the table; no position from `stop` on counts."""
-        if self.slot >= 0:
-            self._table.close(self, stop)
-            self.slot = -1
+        self.leave()
+        if self._last[0] < stop:
+            self.exceed(*self._last)
+
+    def exceed(self, position: int, number: int, size: float) -> None:
+        """Keep that the edit at this position and site exceeded its limit."""
+        site = self._table.sites[number]
+        self.too_large = self.too_large or (
+            f"the edit at {site.hook} of layer {site.layer}, position {position} is "
+            f"{size:.4g} times as long as its row: more than its limit"
+        )
 
 
 # Each size is kept (a thousandth of the KV cache), so that the median is exact. A histogram took
@@ -61,20 +76,25 @@ class SizeTable:
         self.names = to_msgpack([(site.hook, site.layer) for site in sites])
         self._memory = BankRows(arena, max(1, len(sites)), torch.float32)
         self._all = self._memory.all.numpy()
-        self._requests: list[RequestSizes | None] = []  # by slot
-        # by slot: positions of the block that the request is in, and how far the numbers of its
-        # rows are from the positions; the first position without sizes; of the first edit that
-        # exceeded its limit in the request's last step, the position, the site and the size
-        self._of = np.zeros(0, [(name, np.int64) for name in _OF] + [("size", np.float32)])
+        self._requests: dict[int, RequestSizes] = {}  # by slot
+        # by slot: whether a request here has it; positions of the block that the request is in, and
+        # how far the numbers of its rows are from the positions; the first position without sizes;
+        # of the first edit that exceeded its limit in the request's last step, the position, the
+        # site and the size
+        numbers = [(name, np.int64) for name in _OF]
+        self._of = np.zeros(1, [("used", np.bool_), *numbers, ("size", np.float32)])
 
-    def begin(self) -> RequestSizes:
-        """Return the sizes of another request."""
-        if None not in self._requests:
-            more = max(16, len(self._requests))
-            self._requests += [None] * more
+    def has(self, slots: np.ndarray) -> np.ndarray:
+        """Return whether the requests of these slots are in the table, bool."""
+        more = int(slots.max(initial=0)) + 1 - len(self._of)
+        if more > 0:
             self._of = np.append(self._of, np.zeros(more, self._of.dtype))
-        slot = self._requests.index(None)
-        self._of[slot] = (0, 0, 0, 0, _NONE, 0, 0)
+        found: np.ndarray = self._of["used"][slots]
+        return found
+
+    def begin(self, slot: int) -> RequestSizes:
+        """Return the sizes of another request, of which `has` was asked."""
+        self._of[slot] = (True, 0, 0, 0, 0, _NONE, 0, 0)
         made = self._requests[slot] = RequestSizes(self, slot)
         return made
 
@@ -104,8 +124,9 @@ class SizeTable:
             values = values[matters]
         of = self._of[slot]
         rows = of["ahead"] + positions
-        if ((positions < of["first"]) | (positions >= of["stop"])).any():
-            rows = self._rows_of(slot, positions)
+        outside = (positions < of["first"]) | (positions >= of["stop"])
+        if outside.any():
+            rows[outside] = self._rows_of(slot[outside], positions[outside])
         self._all[rows] = values
         # positions ascend, so that the last one of each request is kept
         self._of["reached"][slot] = np.maximum(of["reached"], positions + 1)
@@ -118,15 +139,14 @@ class SizeTable:
         self._of["size"][found] = -values[row, site]
         return exceeded
 
-    def close(self, sizes: RequestSizes, stop: int) -> None:
-        """Forget a request, of which positions below `stop` count."""
-        self._accept(np.array([sizes.slot]), np.array([stop]))
-        self._requests[sizes.slot] = None
-
-    def _sizes_at(self, slot: int) -> RequestSizes:
-        sizes = self._requests[slot]
-        assert sizes is not None, "slots in use have a request"
-        return sizes
+    def leave(self, slot: int) -> tuple[int, int, float]:
+        """Forget a request. Return the first edit of its last step that exceeded its limit, see
+        `RequestSizes.exceed`; its position is `sys.maxsize` if there was none.
+        """
+        del self._requests[slot]
+        *_, position, number, size = self._of[slot].item()
+        self._of[slot] = 0
+        return position, number, size
 
     def _accept(self, slots: np.ndarray, stops: np.ndarray) -> bool:
         """Know that of the requests' last steps the positions below `stops` count, and no others;
@@ -135,12 +155,7 @@ class SizeTable:
         exceeded = slots[self._of["beyond"][slots] < stops]
         for slot in exceeded.tolist():  # their requests fail
             *_, position, number, size = self._of[slot].item()
-            sizes = self._sizes_at(slot)
-            site = self.sites[number]
-            sizes.too_large = sizes.too_large or (
-                f"the edit at {site.hook} of layer {site.layer}, position {position} is "
-                f"{size:.4g} times as long as its row: more than its limit"
-            )
+            self._requests[slot].exceed(position, number, size)
         self._of["beyond"][slots] = _NONE
         return bool(len(exceeded))
 
@@ -154,7 +169,7 @@ class SizeTable:
 
     def _enter(self, slot: int, number: int) -> int:
         """Have a request be in this block; return how far rows are from positions there."""
-        blocks = self._sizes_at(slot).blocks
+        blocks = self._requests[slot].blocks
         if number not in blocks:
             start, memory = self._memory.take(SPAN * self._memory.row_bytes)
             memory.view(np.float32)[:] = np.nan

@@ -27,6 +27,8 @@ from ....schemas.requests.specs import RankSpec
 from ..base.engine_step import StepView
 from ..base.host_memory import locked_like
 from ..hooks.sites import RankSite
+from .slot_table import StepTokens
+from .step_places import Places
 
 #: Column of `counts` → description of what is counted.
 _WHAT = {
@@ -35,8 +37,7 @@ _WHAT = {
     CAPTURED_AFTER: "rows captured after edits",
 }
 
-#: Of a step without edits: `Due.edited` and `Due.sites`.
-_NO_EDITS = frozenset[str](), np.zeros(0, dtype=np.int64)
+_NO_SITES = np.zeros(0, dtype=np.int64)
 _DTYPES = {"counts": np.int32, "sizes": np.float32, "sums": np.float32}
 
 
@@ -66,16 +67,22 @@ class Due:
     """Counts that the sites of one step must reach, and for which requests."""
 
     counts: np.ndarray  # int32 [sites, COUNTS]
-    edits: Sequence[tuple[str, np.ndarray]]  # request → sites that edit its rows, bool [sites]
-    # request → ports that capture its rows, bool [2 · sites]
-    captures: Sequence[tuple[str, np.ndarray]]
+    tokens: StepTokens
+    places: Places | None  # of the captured rows
     masks: np.ndarray  # bool [n, sites]: sites that each configuration of the step edits
     masked: np.ndarray  # [tokens, columns]: the numbers of those that edit each token
 
     @cached_property
-    def edited(self) -> frozenset[str]:
-        """The requests whose rows are edited."""
-        return frozenset(request for request, _ in self.edits)
+    def edited(self) -> np.ndarray:
+        """Whether rows of each request of the step are edited, bool `[requests]`."""
+        found = np.zeros(len(self.tokens.ids), dtype=bool)
+        found[self.tokens.members[np.flatnonzero(self.masked.any(axis=1))]] = True
+        return found
+
+    @cached_property
+    def edits(self) -> bool:
+        """Whether rows are edited."""
+        return bool(self.edited.any())
 
     @cached_property
     def sites(self) -> np.ndarray:
@@ -115,22 +122,25 @@ class Due:
         """Return the requests whose rows the site was to edit or capture; if it was planned for
         none, all requests of the step with edits or captures.
         """
+        ids = self.tokens.ids
+        captures = [] if self.places is None else self.places.captures()
         if column == EDITED:
-            members = self.edits
-            place = site
+            rows = np.flatnonzero(self.masks[:, site][self.masked].any(axis=1))
+            planned = [ids[number] for number in np.unique(self.tokens.members[rows]).tolist()]
         else:
-            members = self.captures
             place = 2 * site + (column == CAPTURED_AFTER)
-        return [request for request, mask in members if mask[place]] or [
-            request for request, _ in (*self.edits, *self.captures)
-        ]
+            planned = [request for request, mask in captures if mask[place]]
+        if planned:
+            return planned
+        edited = [ids[number] for number in np.flatnonzero(self.edited).tolist()]
+        return [*edited, *(request for request, _ in captures)]
 
 
 class StepSizes(NamedTuple):
     """The relative sizes of one step's edits in one bank."""
 
     view: StepView
-    edited: frozenset[str]  # the requests whose rows were edited
+    edited: np.ndarray  # bool [requests of the step], whether their rows were edited
     sites: np.ndarray  # int64 [sites], their numbers
     # float32 [sites, rows of the step], as `kernels.plan.Buffers.sizes`; NaN: not edited
     values: np.ndarray
@@ -335,10 +345,10 @@ class FiniteCheck:
         """
         findings = list[NonFiniteRow | Miscount | StepSizes]()
         last = -1
-        for number, item in enumerate(self.pending if needed else ()):
-            places = zip(item.view.ids, item.view.positions.tolist(), strict=True)
-            if any(first < (needed or {}).get(request, 0) for request, first in places):
-                last = number
+        for request, rows in (needed or {}).items():
+            for number, item in enumerate(self.pending):
+                if number > last and item.view.first_of(request) < rows:
+                    last = number
         while self.pending:
             event = self.pending[0].event
             if last < 0 and event is not None and not event.query():
@@ -363,8 +373,11 @@ class FiniteCheck:
             found += item.non_finite(self._sites)
         if seen.sizes is not None and self._whole:
             sizes = seen.sizes if item.sound else seen.sizes.clip(-LARGEST_SIZE, LARGEST_SIZE)
-            edited, sites = (due.edited, due.sites) if due is not None else _NO_EDITS
-            found.append(StepSizes(item.view, edited, sites, sizes))
+            if due is None:
+                edited = np.zeros(len(item.view.ids), dtype=bool)
+                found.append(StepSizes(item.view, edited, _NO_SITES, sizes))
+            else:
+                found.append(StepSizes(item.view, due.edited, due.sites, sizes))
         return found
 
 

@@ -20,6 +20,7 @@ from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.model.banks import RESIDUAL
 from ....schemas.prompts.selectors import select
 from ....schemas.requests.specs import RankSpec, SteeringRow, WriterWork
+from ..base.engine_step import StepView
 from ..edits.steering_tables import RowTable
 from ..edits.triggers import Search, TriggeredGate
 from ..hooks.sites import RankSite
@@ -170,17 +171,17 @@ class Planner:
         self._chosen = np.zeros((0, 1), dtype=np.int64)
         self._edits_of = np.zeros(0, dtype=np.int64)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
+        self._tokens = StepTokens(StepView([], [], [], []), np.zeros(0, dtype=np.int64))
         # this step has the last step's edits; all of its plan, at later positions
         self._same = self.repeats = False
         self._whole = True  # the next step may have this one's captures
         self._firsts = np.flatnonzero([site.leads for site in self._sites])  # of each launch
         self._launch_sizes = np.diff(self._firsts, append=len(self._sites))
         self._edit_counts = np.zeros(len(self._sites), dtype=np.int32)  # planned edits of each site
-        self._edited: list[tuple[str, np.ndarray]] = []  # (request, sites that edit its rows)
         # sites that each configuration of the step edits, `[n, sites]`, of which 0 is none; which
         # of these edit each token, `[tokens, columns]`
         self._masks = np.zeros((1, len(self._sites)), dtype=bool)
-        self._masked: np.ndarray = np.zeros((0, 1), dtype=np.int64)
+        self._masked = self._named
         self.due: Due | None = None  # work planned for the current forward's sites; None: nothing
         self._planned: Due | None = None  # the work in `_plan`
         self._launched: list[RankSite] = []  # sites whose launches have work in `_plan`
@@ -233,6 +234,7 @@ class Planner:
         """Begin a step's plan, with the edits of its tokens; on an error nothing is edited.
         Precedes `plan_capture`.
         """
+        self._tokens = tokens
         named = self._steering.at(tokens)
         self._same = tokens.again and np.array_equal(named, self._named)
         if not self._same:
@@ -240,42 +242,36 @@ class Planner:
             self._named = named
             self._edits_of = self._table.num_sites[named].sum(axis=1)
             if named.any():
-                self._plan_edits(tokens, named)
-        if self._edited:
+                self._plan_edits(named)
+        if len(self._edited_tokens):
             new = np.where(tokens.positions >= slots.reached[tokens.slots], self._edits_of, 0)
             slots.applied[tokens.of_requests] += np.add.reduceat(new, tokens.first_rows)
 
-    def _plan_edits(self, tokens: StepTokens, named: np.ndarray) -> None:
+    def _plan_edits(self, named: np.ndarray) -> None:
         self._edited_tokens = edited = np.flatnonzero(named.any(axis=1))
         depth = int(np.flatnonzero(named.any(axis=0))[-1])
         self._staging.set_rows(named)
-        used, found, counts = np.unique(
-            np.append(0, named), return_inverse=True, return_counts=True
-        )
+        counts = np.bincount(named.reshape(-1))
+        counts[0] = 1  # it is used by no token, and yet the first
+        used = np.flatnonzero(counts)
         self._masks = self._table.sites[used]  # a copy
-        self._masked = found[1:].reshape(named.shape)
+        self._masked = (np.cumsum(counts > 0) - 1)[named]
         touched = self._masks.any(axis=0)
-        self._edit_counts[:] = counts @ self._masks
+        self._edit_counts[:] = counts[used] @ self._masks
         self._plan[touched, columns.EDITS] = len(edited)
         self._plan[touched, columns.DEPTH] = depth + 1
         self._plan[touched, columns.LIMITED] = self._table.limited[used].any()
         if len(used) == 2 and not depth and int(edited[-1] - edited[0]) == len(edited) - 1:
             self._plan[touched, columns.ALIKE] = used[1]
             self._plan[touched, columns.ALIKE_FROM] = edited[0]
-        members = np.broadcast_to(tokens.members[:, None], named.shape)
-        pairs = np.stack([members, self._masked], axis=-1)
-        self._edited = [
-            (tokens.ids[member], self._masks[number])
-            for member, number in np.unique(pairs[named > 0], axis=0).tolist()
-        ]
 
     def clear_plan(self) -> None:
         """Plan nothing: neither the last step again nor what was planned of this step so far."""
         self._same = self.repeats = False
         self._plan[:] = 0
         self._edited_tokens = self._edited_tokens[:0]
-        self._edited = []
         self._named = np.zeros((0, 1), dtype=np.int64)
+        self._masked = self._named
         self._edit_counts[:] = 0
         self._staging.set_rows(self._named)
 
@@ -444,8 +440,8 @@ class Planner:
         self._plan[launched, columns.SITE] = np.flatnonzero(launched) + 1
         self._planned = Due(
             np.column_stack([self._edit_counts, captured]),
-            self._edited,
-            [] if self._places is None else self._places.captures,
+            self._tokens,
+            self._places,
             self._masks,
             self._masked,
         )

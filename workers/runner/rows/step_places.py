@@ -144,9 +144,8 @@ class Places:
         self.rows = np.zeros(0, dtype=np.int64)  # [entries]: number of the row in the bank's rows
         self.marks = np.zeros(0, dtype=np.int64)  # [positions]: place of the mark in the arena
 
-    @cached_property
     def captures(self) -> list[tuple[str, np.ndarray]]:
-        """Requests, and the ports that capture rows of each, bool `[ports]`."""
+        """Return requests, and the ports that capture rows of each, bool `[ports]`."""
         masks = self.layout.members[self.layout.group]
         ids = [self._ids[member] for member in self._runs.members.tolist()]
         return list(zip(ids, masks, strict=True))

@@ -323,7 +323,7 @@ def test_an_ended_request_waits_for_the_steps_of_its_rows_alone(
 
 SITES = [RankSite("post_block", layer, "pair") for layer in range(4)]
 NONE = np.zeros((0, 4), dtype=bool)
-EDITED = frozenset({"1"})
+EDITED = np.ones(1, dtype=bool)
 NAN = math.nan
 
 
@@ -336,7 +336,12 @@ def table() -> SizeTable:
 
 
 def one() -> RequestSizes:
-    return table().begin()
+    return begun(table(), 1)
+
+
+def begun(sizes: SizeTable, slot: int) -> RequestSizes:
+    assert not sizes.has(np.array([slot])).any()
+    return sizes.begin(slot)
 
 
 def counted(sizes: RequestSizes, stop: int) -> CountedSizes:
@@ -456,7 +461,8 @@ def test_requests_of_one_step_have_the_sizes_that_each_has_alone() -> None:
     ended = 0
     for _ in range(400):
         while len(live) < 5:
-            live.append((together_in.begin(), one(), 0))
+            free = set(range(1, 10)) - {together.slot for together, *_ in live}
+            live.append((begun(together_in, min(free)), one(), 0))
         members = []
         windows = []
         first = int(draws.integers(len(SITES)))

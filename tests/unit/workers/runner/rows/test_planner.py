@@ -430,8 +430,8 @@ def planned(rank: Rank) -> tuple:
         of_bank.token_rows.tolist() if due and due.edits else [],
         [] if on_cpu else of_bank.capture_slots[slots].tolist(),
         [site.busy for site in rank.sites],
-        due and (due.counts.tolist(), [(name, mask.tolist()) for name, mask in due.edits]),
-        due and [(name, mask.tolist()) for name, mask in due.captures],
+        due and (due.counts.tolist(), due.edited.tolist(), due.edited_rows.tolist()),
+        due and due.places and [(name, mask.tolist()) for name, mask in due.places.captures()],
         places
         and (
             places.positions.tolist(),
