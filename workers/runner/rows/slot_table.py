@@ -65,7 +65,9 @@ class SlotTable:
     def __init__(self) -> None:
         # first, stop, value and gate of each entry, `[4, slots, columns]`
         self._parts = np.zeros((4, _SLOTS, 1), dtype=np.int64)
-        self._chosen: dict[int, list[SlotValue]] = {}  # slot → entries that choose their positions
+        # slot → entries that choose their positions; [slots]: whether it has any
+        self._chosen: dict[int, list[SlotValue]] = {}
+        self._chooses = np.zeros(_SLOTS, dtype=bool)
         self._used: dict[int, int] = {}  # slot → the columns that its entries take
 
     def write(self, slot: int, entries: Iterable[SlotValue] = ()) -> None:
@@ -82,6 +84,7 @@ class SlotTable:
             more = slots if slot < slots else slot + 1 + slots
             self._parts = np.zeros((4, more, columns), dtype=np.int64)
             self._parts[:, :slots, : kept.shape[2]] = kept
+            self._chooses = np.append(self._chooses, np.zeros(more - slots, dtype=bool))
         self._parts[:, slot] = 0
         for entry in entries:
             if entry.chosen is None:
@@ -90,6 +93,7 @@ class SlotTable:
         self._chosen.pop(slot, None)
         if listed := [entry for entry in entries if entry.chosen is not None]:
             self._chosen[slot] = listed
+        self._chooses[slot] = bool(listed)
 
     def at(self, tokens: "StepTokens") -> np.ndarray:
         """Return the values at the tokens, int64 `[tokens, columns]`, 0 where there is none."""
@@ -100,7 +104,7 @@ class SlotTable:
         firsts, stops, each, gates = self._parts
         inside = (positions >= firsts[slots]) & (positions < stops[slots])
         values: np.ndarray = np.where(inside, each[slots], 0)
-        chosen = np.isin(tokens.of_requests, list(self._chosen)) if self._chosen else _NONE
+        chosen = self._chooses[tokens.of_requests] if self._chosen else _NONE
         for number in np.flatnonzero(chosen).tolist():
             first, stop = tokens.window(number)
             row = int(tokens.first_rows[number]) - first

@@ -137,7 +137,9 @@ class Places:
         # of each run's lane, see `Lanes.places`; None: they have changed
         self._places: np.ndarray | None = None
         self._ends = lanes.ends[runs.lanes]
-        self._dropped = np.flatnonzero(np.isin(runs.lanes, list(lanes.dropped))).tolist()
+        self._dropped: list[int] = []
+        if lanes.dropped:
+            self._dropped = np.flatnonzero(np.isin(runs.lanes, list(lanes.dropped))).tolist()
         self.positions = np.zeros(len(runs.lanes), dtype=np.int64)  # of the runs' first tokens
         self._positions = np.zeros(0, dtype=np.int64)  # [positions]
         self._needed = np.zeros(0, dtype=np.int64)  # [positions]
@@ -202,7 +204,9 @@ class Places:
             rows = np.zeros((len(entries.run), int(entries.ordinal.max()) + 1), dtype=np.int64)
             rows[entries.position, entries.ordinal] = np.arange(len(entries.row))
             mine = [run for run, recording in recordings.items() if recording.stack is stack]
-            places = np.flatnonzero(np.isin(entries.run, mine))
+            of_mine = np.zeros(len(self._runs.lanes), dtype=bool)
+            of_mine[mine] = True
+            places = np.flatnonzero(of_mine[entries.run])
             watches = [recordings[run].watch for run in entries.run[places].tolist()]
             ports = np.flatnonzero(recordings[mine[0]].mask)
             of_ports = rows[places][:, np.searchsorted(ports, stack.ports)].T
