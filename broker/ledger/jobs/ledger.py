@@ -588,15 +588,12 @@ class Ledger(Fleet):
         return JobPage(jobs=found, next=following)
 
     @reachable
-    async def events(self, job_id: str, after: str = "", count: int = 1000) -> Sequence[Event]:
-        """Return up to `count` events after the event id `after` (empty: from the first kept).
+    async def events(self, job_id: str, after: str = "0-0", count: int = 1000) -> Sequence[Event]:
+        """Return up to `count` events after the event id `after`, by default from the first kept.
 
-        Raises not_found for an unknown or expired job, and MidstreamError("invalid_request") for an
-        invalid event id.
+        Raises not_found for an unknown or expired job.
         """
-        entries = await self.redis.xrange(
-            f"ms:events:{job_id}", min=views.after_id(after), count=count
-        )
+        entries = await self.redis.xrange(f"ms:events:{job_id}", min=f"({after}", count=count)
         if not entries and not await self.redis.exists(f"ms:job:{job_id}"):
             raise not_found(job_id)
         return [
