@@ -23,7 +23,7 @@ from ...schemas.base.records import now
 from ...schemas.settings.roots import allowed_roots
 from ..context import AppContext
 from ..web.auth import needs
-from .jobs import ERRORS, PROBLEM
+from .jobs import ERRORS, PROBLEM, reads
 
 BODY_ERRORS = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
 
@@ -143,12 +143,7 @@ async def put_tenant(
     return await context.ledger.tenants.view(name)
 
 
-@get(
-    "/v1/tenant",
-    opt=needs("read"),
-    summary="Get your tenant's limits and usage",
-    responses={503: PROBLEM},
-)
+@reads("/v1/tenant", summary="Get your tenant's limits and usage", responses={503: PROBLEM})
 async def own_tenant(context: AppContext, caller: Caller) -> TenantView:
     return await context.ledger.tenants.view(caller.tenant)
 

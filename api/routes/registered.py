@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union
 
 import anyio.to_thread
 import msgspec
-from litestar import Response, delete, get, patch, put
+from litestar import Response, delete, patch, put
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.spec import OpenAPIMediaType, Operation, Reference, RequestBody, Schema
 from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
@@ -58,7 +58,7 @@ from ..resolve.readings.saes import resolve_sae
 from ..web.aside import call_aside
 from ..web.auth import needs
 from ..web.body import FILE_TYPES, BodyForms
-from .jobs import ERRORS, PROBLEM, CursorParameter, ModelFilter, PageSize
+from .jobs import ERRORS, PROBLEM, CursorParameter, ModelFilter, PageSize, reads
 from .steering import CHANGE_ERRORS, Made, named_module, tensors_of
 
 
@@ -222,12 +222,7 @@ def artifact_routes() -> list[Any]:
             headers={"Location": context.url(f"artifacts/{kind}/{name}")},
         )
 
-    @get(
-        "/v1/artifacts/{kind:str}",
-        opt=needs("read"),
-        summary="List the artifacts of a kind",
-        responses=ERRORS,
-    )
+    @reads("/v1/artifacts/{kind:str}", summary="List the artifacts of a kind")
     async def list_artifacts(
         kind: KindParameter, context: AppContext, caller: Caller, info: ModelInfo
     ) -> page:
@@ -240,12 +235,7 @@ def artifact_routes() -> list[Any]:
         ]
         return of.page(**{of.plural: found})
 
-    @get(
-        "/v1/artifacts/{kind:str}/{name:str}",
-        opt=needs("read"),
-        summary="Get an artifact",
-        responses=ERRORS,
-    )
+    @reads("/v1/artifacts/{kind:str}/{name:str}", summary="Get an artifact")
     async def get_artifact(
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> record:
@@ -282,9 +272,8 @@ def artifact_routes() -> list[Any]:
     return [put_artifact, list_artifacts, get_artifact, delete_artifact]
 
 
-@get(
+@reads(
     "/v1/artifacts/{kind:str}/{name:str}/file",
-    opt=needs("read"),
     summary="Get a named module as a file",
     description=(
         "A safetensors file of its entries: sent back, it is the same module. "
@@ -358,13 +347,7 @@ RunParameter = Annotated[
 ]
 
 
-@get(
-    "/v1/runs",
-    opt=needs("read"),
-    summary="List the source runs, newest first",
-    description="Named runs only.",
-    responses=ERRORS,
-)
+@reads("/v1/runs", summary="List the source runs, newest first", description="Named runs only.")
 async def list_runs(
     context: AppContext,
     caller: Caller,
@@ -375,7 +358,7 @@ async def list_runs(
     return await LedgerRuns(context.ledger, caller).list(info.name, limit, cursor)
 
 
-@get("/v1/runs/{name:str}", opt=needs("read"), summary="Describe a source run", responses=ERRORS)
+@reads("/v1/runs/{name:str}", summary="Describe a source run")
 async def get_run(
     name: RunParameter, context: AppContext, caller: Caller, info: ModelInfo
 ) -> RunView:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-from litestar import delete, get, put
+from litestar import delete, put
 from litestar.params import JSONBody
 
 from ...broker.ledger.named.registry import Registry
@@ -34,7 +34,7 @@ from ..operations.rank_agreement import agreement
 from ..resolve.edits import steering
 from ..web.aside import call_aside
 from ..web.auth import needs
-from .jobs import ERRORS, PROBLEM, ModelFilter
+from .jobs import ERRORS, PROBLEM, ModelFilter, reads
 
 #: Seconds that `GET /v1/steering/dynamic` waits for the workers' answers, and between its reads.
 ANSWER_S = 2.0
@@ -141,12 +141,7 @@ async def delete_global(context: AppContext, info: ModelInfo) -> GlobalView:
     return _global(info.name, await change(context.steering, wait_s, info.name, [], {}))
 
 
-@get(
-    "/v1/steering/global",
-    opt=needs("read"),
-    summary="Get a model's global steering",
-    responses=ERRORS,
-)
+@reads("/v1/steering/global", summary="Get a model's global steering")
 async def get_global(context: AppContext, info: ModelInfo) -> GlobalView:
     return _global(info.name, await context.steering.current(info.name))
 
@@ -164,15 +159,13 @@ def _global(model: str, steering: GlobalSteering) -> GlobalView:
 # --- Status reported by the ranks
 
 
-@get(
+@reads(
     "/v1/steering/dynamic",
-    opt=needs("read"),
     summary="Steering applied by the ranks, and whether they agree",
     description=(
         "Queries every live worker. Answers with 200 even if ranks differ or a worker "
         "does not answer: see `determinism`."
     ),
-    responses=ERRORS,
 )
 async def get_dynamic(context: AppContext, caller: Caller, model: ModelFilter = None) -> Dynamic:
     if model is not None:
