@@ -1,8 +1,6 @@
 """The request that created a job, for display and for sending it again."""
 
-from typing import Any
-
-from ..base.records import Record
+from ..base.records import JsonObject, Record
 
 #: The most bytes of a body that is stored with its job; of a larger body (vectors, long prompts),
 #: only the prompts are stored.
@@ -24,6 +22,6 @@ class JobRequestView(Record):
     path: str | None  # the endpoint; null: the job is part of a harvest
     #: The body as it was sent, with modules of its URL in `steering`; null: it was larger than 16
     #: KiB, or an older server accepted the job.
-    body: dict[str, Any] | None
+    body: JsonObject | None
     prompts: list[ShownPrompt]  # the first 100
     prompts_total: int

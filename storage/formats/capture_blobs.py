@@ -7,12 +7,13 @@ data_offsets), the tensors' bytes.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from ...schemas.base.dtypes import DTYPES, ITEM_BYTES
 from ...schemas.base.errors import Translated, shortened
+from ...schemas.base.records import JsonObject
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.captures import FORMAT, Manifest
 
@@ -98,7 +99,7 @@ def safetensors_header(
     metadata: Mapping[str, str],
     size: int = 0,
 ) -> bytes:
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    header: JsonObject = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for name, dtype, shape, length in tensors:
         header[name] = {

@@ -17,7 +17,7 @@ import msgspec
 import redis.asyncio
 
 from ....schemas.base.errors import MidstreamError, Problem, Translated
-from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
+from ....schemas.base.records import JsonObject, from_json, from_msgpack, now, to_json, to_msgpack
 from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import (
@@ -478,7 +478,7 @@ class Ledger(Fleet):
         return await self._decode_job(job_id, raw)
 
     @reachable
-    async def request(self, job_id: str) -> tuple[Job, dict[str, Any] | None]:
+    async def request(self, job_id: str) -> tuple[Job, JsonObject | None]:
         """Return the job as accepted, and the body of its request, if that is kept.
 
         Raises not_found.

@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from ....schemas.base.records import from_json, now
+from ....schemas.base.records import JsonObject, from_json, now
 from ....schemas.base.version import __version__
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.service.compatibility import judged
@@ -116,7 +116,7 @@ async def relay_since(ledger: Ledger, at: float) -> float:
         raw, left_ms = await pipe.get(RELAY_KEY).pttl(RELAY_KEY).execute()
     if raw is None or left_ms < (RELAY_ALIVE_S - RELAY_LATE_S) * 1000:
         return at
-    return float(from_json(raw, dict[str, Any]).get("since", 0.0))
+    return float(from_json(raw, JsonObject).get("since", 0.0))
 
 
 async def relay_alive_for(ledger: Ledger, seconds: float) -> bool:
@@ -128,7 +128,7 @@ async def relay_alive_for(ledger: Ledger, seconds: float) -> bool:
 def _relay(raw: bytes | None) -> RelayStatus:
     if raw is None:
         return RelayStatus(alive=False)
-    beat = from_json(raw, dict[str, Any])
+    beat = from_json(raw, JsonObject)
     return RelayStatus(
         alive=True, url=beat["url"], version=beat["version"], received=beat["received"]
     )
