@@ -4,13 +4,7 @@ tokenizers. Holds no job state.
 
 import asyncio
 import logging
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Mapping,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -27,6 +21,7 @@ from ..broker.processes.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
 from ..broker.telemetry import logs
 from ..schemas.access.keys import Caller
+from ..schemas.base.tensors import PackedBlobs
 from ..schemas.jobs.jobs import Job, JobView, State
 from ..schemas.jobs.kinds import KINDS
 from ..schemas.jobs.models import ModelInfo
@@ -162,7 +157,7 @@ class AppContext:
         self,
         job: Job,
         info: ModelInfo,
-        blobs: Mapping[str, bytes],
+        blobs: PackedBlobs,
         idempotency: tuple[str, str] | None,
         pinned: Iterable[str] = (),
         request: bytes = b"",

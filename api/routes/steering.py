@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.steering import Account
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError, Translated
-from ...schemas.base.tensors import Tensor
+from ...schemas.base.tensors import PackedBlobs, Tensor
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.steering import (
     MODULES,
@@ -43,7 +43,7 @@ CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 #: The questions by model, and the accounts of the workers that were asked.
 Answers = tuple[dict[str, str], list[Account]]
 #: Makes an artifact of the one that has its name; content hash → packed tensor.
-Made = tuple[Callable[[Any], Any], Mapping[str, bytes]]
+Made = tuple[Callable[[Any], Any], PackedBlobs]
 
 
 def module_of(raw: bytes) -> ModuleRequest:

@@ -20,7 +20,7 @@ from ....schemas.artifacts.registered import Registered
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
 from ....schemas.base.limits import POLICY_DAYS
 from ....schemas.base.records import from_msgpack, now, to_json, to_msgpack
-from ....schemas.base.tensors import Tensor
+from ....schemas.base.tensors import PackedBlobs, Tensor
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 from ....schemas.jobs.kinds import KINDS
@@ -259,7 +259,7 @@ def submit(
     settings: Settings,
     job: Job,
     spec: bytes,
-    blobs: Mapping[str, bytes],
+    blobs: PackedBlobs,
     pinned: Iterable[str],
     idempotency: tuple[str, str] | None,
     operator_tags: Collection[str] = (),
@@ -381,7 +381,7 @@ def packed_blobs(blobs: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
     }
 
 
-def tensors(blobs: Mapping[str, bytes]) -> list[tuple[str, msgspec.Raw | bool]]:
+def tensors(blobs: PackedBlobs) -> list[tuple[str, msgspec.Raw | bool]]:
     """Return (name, bytes) of each blob; False instead of bytes if it is already pinned."""
     return [(name, binary(data) if data else False) for name, data in blobs.items()]
 
