@@ -23,7 +23,13 @@ from ...schemas.base.limits import (
     MAX_WAIT_S,
 )
 from ...schemas.base.records import now
-from ...schemas.jobs.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
+from ...schemas.jobs.job_requests import (
+    SHOWN_PROMPT,
+    SHOWN_PROMPTS,
+    Idempotency,
+    JobRequestView,
+    ShownPrompt,
+)
 from ...schemas.jobs.jobs import Job, JobPage, JobRequest, JobView, Sampling, State
 from ...schemas.jobs.kinds import KINDS, installed, kind_of
 from ...schemas.jobs.models import ModelInfo
@@ -174,7 +180,7 @@ class Submission(NamedTuple):
     prefer: str | None
 
     @property
-    def idempotency(self) -> tuple[str, str] | None:
+    def idempotency(self) -> Idempotency | None:
         return self.request.idempotency(self.key)
 
     async def known(self) -> str | None:

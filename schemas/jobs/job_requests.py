@@ -8,6 +8,8 @@ MAX_KEPT_BODY = 16 << 10
 #: The most prompts that are shown, and the most characters of each.
 SHOWN_PROMPTS = 100
 SHOWN_PROMPT = 4000
+#: An `Idempotency-Key` within its tenant, and the SHA-256 of the path and body of its request.
+Idempotency = tuple[str, str]
 
 
 class ShownPrompt(Record):

@@ -22,6 +22,7 @@ from ....schemas.base.limits import POLICY_DAYS
 from ....schemas.base.records import from_msgpack, now, to_json, to_msgpack
 from ....schemas.base.tensors import PackedBlobs, Tensor
 from ....schemas.base.version import __version__
+from ....schemas.jobs.job_requests import Idempotency
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import SHOWN_IDENTITY
@@ -261,7 +262,7 @@ def submit(
     spec: bytes,
     blobs: PackedBlobs,
     pinned: Iterable[str],
-    idempotency: tuple[str, str] | None,
+    idempotency: Idempotency | None,
     operator_tags: Collection[str] = (),
     request: bytes = b"",
     room: int = 0,

@@ -20,6 +20,7 @@ from ....schemas.base.errors import MidstreamError, Problem, Translated
 from ....schemas.base.records import JsonObject, from_json, from_msgpack, now, to_json, to_msgpack
 from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
+from ....schemas.jobs.job_requests import Idempotency
 from ....schemas.jobs.jobs import (
     Event,
     Job,
@@ -185,7 +186,7 @@ class Ledger(Fleet):
         self,
         job: Job,
         blobs: Mapping[str, bytes | Tensor],
-        idempotency: tuple[str, str] | None = None,
+        idempotency: Idempotency | None = None,
         pinned: Iterable[str] = (),
         operator_tags: Collection[str] = (),
         request: bytes = b"",
@@ -195,9 +196,9 @@ class Ledger(Fleet):
 
         `pinned`: content hashes of tensors of named modules, which are copied for the job.
         `operator_tags`: tags of captures that the job's user did not request. `request`: its body
-        as JSON, kept for readers. `idempotency`: (the client's key, SHA-256 of the body); the same
-        key and body again return the first job's id and False. The job's message is sent when its
-        turn comes, usually immediately. The returned result survives a kill of Redis (`written`).
+        as JSON, kept for readers. The same `idempotency` again returns the first job's id and
+        False. The job's message is sent when its turn comes, usually immediately. The returned
+        result survives a kill of Redis (`written`).
 
         Raises MidstreamError: `idempotency_mismatch` for the same key with another body; `conflict`
         if a pinned tensor is gone; rate_limited, too_many_jobs, too_many_cells, capture_limit if
@@ -262,8 +263,8 @@ class Ledger(Fleet):
         return bool(await self.redis.exists(f"ms:idem:{key}"))
 
     @reachable
-    async def repeated(self, idempotency: tuple[str, str]) -> str | None:
-        """Return the id of the job accepted under this (key, SHA-256 of the body), or None; a
+    async def repeated(self, idempotency: Idempotency) -> str | None:
+        """Return the id of the job accepted under this key for this body, or None; a
         different body is left for `submit` to report.
         """
         first: bytes | None = await self.redis.get(f"ms:idem:{idempotency[0]}")
