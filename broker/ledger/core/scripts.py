@@ -26,7 +26,13 @@ from ....schemas.jobs.job_requests import Idempotency
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import SHOWN_IDENTITY
-from ....schemas.jobs.receipts import PLACED, STORE_UNAVAILABLE, CapturedFile, Receipt
+from ....schemas.jobs.receipts import (
+    PLACED,
+    STORE_UNAVAILABLE,
+    CapturedFile,
+    NumberedReceipt,
+    Receipt,
+)
 from ....schemas.requests.source_runs import RunRecord
 from ....schemas.settings.settings import Settings
 from ...queue.celery_app import SEPARATOR, channels_of
@@ -309,7 +315,7 @@ def submit(
     )
 
 
-def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[bytes]:
+def settle(settings: Settings, receipts: Iterable[NumberedReceipt]) -> list[bytes]:
     """Return ARGV of `settle`. `receipts`: ascending by sequence number."""
     rows = [
         (
