@@ -3,7 +3,7 @@
 import time
 from typing import Any
 
-from ....schemas.base.records import JsonObject, from_json, now
+from ....schemas.base.records import from_json, now
 from ....schemas.base.version import __version__
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.service.compatibility import judged
@@ -16,6 +16,7 @@ from ....schemas.service.status import (
     ServiceStatus,
 )
 from ...processes.liveness import REAPER_KEY, RELAY_ALIVE_S, RELAY_KEY, RELAY_LATE_S
+from ...redis_service.durability import RedisInfo
 from .ledger import Ledger, reachable
 
 #: Step of the queue → its name: 0 and 9 are the priorities `high` and `low`, the others the
@@ -31,7 +32,7 @@ async def read_status(ledger: Ledger, held: int = 0) -> ServiceStatus:
     """
     redis = ledger.redis
     began = time.perf_counter()
-    info: dict[str, Any] = await redis.info()
+    info: RedisInfo = await redis.info()
     milliseconds = (time.perf_counter() - began) * 1000
     async with redis.pipeline(transaction=False) as pipe:
         pipe.hgetall("ms:counts").zcard("ms:live").hget("ms:usage", "/queued").smembers(
@@ -116,7 +117,7 @@ async def relay_since(ledger: Ledger, at: float) -> float:
         raw, left_ms = await pipe.get(RELAY_KEY).pttl(RELAY_KEY).execute()
     if raw is None or left_ms < (RELAY_ALIVE_S - RELAY_LATE_S) * 1000:
         return at
-    return float(from_json(raw, JsonObject).get("since", 0.0))
+    return float(from_json(raw, dict[str, Any]).get("since", 0.0))
 
 
 async def relay_alive_for(ledger: Ledger, seconds: float) -> bool:
@@ -128,13 +129,13 @@ async def relay_alive_for(ledger: Ledger, seconds: float) -> bool:
 def _relay(raw: bytes | None) -> RelayStatus:
     if raw is None:
         return RelayStatus(alive=False)
-    beat = from_json(raw, JsonObject)
+    beat = from_json(raw, dict[str, Any])
     return RelayStatus(
         alive=True, url=beat["url"], version=beat["version"], received=beat["received"]
     )
 
 
-def _redis(info: dict[str, Any], milliseconds: float) -> RedisStatus:
+def _redis(info: RedisInfo, milliseconds: float) -> RedisStatus:
     used = int(info["used_memory"])
     limit = int(info["maxmemory"])
     return RedisStatus(
