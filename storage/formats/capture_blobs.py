@@ -59,10 +59,16 @@ class TensorPlace:
         return (hook, int(layer)) if dot and layer.isdigit() else None
 
 
+#: Tensor → its place, in the order of their bytes.
+TensorPlaces = dict[str, TensorPlace]
+#: Returns bytes of a file, from where they begin and their number.
+ReadAt = Callable[[int, int], bytes]
+
+
 @dataclass(frozen=True)
 class Header:
     manifest: Manifest
-    tensors: dict[str, TensorPlace]  # in the order of their bytes
+    tensors: TensorPlaces
     end: int  # bytes of the whole blob
 
 
@@ -113,8 +119,8 @@ def safetensors_header(
     return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
 
 
-def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
-    """Returns the header of a blob of `size` bytes; `read(start, count)` returns bytes of it.
+def read_header(read: ReadAt, size: int) -> Header:
+    """Returns the header of a blob of `size` bytes.
 
     Raises DeletedBlob, and DamagedBlob if the blob is truncated or not Midstream's.
     """
@@ -141,13 +147,12 @@ class _Entry(msgspec.Struct):
 
 
 def read_tensors(
-    read: Callable[[int, int], bytes],
+    read: ReadAt,
     size: int,
     item_bytes: Mapping[str, int] = FILE_ITEM_BYTES,
     most: int = _MAX_HEADER,
-) -> tuple[dict[str, str], dict[str, TensorPlace], int]:
-    """Returns (metadata, tensors in the order of their bytes, bytes of the whole file) of a
-    safetensors file; `read` and `size` as in `read_header`.
+) -> tuple[dict[str, str], TensorPlaces, int]:
+    """Returns (metadata, tensors, bytes of the whole file) of a safetensors file of `size` bytes.
 
     `item_bytes`: valid dtype, as safetensors names it → bytes of an element. `most`: limit on the
     bytes of the header. The format requires the bytes of tensors to follow each other without gaps.
