@@ -214,7 +214,6 @@ async def get_manifest(job_id: JobId, context: AppContext, caller: Caller) -> Ca
 @delete(
     "/v1/captures/{job_id:str}",
     opt=needs("submit"),
-    status_code=204,
     summary="Delete a job's captures",
     description="Afterwards, a request for the manifest or a file is answered with 410. "
     "Downloads in progress complete. "

@@ -75,7 +75,6 @@ async def list_keys(context: AppContext) -> KeyList:
 @delete(
     "/v1/keys/{key_id:str}",
     opt=needs("admin"),
-    status_code=204,
     summary="Revoke a key",
     description="Within five seconds, every process rejects the key and ends its event streams "
     "and held responses. The key's jobs continue.",

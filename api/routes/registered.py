@@ -180,7 +180,6 @@ def artifact_routes() -> list[Any]:
     @put(
         "/v1/artifacts/{kind:str}/{name:str}",
         opt=changes | {"body": lambda params: body_of(artifact_kind(params["kind"]))},
-        status_code=200,
         summary="Register or replace an artifact",
         description="Requests accepted earlier keep the previous content, which its digest "
         "identifies; they fail if files of it have changed.\n\n"
@@ -246,7 +245,6 @@ def artifact_routes() -> list[Any]:
     @delete(
         "/v1/artifacts/{kind:str}/{name:str}",
         opt=changes,
-        status_code=204,
         summary="Delete an artifact",
         description="Requests accepted earlier keep it; so do its files, on the server. The probe "
         "and the modules of a policy's current version cannot be deleted.",
@@ -309,7 +307,6 @@ async def get_artifact_file(
 @patch(
     "/v1/artifacts/{kind:str}/{name:str}",
     opt=needs("steer-global"),
-    status_code=200,
     summary="Change a policy's mode, or restore a version",
     description="Makes a new version, which applies to requests accepted from now on.",
     responses={**ERRORS, 409: PROBLEM, 415: PROBLEM},
@@ -368,7 +365,6 @@ async def get_run(
 @delete(
     "/v1/runs/{name:str}",
     opt=needs("submit"),
-    status_code=204,
     summary="Delete a source run",
     description="Deletes its captures, as `DELETE /v1/captures/{id}` does, and its name. Jobs "
     "that have loaded its rows keep them; "
