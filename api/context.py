@@ -4,13 +4,7 @@ tokenizers. Holds no job state.
 
 import asyncio
 import logging
-from collections.abc import (
-    AsyncIterator,
-    Awaitable,
-    Callable,
-    Iterable,
-    Mapping,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
@@ -27,6 +21,8 @@ from ..broker.processes.hosts import Hosts
 from ..broker.queue.celery_app import make_app as make_celery
 from ..broker.telemetry import logs
 from ..schemas.access.keys import Caller
+from ..schemas.base.tensors import PackedBlobs
+from ..schemas.jobs.job_requests import Idempotency
 from ..schemas.jobs.jobs import Job, JobView, State
 from ..schemas.jobs.kinds import KINDS
 from ..schemas.jobs.models import ModelInfo
@@ -118,7 +114,7 @@ class AppContext:
     async def submit(
         self,
         parsed: ParsedRequest,
-        idempotency: tuple[str, str] | None,
+        idempotency: Idempotency | None,
         caller: Caller,
         change: Callable[[Job], Job] | None = None,
     ) -> str:
@@ -149,7 +145,7 @@ class AppContext:
             job = await call_aside(change, job)
         return await self.accept(job, info, admitted.blobs, idempotency, admitted.pinned, call.body)
 
-    async def repeated(self, idempotency: tuple[str, str] | None) -> str | None:
+    async def repeated(self, idempotency: Idempotency | None) -> str | None:
         """Return the id of the job that was accepted with the same key and body, if any: then the
         call needs its body no more, however long its response is held.
         """
@@ -162,8 +158,8 @@ class AppContext:
         self,
         job: Job,
         info: ModelInfo,
-        blobs: Mapping[str, bytes],
-        idempotency: tuple[str, str] | None,
+        blobs: PackedBlobs,
+        idempotency: Idempotency | None,
         pinned: Iterable[str] = (),
         request: bytes = b"",
     ) -> str:

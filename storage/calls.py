@@ -3,12 +3,11 @@
 import threading
 import time
 from bisect import bisect_left
-from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ..schemas.base.store_calls import BOUNDS, StoreCalls
+from ..schemas.base.store_calls import BOUNDS, NO_CALLS, StoreCalls, together
 
 
 @dataclass
@@ -19,21 +18,12 @@ class StoreCall:
     size: int = 0  # bytes of the body of the request or of its response
 
 
-@dataclass
-class _Operation:
-    outcomes: Counter[str] = field(default_factory=Counter)
-    retries: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
-    buckets: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS) + 1))
-
-
 class Tally:
     """Counts of requests by operation. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._operations: defaultdict[str, _Operation] = defaultdict(_Operation)
+        self._operations: dict[str, StoreCalls] = {}
 
     @contextmanager
     def call(self, operation: str) -> Iterator[StoreCall]:
@@ -43,30 +33,26 @@ class Tally:
             yield call
         finally:
             seconds = time.monotonic() - began
-            with self._lock:
-                counts = self._operations[operation]
-                counts.outcomes[call.outcome] += 1
-                counts.bytes += call.size
-                counts.seconds += seconds
-                counts.buckets[bisect_left(BOUNDS, seconds)] += 1
+            buckets = [*NO_CALLS.buckets]
+            buckets[bisect_left(BOUNDS, seconds)] = 1
+            self._add(
+                operation,
+                StoreCalls(
+                    outcomes={call.outcome: 1}, bytes=call.size, seconds=seconds, buckets=buckets
+                ),
+            )
 
     def repeated(self, operation: str) -> None:
+        self._add(operation, StoreCalls(retries=1))
+
+    def _add(self, operation: str, more: StoreCalls) -> None:
         with self._lock:
-            self._operations[operation].retries += 1
+            self._operations[operation] = together(self._operations.get(operation, NO_CALLS), more)
 
     def read(self) -> dict[str, StoreCalls]:
         """Return operation → its counts so far."""
         with self._lock:
-            return {
-                name: StoreCalls(
-                    outcomes=dict(counts.outcomes),
-                    retries=counts.retries,
-                    bytes=counts.bytes,
-                    seconds=round(counts.seconds, 6),
-                    buckets=[*counts.buckets],
-                )
-                for name, counts in self._operations.items()
-            }
+            return {**self._operations}
 
 
 #: The counts of this process.

@@ -3,12 +3,13 @@
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import anyio
 
 from ...broker.ledger.named.steering import LedgerSteering
 from ...schemas.base.errors import MidstreamError
+from ...schemas.base.tensors import PackedBlobs
 from ...schemas.requests.steering import GlobalSteering, SteeringTemplate, content_digest
 
 log = logging.getLogger("midstream.api")
@@ -22,7 +23,7 @@ async def change(
     seconds: float,
     model: str,
     entries: Sequence[SteeringTemplate],
-    blobs: Mapping[str, bytes],
+    blobs: PackedBlobs,
 ) -> GlobalSteering:
     """Run every job of `model` that is claimed from now on under `entries` (empty: no global
     steering); repeating the same change has no effect.

@@ -95,10 +95,11 @@ class JoinedFile:
     def chunks(self) -> Iterator[bytes]:
         yield self.head
         for part in self.parts:
+            blob, tensor = part[0]
             if len(part) == 1:
-                yield from part[0][0].read(part[0][1].start, part[0][1].length)
+                yield from blob.read(tensor.start, tensor.length)
             else:  # several ranks stored columns of the rows: some rows at a time
-                yield from (block.tobytes() for block in blocks(part, 0, part[0][1].shape[0]))
+                yield from (block.tobytes() for block in blocks(part, 0, tensor.shape[0]))
 
 
 def blocks(

@@ -5,7 +5,7 @@ from typing import Annotated, Any, TypeVar
 
 import anyio
 import anyio.to_thread
-from litestar import Response, delete, get
+from litestar import Response, delete
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.params import PathParameter, QueryParameter
 from litestar.response import Stream
@@ -35,7 +35,7 @@ from ..resolve.positions.captures import at_field
 from ..responses import packed
 from ..responses.outcome import matches, result_of
 from ..web.auth import needs, tenant_asked
-from .jobs import ERRORS, PROBLEM, CursorParameter, JobId, Known, PageSize, Whose
+from .jobs import ERRORS, PROBLEM, CursorParameter, JobId, Known, PageSize, Whose, reads
 
 T = TypeVar("T")
 
@@ -170,15 +170,13 @@ def _link(context: AppContext, entry: FileEntry) -> str | None:
     return store.sign(entry.path, settings.artifact_link_s, settings.artifact_public_endpoint)
 
 
-@get(
+@reads(
     "/v1/captures",
-    opt=needs("read"),
     summary="List captures, newest first",
     description=(
         "Jobs with capture files that have not been deleted, including jobs whose "
         "results have expired."
     ),
-    responses=ERRORS,
 )
 async def list_captures(
     context: AppContext,
@@ -196,9 +194,8 @@ async def list_captures(
     )
 
 
-@get(
+@reads(
     "/v1/captures/{job_id:str}",
-    opt=needs("read"),
     summary="Get a job's capture manifest",
     responses=CAPTURE_ERRORS,
 )
@@ -217,7 +214,6 @@ async def get_manifest(job_id: JobId, context: AppContext, caller: Caller) -> Ca
 @delete(
     "/v1/captures/{job_id:str}",
     opt=needs("submit"),
-    status_code=204,
     summary="Delete a job's captures",
     description="Afterwards, a request for the manifest or a file is answered with 410. "
     "Downloads in progress complete. "
@@ -231,9 +227,8 @@ async def delete_captures(job_id: JobId, context: AppContext, caller: Caller) ->
     await captures.delete(job_id)
 
 
-@get(
+@reads(
     "/v1/captures/{job_id:str}/files/{name:str}",
-    opt=needs("read"),
     summary="Download one blob: a whole safetensors file",
     description="The ETag is the blob's CRC32, as 8 hexadecimal digits.",
     media_type=MEDIA_TYPE,
@@ -280,9 +275,8 @@ def _attachment(name: str, length: int) -> dict[str, str]:
     return {"Content-Length": str(length), "Content-Disposition": f'attachment; filename="{name}"'}
 
 
-@get(
+@reads(
     "/v1/captures/{job_id:str}/safetensors",
-    opt=needs("read"),
     summary="Download the rows of one prompt as one safetensors file",
     description=(
         "Joins the files of the pipeline stages. Tensors: `<hook>.<layer>` "

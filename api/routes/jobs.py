@@ -23,7 +23,13 @@ from ...schemas.base.limits import (
     MAX_WAIT_S,
 )
 from ...schemas.base.records import now
-from ...schemas.jobs.job_requests import SHOWN_PROMPT, SHOWN_PROMPTS, JobRequestView, ShownPrompt
+from ...schemas.jobs.job_requests import (
+    SHOWN_PROMPT,
+    SHOWN_PROMPTS,
+    Idempotency,
+    JobRequestView,
+    ShownPrompt,
+)
 from ...schemas.jobs.jobs import Job, JobPage, JobRequest, JobView, Sampling, State
 from ...schemas.jobs.kinds import KINDS, installed, kind_of
 from ...schemas.jobs.models import ModelInfo
@@ -59,6 +65,8 @@ PROBLEM = ResponseSpec(
     generate_examples=False,
 )
 ERRORS = {400: PROBLEM, 404: PROBLEM, 503: PROBLEM}
+#: The decorator of a route that shows the caller's own objects.
+reads = partial(get, opt=needs("read"), responses=ERRORS)
 #: 409, 500 and 504 may also be a job's own failure, if the response was held for it.
 SUBMIT_ERRORS = {**ERRORS, **dict.fromkeys((409, 413, 415, 422, 429, 500, 504, 507), PROBLEM)}
 HELD = ResponseSpec(
@@ -172,7 +180,7 @@ class Submission(NamedTuple):
     prefer: str | None
 
     @property
-    def idempotency(self) -> tuple[str, str] | None:
+    def idempotency(self) -> Idempotency | None:
         return self.request.idempotency(self.key)
 
     async def known(self) -> str | None:
@@ -247,12 +255,7 @@ async def submit_prompts(parsed: ParsedRequest, submission: Submission) -> str:
     return await submission.context.submit(parsed, submission.idempotency, submission.caller)
 
 
-@get(
-    "/v1/jobs",
-    opt=needs("read"),
-    summary="List jobs, newest first",
-    responses=ERRORS,
-)
+@reads("/v1/jobs", summary="List jobs, newest first")
 async def list_jobs(
     context: AppContext,
     caller: Caller,
@@ -276,9 +279,8 @@ async def list_jobs(
     return page
 
 
-@get(
+@reads(
     "/v1/jobs/{job_id:str}",
-    opt=needs("read"),
     summary="Get a job",
     responses={304: ResponseSpec(None, description="Unchanged since If-None-Match"), **ERRORS},
 )
@@ -337,9 +339,8 @@ async def job_events(
     )
 
 
-@get(
+@reads(
     "/v1/jobs/{job_id:str}/result",
-    opt=needs("read"),
     summary="Get a job's result",
     responses={409: PROBLEM, 410: PROBLEM, 500: PROBLEM, 504: PROBLEM, **ERRORS},
 )
@@ -352,12 +353,10 @@ async def job_result(
     return await finished(request, context, JobSnapshot(view))
 
 
-@get(
+@reads(
     "/v1/jobs/{job_id:str}/request",
-    opt=needs("read"),
     summary="Get the request that a job came from",
     description="The body as it was sent, up to 16 KiB, and the beginning of the prompts.",
-    responses=ERRORS,
 )
 async def job_request(view: JobView, context: AppContext) -> JobRequestView:
     job, body = await context.ledger.request(view.id)

@@ -23,7 +23,7 @@ from ...schemas.base.records import now
 from ...schemas.settings.roots import allowed_roots
 from ..context import AppContext
 from ..web.auth import needs
-from .jobs import ERRORS, PROBLEM
+from .jobs import ERRORS, PROBLEM, reads
 
 BODY_ERRORS = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
 
@@ -75,7 +75,6 @@ async def list_keys(context: AppContext) -> KeyList:
 @delete(
     "/v1/keys/{key_id:str}",
     opt=needs("admin"),
-    status_code=204,
     summary="Revoke a key",
     description="Within five seconds, every process rejects the key and ends its event streams "
     "and held responses. The key's jobs continue.",
@@ -143,12 +142,7 @@ async def put_tenant(
     return await context.ledger.tenants.view(name)
 
 
-@get(
-    "/v1/tenant",
-    opt=needs("read"),
-    summary="Get your tenant's limits and usage",
-    responses={503: PROBLEM},
-)
+@reads("/v1/tenant", summary="Get your tenant's limits and usage", responses={503: PROBLEM})
 async def own_tenant(context: AppContext, caller: Caller) -> TenantView:
     return await context.ledger.tenants.view(caller.tenant)
 

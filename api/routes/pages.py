@@ -21,7 +21,7 @@ from litestar.params import PathParameter
 from litestar.response import Redirect
 
 from ...schemas.base.errors import MidstreamError, shortened
-from ...schemas.base.records import to_json
+from ...schemas.base.records import JsonObject, to_json
 from ...schemas.base.version import __version__
 from ...schemas.settings.settings import Settings
 from ..web.auth import needs
@@ -95,7 +95,7 @@ class Operations(OpenAPIRenderPlugin):
     def __init__(self) -> None:
         super().__init__(path="/", media_type=MediaType.HTML)
 
-    def render(self, request: AnyRequest, openapi_schema: dict[str, Any]) -> bytes:
+    def render(self, request: AnyRequest, openapi_schema: JsonObject) -> bytes:
         rows = [
             f"<tr><td><b>{method.upper()}</b></td><td><code>{html.escape(path)}</code></td>"
             f"<td>{html.escape(operation.get('summary') or '')}<br>"
@@ -120,7 +120,7 @@ class Swagger(OpenAPIRenderPlugin):
     def __init__(self) -> None:
         super().__init__(path="/swagger", media_type=MediaType.HTML)
 
-    def render(self, request: AnyRequest, openapi_schema: dict[str, Any]) -> bytes:
+    def render(self, request: AnyRequest, openapi_schema: JsonObject) -> bytes:
         scripts = ("swagger-ui-bundle.js", "swagger-start.js")
         return page(
             f"Midstream {__version__}", '<div id="swagger"></div>', scripts, style="swagger-ui.css"

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Union
 
 import anyio.to_thread
 import msgspec
-from litestar import Response, delete, get, patch, put
+from litestar import Response, delete, patch, put
 from litestar.openapi.datastructures import ResponseSpec
 from litestar.openapi.spec import OpenAPIMediaType, Operation, Reference, RequestBody, Schema
 from litestar.openapi.spec.enums import OpenAPIFormat, OpenAPIType
@@ -58,7 +58,7 @@ from ..resolve.readings.saes import resolve_sae
 from ..web.aside import call_aside
 from ..web.auth import needs
 from ..web.body import FILE_TYPES, BodyForms
-from .jobs import ERRORS, PROBLEM, CursorParameter, ModelFilter, PageSize
+from .jobs import ERRORS, PROBLEM, CursorParameter, ModelFilter, PageSize, reads
 from .steering import CHANGE_ERRORS, Made, named_module, tensors_of
 
 
@@ -180,7 +180,6 @@ def artifact_routes() -> list[Any]:
     @put(
         "/v1/artifacts/{kind:str}/{name:str}",
         opt=changes | {"body": lambda params: body_of(artifact_kind(params["kind"]))},
-        status_code=200,
         summary="Register or replace an artifact",
         description="Requests accepted earlier keep the previous content, which its digest "
         "identifies; they fail if files of it have changed.\n\n"
@@ -222,12 +221,7 @@ def artifact_routes() -> list[Any]:
             headers={"Location": context.url(f"artifacts/{kind}/{name}")},
         )
 
-    @get(
-        "/v1/artifacts/{kind:str}",
-        opt=needs("read"),
-        summary="List the artifacts of a kind",
-        responses=ERRORS,
-    )
+    @reads("/v1/artifacts/{kind:str}", summary="List the artifacts of a kind")
     async def list_artifacts(
         kind: KindParameter, context: AppContext, caller: Caller, info: ModelInfo
     ) -> page:
@@ -240,12 +234,7 @@ def artifact_routes() -> list[Any]:
         ]
         return of.page(**{of.plural: found})
 
-    @get(
-        "/v1/artifacts/{kind:str}/{name:str}",
-        opt=needs("read"),
-        summary="Get an artifact",
-        responses=ERRORS,
-    )
+    @reads("/v1/artifacts/{kind:str}/{name:str}", summary="Get an artifact")
     async def get_artifact(
         kind: KindParameter, name: Name, context: AppContext, caller: Caller, info: ModelInfo
     ) -> record:
@@ -256,7 +245,6 @@ def artifact_routes() -> list[Any]:
     @delete(
         "/v1/artifacts/{kind:str}/{name:str}",
         opt=changes,
-        status_code=204,
         summary="Delete an artifact",
         description="Requests accepted earlier keep it; so do its files, on the server. The probe "
         "and the modules of a policy's current version cannot be deleted.",
@@ -282,9 +270,8 @@ def artifact_routes() -> list[Any]:
     return [put_artifact, list_artifacts, get_artifact, delete_artifact]
 
 
-@get(
+@reads(
     "/v1/artifacts/{kind:str}/{name:str}/file",
-    opt=needs("read"),
     summary="Get a named module as a file",
     description=(
         "A safetensors file of its entries: sent back, it is the same module. "
@@ -320,7 +307,6 @@ async def get_artifact_file(
 @patch(
     "/v1/artifacts/{kind:str}/{name:str}",
     opt=needs("steer-global"),
-    status_code=200,
     summary="Change a policy's mode, or restore a version",
     description="Makes a new version, which applies to requests accepted from now on.",
     responses={**ERRORS, 409: PROBLEM, 415: PROBLEM},
@@ -358,13 +344,7 @@ RunParameter = Annotated[
 ]
 
 
-@get(
-    "/v1/runs",
-    opt=needs("read"),
-    summary="List the source runs, newest first",
-    description="Named runs only.",
-    responses=ERRORS,
-)
+@reads("/v1/runs", summary="List the source runs, newest first", description="Named runs only.")
 async def list_runs(
     context: AppContext,
     caller: Caller,
@@ -375,7 +355,7 @@ async def list_runs(
     return await LedgerRuns(context.ledger, caller).list(info.name, limit, cursor)
 
 
-@get("/v1/runs/{name:str}", opt=needs("read"), summary="Describe a source run", responses=ERRORS)
+@reads("/v1/runs/{name:str}", summary="Describe a source run")
 async def get_run(
     name: RunParameter, context: AppContext, caller: Caller, info: ModelInfo
 ) -> RunView:
@@ -385,7 +365,6 @@ async def get_run(
 @delete(
     "/v1/runs/{name:str}",
     opt=needs("submit"),
-    status_code=204,
     summary="Delete a source run",
     description="Deletes its captures, as `DELETE /v1/captures/{id}` does, and its name. Jobs "
     "that have loaded its rows keep them; "

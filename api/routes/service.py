@@ -38,7 +38,7 @@ from ..context import AppContext
 from ..operations.rank_agreement import stage_agreements
 from ..web.auth import may_observe, needs
 from ..web.body import JsonRequest
-from .jobs import ERRORS, PROBLEM
+from .jobs import PROBLEM, reads
 from .steering import answers_of_ranks
 
 #: Litestar adds the charset itself.
@@ -86,12 +86,7 @@ ModelName = Annotated[
 ]
 
 
-@get(
-    "/v1/models/{name:str}",
-    opt=needs("read"),
-    summary="Get a model, with the certificate of its hook points",
-    responses=ERRORS,
-)
+@reads("/v1/models/{name:str}", summary="Get a model, with the certificate of its hook points")
 async def get_model(name: ModelName, context: AppContext) -> ModelCard:
     info = await context.served.the_model(name)
     gradients = await context.ledger.gradients(info.name)

@@ -2,19 +2,19 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import msgspec
-from litestar import delete, get, put
+from litestar import delete, put
 from litestar.params import JSONBody
 
 from ...broker.ledger.named.registry import Registry
 from ...broker.ledger.named.steering import Account
 from ...schemas.access.keys import Caller
 from ...schemas.base.errors import MidstreamError, Translated
-from ...schemas.base.tensors import Tensor
+from ...schemas.base.tensors import PackedBlobs, Tensor
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.requests.steering import (
     MODULES,
@@ -34,7 +34,7 @@ from ..operations.rank_agreement import agreement
 from ..resolve.edits import steering
 from ..web.aside import call_aside
 from ..web.auth import needs
-from .jobs import ERRORS, PROBLEM, ModelFilter
+from .jobs import ERRORS, PROBLEM, ModelFilter, reads
 
 #: Seconds that `GET /v1/steering/dynamic` waits for the workers' answers, and between its reads.
 ANSWER_S = 2.0
@@ -43,7 +43,7 @@ CHANGE_ERRORS = {**ERRORS, 409: PROBLEM, 413: PROBLEM, 415: PROBLEM}
 #: The questions by model, and the accounts of the workers that were asked.
 Answers = tuple[dict[str, str], list[Account]]
 #: Makes an artifact of the one that has its name; content hash → packed tensor.
-Made = tuple[Callable[[Any], Any], Mapping[str, bytes]]
+Made = tuple[Callable[[Any], Any], PackedBlobs]
 
 
 def module_of(raw: bytes) -> ModuleRequest:
@@ -141,12 +141,7 @@ async def delete_global(context: AppContext, info: ModelInfo) -> GlobalView:
     return _global(info.name, await change(context.steering, wait_s, info.name, [], {}))
 
 
-@get(
-    "/v1/steering/global",
-    opt=needs("read"),
-    summary="Get a model's global steering",
-    responses=ERRORS,
-)
+@reads("/v1/steering/global", summary="Get a model's global steering")
 async def get_global(context: AppContext, info: ModelInfo) -> GlobalView:
     return _global(info.name, await context.steering.current(info.name))
 
@@ -164,15 +159,13 @@ def _global(model: str, steering: GlobalSteering) -> GlobalView:
 # --- Status reported by the ranks
 
 
-@get(
+@reads(
     "/v1/steering/dynamic",
-    opt=needs("read"),
     summary="Steering applied by the ranks, and whether they agree",
     description=(
         "Queries every live worker. Answers with 200 even if ranks differ or a worker "
         "does not answer: see `determinism`."
     ),
-    responses=ERRORS,
 )
 async def get_dynamic(context: AppContext, caller: Caller, model: ModelFilter = None) -> Dynamic:
     if model is not None:

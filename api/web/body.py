@@ -23,7 +23,7 @@ from ...schemas.base.errors import MidstreamError, Translated, invalid
 from ...schemas.base.json_bounds import JsonCounter, TooManyValues
 from ...schemas.base.limits import MAX_IDEMPOTENCY_KEY
 from ...schemas.base.records import from_json
-from ...schemas.jobs.job_requests import MAX_KEPT_BODY
+from ...schemas.jobs.job_requests import MAX_KEPT_BODY, Idempotency
 from ...schemas.settings.settings import Settings
 from . import problems
 from .aside import aside, call_aside
@@ -235,10 +235,9 @@ class JsonRequest(Request[Any, Any, Any]):
                     return
                 most -= len(message["body"])
 
-    def idempotency(self, key: str | None) -> tuple[str, str] | None:
-        """Return the `Idempotency-Key` within the caller's tenant, and the SHA-256 of its request.
-
-        None without a key. Raises a 400 naming it.
+    def idempotency(self, key: str | None) -> Idempotency | None:
+        """Return what repeats of the request have in common; None without a key. Raises a 400
+        naming the key.
         """
         if key is None:
             return None

@@ -9,7 +9,7 @@ from typing import Any
 from litestar import Request
 
 from ...broker.telemetry.traces import TraceSpan
-from ...schemas.base.records import from_json, to_json
+from ...schemas.base.records import JsonObject, from_json, to_json
 from ...schemas.jobs.job_requests import MAX_KEPT_BODY
 
 AnyRequest = Request[Any, Any, Any]
@@ -74,11 +74,11 @@ def hand_over() -> None:
         raise HandedOver
 
 
-def keep_steering(entries: Sequence[dict[str, Any]]) -> None:
+def keep_steering(entries: Sequence[JsonObject]) -> None:
     """Add the URL's entries to `steering` in the stored body: a repeat then needs only the body."""
     call = current()
     if call.body and entries:
-        body = from_json(call.body, dict[str, Any])
+        body = from_json(call.body, JsonObject)
         raw = to_json(body | {"steering": [*body.get("steering", []), *entries]})
         call.body = raw if len(raw) <= MAX_KEPT_BODY else b""
 

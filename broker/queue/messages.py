@@ -12,6 +12,7 @@ from typing import Any
 
 from celery import Celery
 
+from ...schemas.base.records import JsonObject
 from .celery_app import task_of
 
 # Redis keeps every script's text until it exits, so one text for each process would be a leak.
@@ -78,7 +79,7 @@ def templates() -> dict[str, str]:
     }
 
 
-def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) -> dict[str, Any]:
+def _envelope(body: Any, headers: JsonObject, properties: JsonObject) -> JsonObject:
     """Return a message in the format of kombu's Redis transport.
 
     The body is JSON text, which kombu does not decode (`body_encoding`).
@@ -93,7 +94,7 @@ def _envelope(body: Any, headers: dict[str, Any], properties: dict[str, Any]) ->
     }
 
 
-def _expression(template: dict[str, Any]) -> str:
+def _expression(template: JsonObject) -> str:
     """Return a Lua concatenation of the template's JSON and the values that are filled in."""
     parts = []
     end = 0

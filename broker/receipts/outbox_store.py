@@ -38,6 +38,9 @@ JOB_LOG_BYTES = 1 << 20
 _header_decoder = msgspec.json.Decoder(tuple[str, int])
 _line_decoder = msgspec.json.Decoder(tuple[int, str])
 
+#: The sequence numbers of receipts, and their jobs.
+NumberedJobs = list[tuple[int, str]]
+
 _TABLES = """
 CREATE TABLE outbox (
   worker TEXT NOT NULL, rank INTEGER NOT NULL, epoch TEXT NOT NULL, acked INTEGER NOT NULL);
@@ -64,7 +67,7 @@ class PastEpoch(NamedTuple):
 
     epoch: str
     last: int  # the highest number that it is known to have used
-    jobs: list[tuple[int, str]]  # (seq, job), as far as known
+    jobs: NumberedJobs  # as far as known
 
 
 def lock(path: Path, wait_s: float) -> IO[str]:
@@ -119,7 +122,7 @@ class JobLog:
                 break
         return PastEpoch(epoch, max([last, *(seq for seq, _ in jobs)]), jobs)
 
-    def rewrite(self, epoch: str, last: int, rows: list[tuple[int, str]]) -> None:
+    def rewrite(self, epoch: str, last: int, rows: NumberedJobs) -> None:
         """Replace the file by a header and `rows`, atomically."""
         fresh = self.path.with_suffix(".jobs.new")
         content = _line([epoch, last]) + b"".join(map(_line, rows))
@@ -134,7 +137,7 @@ class JobLog:
         self._size = len(content)
         self._limit = max(JOB_LOG_BYTES, 2 * len(content))
 
-    def append(self, rows: list[tuple[int, str]]) -> None:
+    def append(self, rows: NumberedJobs) -> None:
         content = b"".join(map(_line, rows))
         try:
             _write_all(self._fd, content)
@@ -382,8 +385,8 @@ class Store:
     def _rewrite_jobs(self) -> None:
         self._jobs.rewrite(self.epoch, self.last, self._held())
 
-    def _held(self) -> list[tuple[int, str]]:
-        """Return (seq, job) of the receipts that are not acknowledged or still stored, including
+    def _held(self) -> NumberedJobs:
+        """Return those of the receipts that are not acknowledged or still stored, including
         those that only the job log has.
         """
         known = self._jobs.read()
@@ -393,7 +396,7 @@ class Store:
         return sorted(held.items())
 
 
-def unique_jobs(numbered: list[tuple[int, str]], first: int, last: int) -> list[str]:
+def unique_jobs(numbered: NumberedJobs, first: int, last: int) -> list[str]:
     """Return the jobs with `first ≤ seq ≤ last`, each once, in order."""
     return list(dict.fromkeys(job for seq, job in sorted(numbered) if first <= seq <= last))
 

@@ -30,7 +30,7 @@ from ...schemas.base.errors import Translated
 from ...schemas.base.records import from_msgpack, to_msgpack
 from ...schemas.base.version import __version__
 from ...schemas.jobs.captures import path_fault
-from ...schemas.jobs.receipts import LostRange, Receipt, receipt_decoder
+from ...schemas.jobs.receipts import LostRange, NumberedReceipt, receipt_decoder
 from ...schemas.settings import faults
 from ...schemas.settings.faults import crash_point
 from ...schemas.settings.settings import Settings, SettingsError, load_settings
@@ -73,7 +73,7 @@ class FrameBatch:
     """The frames of one turn, grouped by kind and stream."""
 
     def __init__(self) -> None:
-        self.receipts: defaultdict[OutboxEpoch, list[tuple[int, Receipt]]] = defaultdict(list)
+        self.receipts: defaultdict[OutboxEpoch, list[NumberedReceipt]] = defaultdict(list)
         self.losses: list[tuple[OutboxEpoch, LostRange]] = []
         self.peers: dict[
             OutboxEpoch, bytes

@@ -29,12 +29,12 @@ PROGRESS_S = 10.0
 #: Seconds after which a load without progress is an error.
 STALLED_S = 60.0
 
+#: The answer to INFO, or sections of it.
+RedisInfo = dict[str, Any]
 
-def dangers(info: dict[str, Any]) -> list[str]:
-    """Return why a Redis with this `info` may forget jobs; empty if it does not.
 
-    `info`: the answer to INFO, or one section of it.
-    """
+def dangers(info: RedisInfo) -> list[str]:
+    """Return why a Redis with this `info` may forget jobs; empty if it does not."""
     result = []
     if not info.get("aof_enabled", True) and not info.get("loading"):
         # the file counts as off while it is loaded
@@ -47,7 +47,7 @@ def dangers(info: dict[str, Any]) -> list[str]:
     return result
 
 
-def refuse_lossy(info: dict[str, Any], allowed: bool) -> None:
+def refuse_lossy(info: RedisInfo, allowed: bool) -> None:
     """Raise LossyRedis, unless `allowed`, for a Redis that was durable when this process began, and
     no longer is.
     """
@@ -82,7 +82,7 @@ class LogLoading:
         self._loaded = -1
         self._deadline = self._log_at = 0.0
 
-    def watch(self, info: dict[str, Any]) -> bool:
+    def watch(self, info: RedisInfo) -> bool:
         """Return whether Redis is loading, by INFO; logs the progress.
 
         Raises SettingsError if there was no progress for `STALLED_S`.

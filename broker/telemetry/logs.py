@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...schemas.base.recent import Recent
-from ...schemas.base.records import to_json
+from ...schemas.base.records import JsonObject, to_json
 from ...schemas.settings.settings import Settings
 
 #: Identifiers that a log line may carry, in this order.
@@ -101,7 +101,7 @@ class JsonFormatter(logging.Formatter):
         self._fields = fields
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
+        line: JsonObject = {
             "time": datetime.fromtimestamp(record.created, UTC)
             .isoformat(timespec="milliseconds")
             .replace("+00:00", "Z"),

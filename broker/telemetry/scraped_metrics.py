@@ -11,6 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
+    HistogramMetricFamily,
     Metric,
 )
 from prometheus_client.registry import Collector
@@ -21,10 +22,10 @@ from ...schemas.service.status import ServiceStatus
 
 T = TypeVar("T")
 
-#: A counter, which grows, or a gauge, which varies.
-Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
-#: Values of the labels, and the value.
-MetricSample = tuple[tuple[str, ...], float]
+#: A counter, which grows, a gauge, which varies, or a histogram.
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily] | type[HistogramMetricFamily]
+#: Values of the labels, and the value; of a histogram, its buckets and the sum.
+MetricSample = tuple[Any, ...]
 
 
 class ScrapedMetric(NamedTuple, Generic[T]):
@@ -43,7 +44,7 @@ Attributes = Mapping[str, tuple[Family, str, str]]
 Labelled = Iterable[tuple[tuple[str, ...], object]]
 
 
-def _of_attributes(
+def of_attributes(
     prefix: str,
     labels: tuple[str, ...],
     metrics: Attributes,
@@ -129,7 +130,7 @@ OF_SERVICE: tuple[ScrapedMetric[ServiceStatus], ...] = (
         ("model", "priority", "place"),
         _queues,
     ),
-    *_of_attributes("", (), _OF_STATUS, _whole),
+    *of_attributes("", (), _OF_STATUS, _whole),
 )
 
 
@@ -209,8 +210,8 @@ OF_STEERING: tuple[ScrapedMetric[SteeringReport], ...] = (
             for stage, agree in report.consistent.items()
         ),
     ),
-    *_of_attributes("steering_", ("model", "worker"), _STEERING_OF_WORKER, _steered_worker),
-    *_of_attributes("steering_", ("model", "worker", "rank"), _STEERING_OF_RANK, _steered_ranks),
+    *of_attributes("steering_", ("model", "worker"), _STEERING_OF_WORKER, _steered_worker),
+    *of_attributes("steering_", ("model", "worker", "rank"), _STEERING_OF_RANK, _steered_ranks),
 )
 
 
@@ -274,8 +275,8 @@ _OF_RANK: Attributes = {
 }
 #: Metrics of one worker, exposed by its own process.
 OF_WORKER: tuple[ScrapedMetric[WorkerReport], ...] = (
-    *_of_attributes("", ("model",), _OF_STATS, _stats),
-    *_of_attributes("rank_", ("model", "rank"), _OF_RANK, _ranks),
+    *of_attributes("", ("model",), _OF_STATS, _stats),
+    *of_attributes("rank_", ("model", "rank"), _OF_RANK, _ranks),
 )
 
 
@@ -300,10 +301,10 @@ class ScrapedMetrics(Collector, Generic[T]):
         for reading in self._table:
             family = _family(reading)
             for source in sources:
-                for labels, value in reading.samples(source):
-                    family.add_metric(labels, float(value))
+                for sample in reading.samples(source):
+                    family.add_metric(*sample)
             yield family
 
 
-def _family(reading: ScrapedMetric[Any]) -> CounterMetricFamily | GaugeMetricFamily:
+def _family(reading: ScrapedMetric[Any]) -> Any:
     return reading.family(f"midstream_{reading.name}", reading.help, labels=reading.labels)

@@ -1,82 +1,80 @@
-"""Metrics of the calls to the artifact store."""
+"""Metrics of the calls to the artifact store, by this process and the ranks that report to it."""
 
-from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import accumulate
+from typing import NamedTuple
 
-from prometheus_client.core import (
-    CounterMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 
 from ...schemas.base.records import by_key
-from ...schemas.base.store_calls import BOUNDS, StoreCalls
+from ...schemas.base.store_calls import BOUNDS, StoreCalls, together
 from ...storage.calls import CALLS
+from .scraped_metrics import (
+    Attributes,
+    Labelled,
+    MetricSample,
+    ScrapedMetric,
+    ScrapedMetrics,
+    of_attributes,
+)
+
+#: Each returns mappings of operation → counts; workers add one for their ranks.
+SOURCES: list[Callable[[], Iterable[Mapping[str, StoreCalls]]]] = [lambda: [CALLS.read()]]
+_BOUNDS = (*map(str, BOUNDS), "+Inf")
 
 
-class StoreReadings(Collector):
-    """Metrics of requests to object storage, by this process and the ranks that report to it.
+class StoreOperation(NamedTuple):
+    """The requests of one operation."""
 
-    `sources`: each returns mappings of operation → counts.
-    """
-
-    _BOUNDS = (*map(str, BOUNDS), "+Inf")
-
-    def __init__(self) -> None:
-        self.sources: list[Callable[[], Iterable[Mapping[str, StoreCalls]]]] = [
-            lambda: [CALLS.read()]
-        ]
-
-    def describe(self) -> Iterator[Metric]:
-        return iter(self._families())
-
-    def collect(self) -> Iterator[Metric]:
-        families = self._families()
-        requests, retries, size, seconds = families
-        by_operation = by_key(
-            item for source in self.sources for counts in source() for item in counts.items()
-        )
-        for operation, parts in sorted(by_operation.items()):
-            outcomes = sum((Tally(calls.outcomes) for calls in parts), Tally())
-            for outcome, count in sorted(outcomes.items()):
-                requests.add_metric((operation, outcome), count)
-            retries.add_metric((operation,), sum(calls.retries for calls in parts))
-            size.add_metric((operation,), sum(calls.bytes for calls in parts))
-            counts = accumulate(map(sum, zip(*(calls.buckets for calls in parts), strict=True)))
-            buckets = [
-                (bound, float(count)) for bound, count in zip(self._BOUNDS, counts, strict=True)
-            ]
-            seconds.add_metric((operation,), buckets, sum(calls.seconds for calls in parts))
-        return iter(families)
-
-    def _families(
-        self,
-    ) -> tuple[
-        CounterMetricFamily, CounterMetricFamily, CounterMetricFamily, HistogramMetricFamily
-    ]:
-        name = "midstream_store"
-        return (
-            CounterMetricFamily(
-                f"{name}_requests",
-                "Requests to object storage, by outcome",
-                labels=["operation", "outcome"],
-            ),
-            CounterMetricFamily(
-                f"{name}_retries",
-                "Requests that were repeated after a temporary error",
-                labels=["operation"],
-            ),
-            CounterMetricFamily(
-                f"{name}_bytes", "Bytes of bodies sent or received", labels=["operation"]
-            ),
-            HistogramMetricFamily(
-                f"{name}_seconds",
-                "Duration of a request, or of an upload in parts",
-                labels=["operation"],
-            ),
-        )
+    name: str
+    calls: StoreCalls
 
 
-STORE = StoreReadings()
+def _operations() -> Iterator[StoreOperation]:
+    counts = (item for source in SOURCES for each in source() for item in each.items())
+    for name, parts in sorted(by_key(counts).items()):
+        yield StoreOperation(name, together(*parts))
+
+
+def _outcomes(operation: StoreOperation) -> Iterator[MetricSample]:
+    for outcome, count in sorted(operation.calls.outcomes.items()):
+        yield (operation.name, outcome), count
+
+
+def _durations(operation: StoreOperation) -> Iterator[MetricSample]:
+    counts = accumulate(operation.calls.buckets)
+    yield (operation.name,), [*zip(_BOUNDS, counts, strict=True)], operation.calls.seconds
+
+
+def _calls(operation: StoreOperation) -> Labelled:
+    return [((operation.name,), operation.calls)]
+
+
+_OF_CALLS: Attributes = {
+    "retries": (
+        CounterMetricFamily,
+        "retries",
+        "Requests that were repeated after a temporary error",
+    ),
+    "bytes": (CounterMetricFamily, "bytes", "Bytes of bodies sent or received"),
+}
+STORE = ScrapedMetrics(
+    (
+        ScrapedMetric(
+            "store_requests",
+            CounterMetricFamily,
+            "Requests to object storage, by outcome",
+            ("operation", "outcome"),
+            _outcomes,
+        ),
+        *of_attributes("store_", ("operation",), _OF_CALLS, _calls),
+        ScrapedMetric(
+            "store_seconds",
+            HistogramMetricFamily,
+            "Duration of a request, or of an upload in parts",
+            ("operation",),
+            _durations,
+        ),
+    ),
+    _operations,
+)

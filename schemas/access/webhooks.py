@@ -1,11 +1,11 @@
 """Webhooks (Standard Webhooks 1.0): payloads, deliveries and secrets."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from ..base.records import Record
+from ..base.records import JsonObject, Record
 from ..base.states import CallbackEvent
 
 #: `pending`: waits for its first attempt or a retry. `delivered`: answered with 2xx. `failed`: the
@@ -22,7 +22,7 @@ class HookData(Record):
     attempt: int
     model: str
     # with `job.decided`: {policy, version, digest, request, triggers, inherited, first}
-    decision: dict[str, Any] | UnsetType = UNSET
+    decision: JsonObject | UnsetType = UNSET
 
 
 class HookBody(Record):

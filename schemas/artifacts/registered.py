@@ -11,7 +11,7 @@ import msgspec
 
 from ..access.keys import Caller, Scope, scoped
 from ..base.limits import MAX_DESCRIPTION, FolderPath, Name
-from ..base.records import Record, now
+from ..base.records import JsonObject, Record, now
 from ..packages import part
 
 T = TypeVar("T", bound="Registered")
@@ -104,7 +104,7 @@ class ArtifactKind(Generic[T]):
     of_tenants: bool = False
     shown: type[Registered] | None = None  # what `shown_to` returns, if it is not a `record`
     # makes a `record` of what an earlier build stored, both as plain values
-    of_former: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    of_former: Callable[[JsonObject], JsonObject] | None = None
 
     # Its other parts; empty: it has none.
     #: Decodes a body that is a file: takes bytes, returns a `request`.

@@ -1,6 +1,7 @@
 """A dictionary of bounded size, for what may be computed or read again."""
 
 from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 K = TypeVar("K")
@@ -19,3 +20,12 @@ class Recent(OrderedDict[K, V]):
         self.move_to_end(key)
         if len(self) > self._most:
             self.popitem(last=False)
+
+    def all_of(self, keys: Iterable[K], read: Callable[[], Mapping[K, V]]) -> Mapping[K, V]:
+        """Return the values of these keys: what `read` returns, unless all of them are here."""
+        wanted = {*keys}
+        if self.keys() >= wanted:
+            return {key: self[key] for key in wanted}
+        found = read()
+        self.update(found)
+        return found

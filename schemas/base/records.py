@@ -13,6 +13,8 @@ import msgspec
 
 T = TypeVar("T")
 K = TypeVar("K")
+#: An object of JSON, decoded.
+JsonObject = dict[str, Any]
 
 
 #: Calls a function of `client.render.notebook` by its name. Set by the client (`client.notebook`).

@@ -1,5 +1,8 @@
 """Counts of requests to object storage, as ranks report them to their worker."""
 
+from collections import Counter
+from itertools import zip_longest
+
 from .records import Record
 
 #: Upper bounds of the histogram's buckets, in seconds; one more bucket counts slower requests.
@@ -16,3 +19,20 @@ class StoreCalls(Record):
     seconds: float = 0.0  # total duration
     # requests by duration, one number for each of `BOUNDS` and one for the rest
     buckets: list[int] = []
+
+
+#: The counts of an operation without requests.
+NO_CALLS = StoreCalls(buckets=[0] * (len(BOUNDS) + 1))
+
+
+def together(*counts: StoreCalls) -> StoreCalls:
+    """Return the sums of some counts of one operation."""
+    outcomes = sum((Counter(each.outcomes) for each in counts), Counter[str]())
+    buckets = zip_longest(*(each.buckets for each in counts), fillvalue=0)
+    return StoreCalls(
+        outcomes=dict(outcomes),
+        retries=sum(each.retries for each in counts),
+        bytes=sum(each.bytes for each in counts),
+        seconds=sum(each.seconds for each in counts),
+        buckets=[*map(sum, buckets)],
+    )

@@ -4,6 +4,7 @@ lists of numbers.
 
 import hashlib
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
@@ -38,6 +39,8 @@ class Tensor(Record):
 
 #: Content hash → packed tensor.
 PackedTensors = dict[str, bytes]
+#: Content hash → packed tensor, or image.
+PackedBlobs = Mapping[str, bytes]
 
 if TYPE_CHECKING:
     NumbersOrTensor = Tensor

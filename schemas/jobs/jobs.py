@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -35,7 +35,7 @@ from ..base.limits import (
     Text,
     TokenIds,
 )
-from ..base.records import Record
+from ..base.records import JsonObject, Record
 from ..base.states import TERMINAL as TERMINAL, TRANSITIONS as TRANSITIONS, State as State
 from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
@@ -82,7 +82,7 @@ BadWords = Annotated[list[StopText], msgspec.Meta(max_length=MAX_BAD_WORDS)]
 class StructuredRequest(Record, omit_defaults=True):
     """vLLM's `structured_outputs`: exactly one constraint, and how JSON is written."""
 
-    json: SchemaText | dict[str, Any] | None = None  # a JSON schema, as text or as an object
+    json: SchemaText | JsonObject | None = None  # a JSON schema, as text or as an object
     json_object: Literal[True] | None = None
     regex: RegexText | None = None
     choice: (
@@ -485,6 +485,6 @@ class Event(Record):
     """
 
     event: EventKind
-    data: dict[str, Any]  # JSON
+    data: JsonObject  # JSON
     attempt: int = 0
     id: str = ""

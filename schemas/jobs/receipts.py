@@ -107,6 +107,10 @@ class Receipt(Wire):
         return "partial" if incomplete and self.status == "ok" else self.status
 
 
+#: A receipt, after its sequence number in its outbox.
+NumberedReceipt = tuple[int, Receipt]
+
+
 class LostRange(Wire):
     """The sender no longer has receipts `first..last` of this epoch (its outbox was damaged)."""
 

@@ -16,7 +16,7 @@ from ..base.limits import (
     Name,
     Text,
 )
-from ..base.records import Record
+from ..base.records import JsonObject, Record
 
 
 class TextPart(Record, tag_field="type", tag="text"):
@@ -107,8 +107,8 @@ class ToolUse(Record):
 class Rendering(Record):
     """Inputs of a chat template other than the messages, and how the conversation ends."""
 
-    tools: list[dict[str, Any]] | None = None
-    options: dict[str, Any] = {}  # further variables of the template
+    tools: list[JsonObject] | None = None
+    options: JsonObject = {}  # further variables of the template
     opened: bool = True  # ends with the start of the assistant's turn
     continued: bool = False  # the last message is left open, to be continued
 

@@ -4,14 +4,14 @@ result.
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import numpy as np
 
 from ..artifacts.registered import NamedArtifact
 from ..base.limits import MAX_INT64, MAX_OPTION_TEXT, MAX_OPTIONS, MAX_READERS, Name
-from ..base.records import Record, Wire, fields_of
+from ..base.records import JsonObject, Record, Wire, fields_of
 from ..prompts.selectors import RequestedPositions, StoredSites
 from ..prompts.sites import At, SitesSpec
 from .stored import ReadingKind, StoredReading
@@ -60,7 +60,7 @@ class StoredReader(StoredReading, tag="reader", omit_defaults=True):
     options: OptionValues = {}  # all that it declares
     # option → fields of the registered artifact that it names, as they were when the job was
     # accepted
-    contents: dict[str, dict[str, Any]] = {}
+    contents: dict[str, JsonObject] = {}
 
     def row_size(self) -> int:
         return self.row_bytes

@@ -3,7 +3,7 @@
 A policy reads the scores of a registered probe, and acts when its condition is met.
 """
 
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -23,7 +23,7 @@ from ..base.limits import (
     Reference,
     UrlText,
 )
-from ..base.records import Record
+from ..base.records import JsonObject, Record
 from ..prompts.selectors import HookName, LayerSelector
 from ..prompts.windows import Margin
 from .steering import MODULES, Module
@@ -223,7 +223,7 @@ def _without_owner(version: PolicyVersion) -> PolicyVersion:
     )
 
 
-def _of_former(stored: dict[str, Any]) -> dict[str, Any]:
+def _of_former(stored: JsonObject) -> JsonObject:
     """Return a policy as it is stored now. Earlier builds stored a `share` of the requests, on
     which a version of the mode `canary` acted; it becomes `shadow`, which changes no request.
     """

@@ -7,12 +7,13 @@ data_offsets), the tensors' bytes.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from ...schemas.base.dtypes import DTYPES, ITEM_BYTES
 from ...schemas.base.errors import Translated, shortened
+from ...schemas.base.records import JsonObject
 from ...schemas.base.tensors import Tensor
 from ...schemas.jobs.captures import FORMAT, Manifest
 
@@ -58,10 +59,16 @@ class TensorPlace:
         return (hook, int(layer)) if dot and layer.isdigit() else None
 
 
+#: Tensor → its place, in the order of their bytes.
+TensorPlaces = dict[str, TensorPlace]
+#: Returns bytes of a file, from where they begin and their number.
+ReadAt = Callable[[int, int], bytes]
+
+
 @dataclass(frozen=True)
 class Header:
     manifest: Manifest
-    tensors: dict[str, TensorPlace]  # in the order of their bytes
+    tensors: TensorPlaces
     end: int  # bytes of the whole blob
 
 
@@ -98,7 +105,7 @@ def safetensors_header(
     metadata: Mapping[str, str],
     size: int = 0,
 ) -> bytes:
-    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    header: JsonObject = {"__metadata__": metadata} if metadata else {}
     offset = 0
     for name, dtype, shape, length in tensors:
         header[name] = {
@@ -112,8 +119,8 @@ def safetensors_header(
     return len(encoded).to_bytes(_LENGTH_BYTES, "little") + encoded
 
 
-def read_header(read: Callable[[int, int], bytes], size: int) -> Header:
-    """Returns the header of a blob of `size` bytes; `read(start, count)` returns bytes of it.
+def read_header(read: ReadAt, size: int) -> Header:
+    """Returns the header of a blob of `size` bytes.
 
     Raises DeletedBlob, and DamagedBlob if the blob is truncated or not Midstream's.
     """
@@ -140,13 +147,12 @@ class _Entry(msgspec.Struct):
 
 
 def read_tensors(
-    read: Callable[[int, int], bytes],
+    read: ReadAt,
     size: int,
     item_bytes: Mapping[str, int] = FILE_ITEM_BYTES,
     most: int = _MAX_HEADER,
-) -> tuple[dict[str, str], dict[str, TensorPlace], int]:
-    """Returns (metadata, tensors in the order of their bytes, bytes of the whole file) of a
-    safetensors file; `read` and `size` as in `read_header`.
+) -> tuple[dict[str, str], TensorPlaces, int]:
+    """Returns (metadata, tensors, bytes of the whole file) of a safetensors file of `size` bytes.
 
     `item_bytes`: valid dtype, as safetensors names it → bytes of an element. `most`: limit on the
     bytes of the header. The format requires the bytes of tensors to follow each other without gaps.

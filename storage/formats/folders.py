@@ -6,9 +6,9 @@ import json
 from collections.abc import Sequence
 from os.path import isdir
 from pathlib import Path
-from typing import Any
 
 from ...schemas.base.errors import MidstreamError, Translated, invalid
+from ...schemas.base.records import JsonObject
 
 
 def folder_below(root: str, path: str, setting: str, kinds: Sequence[Sequence[str]]) -> Path:
@@ -66,7 +66,7 @@ def bounded_file(path: Path, most: int, fault: type[ValueError]) -> bytes:
         return path.read_bytes()
 
 
-def json_object(raw: bytes, name: str, fault: type[ValueError]) -> dict[str, Any]:
+def json_object(raw: bytes, name: str, fault: type[ValueError]) -> JsonObject:
     """Returns the JSON object in the file `name`. Raises `fault`."""
     with Translated(
         (ValueError, RecursionError), lambda error: fault(f"{name} is not JSON: {error}")

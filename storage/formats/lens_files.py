@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from ...schemas.artifacts.jacobian_lenses import JacobianLens, JacobianLensRequest, JacobianRecord
+from ...schemas.artifacts.tuned_lenses import StoredTuned, TunedLens
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, narrowed
 from ...schemas.base.errors import Translated
 from ...schemas.base.limits import MAX_TUNED_BYTES
@@ -60,6 +61,31 @@ def reading(folder: Path) -> Iterator[TensorFile]:
     with opened(folder / FILE, MAX_TUNED_BYTES, _TENSORS) as file:
         yield file
         file.check_unchanged()
+
+
+class LensFiles:
+    """The files of registered lenses below the folder `root`. A file is read whole to compare its
+    digest whenever its state differs from the last check.
+    """
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+        self._checked: dict[str, tuple[int, int, int]] = {}  # digest → state of the checked file
+
+    @contextmanager
+    def reading(self, lens: StoredTuned | TunedLens) -> Iterator[TensorFile]:
+        """Open the file of a lens. Raises TensorFileError, also if it has changed since the lens
+        was registered, and what `folder_of` raises.
+        """
+        with reading(folder_of(self._root, lens.path)) as file:
+            if self._checked.get(lens.digest) != file.state:
+                if (result := file.digest().hex()) != lens.digest:
+                    raise TensorFileError(
+                        f"its file has changed since it was registered (now {result[:12]}): "
+                        "register it again"
+                    )
+                self._checked[lens.digest] = file.state
+            yield file
 
 
 def map_of(file: TensorFile, layer: int) -> tuple[np.ndarray, np.ndarray]:

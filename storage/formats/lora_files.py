@@ -10,7 +10,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -20,6 +20,7 @@ import msgspec
 from ...schemas.artifacts.loras import LoraModule, LoraSupport
 from ...schemas.base.errors import Translated
 from ...schemas.base.limits import MAX_LAYERS, MAX_LORA_BYTES, MAX_LORA_CONFIG
+from ...schemas.base.records import JsonObject
 from ...schemas.prompts.selectors import as_ranges, resolve_layers
 from .capture_blobs import DamagedBlob
 from .folders import bounded_file, folder_below, json_object, refused_path
@@ -96,7 +97,7 @@ class LoraError(ValueError):
 class LoraContent(NamedTuple):
     """The content of an adapter's files."""
 
-    config: dict[str, Any]
+    config: JsonObject
     shapes: dict[str, list[int]]  # tensor → its shape
     digest: str  # of both files' bytes
     bytes: int  # of the weights
@@ -190,7 +191,7 @@ def check(content: LoraContent, support: LoraSupport) -> LoraFacts:
     return LoraFacts(max(ranks), sorted(modules))
 
 
-def _check_config(config: Mapping[str, Any]) -> None:
+def _check_config(config: JsonObject) -> None:
     def wrong(member: str, valid: str, _: Exception | None = None) -> LoraError:
         return LoraError(f"{CONFIG}: {member} is {repr(config.get(member))[:100]}; valid: {valid}")
 
@@ -216,7 +217,7 @@ def _check_config(config: Mapping[str, Any]) -> None:
             )
 
 
-def _is_detail(config: Mapping[str, Any], member: str) -> bool:
+def _is_detail(config: JsonObject, member: str) -> bool:
     """Return whether a member details a feature that another member switches on or off: PEFT
     writes `qalora_group_size` beside `use_qalora`, and `megatron_core` beside `megatron_config`.
     """
@@ -225,9 +226,7 @@ def _is_detail(config: Mapping[str, Any], member: str) -> bool:
     return member not in switches and not switches.isdisjoint(config)
 
 
-def _check_targets(
-    config: Mapping[str, Any], adapted: Collection[str], support: LoraSupport
-) -> None:
+def _check_targets(config: JsonObject, adapted: Collection[str], support: LoraSupport) -> None:
     """Check that the modules with tensors are those that PEFT adapts by this configuration.
 
     PEFT ignores tensors of other modules, and gives a module without tensors initial values.
@@ -255,7 +254,7 @@ def _check_targets(
         )
 
 
-def _matched(config: Mapping[str, Any], member: str, names: list[str]) -> set[str]:
+def _matched(config: JsonObject, member: str, names: list[str]) -> set[str]:
     """Return the names that a list of names, or a regular expression, matches as in PEFT."""
     rule = config.get(member) or []
     if not isinstance(rule, str):
@@ -279,13 +278,13 @@ def _matched(config: Mapping[str, Any], member: str, names: list[str]) -> set[st
     return set(json.loads(done.stdout))
 
 
-def _patterns(config: Mapping[str, Any]) -> list[str]:
+def _patterns(config: JsonObject) -> list[str]:
     """Return the names of the lists of layers in `layers_pattern`."""
     pattern = config.get("layers_pattern") or []
     return [pattern] if isinstance(pattern, str) else pattern
 
 
-def _in_layers(config: Mapping[str, Any], name: str) -> bool:
+def _in_layers(config: JsonObject, name: str) -> bool:
     """Return whether PEFT adapts the layer of a module that `target_modules` matches."""
     layers = config.get("layers_to_transform")
     if layers in (None, []) or name in config["target_modules"]:
@@ -295,7 +294,7 @@ def _in_layers(config: Mapping[str, Any], name: str) -> bool:
     return found is not None and int(found[1]) in ([layers] if isinstance(layers, int) else layers)
 
 
-def _rank(config: Mapping[str, Any], module: str) -> int:
+def _rank(config: JsonObject, module: str) -> int:
     """Return the rank as PEFT chooses it: of the first pattern that the module's name ends with."""
     for pattern, rank in (config.get("rank_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):

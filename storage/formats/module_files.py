@@ -21,6 +21,7 @@ from ...schemas.base.dtypes import DTYPE_OF_FILE, DType
 from ...schemas.base.errors import Translated
 from ...schemas.base.json_bounds import TooManyValues, check_json
 from ...schemas.base.limits import MAX_ENTRIES, MAX_FILE_HEADER, MAX_FILE_TENSORS
+from ...schemas.base.records import JsonObject
 from ...schemas.base.tensors import Tensor
 from ...schemas.prompts.selectors import ALIASES, EVERY, full_name, resolve_hook
 from ...schemas.requests.interventions import STEERING_FIELDS, TENSORS
@@ -87,7 +88,7 @@ def to_bytes(specs: Sequence[SteeringSpec]) -> bytes:
     """
     if not specs:
         raise ValueError("no entries to write: give at least one")
-    entries: list[dict[str, Any]] = []
+    entries: list[JsonObject] = []
     tensors: dict[str, Tensor] = {}
     for index, spec in enumerate(specs):
         _check_vectors(index, spec)

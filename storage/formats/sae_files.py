@@ -20,6 +20,7 @@ import numpy as np
 from ...schemas.artifacts.saes import Architecture, Normalisation, SaeForm
 from ...schemas.base.errors import Translated, invalid
 from ...schemas.base.limits import MAX_SAE_BYTES, MAX_SAE_CONFIG, MAX_SAE_WIDTH
+from ...schemas.base.records import JsonObject
 from ...schemas.prompts.selectors import ALIASES, HOOKS, Hook
 from .folders import bounded_file, folder_below, json_object, refused_path
 from .tensor_files import TensorFile, TensorFileError, opened
@@ -174,7 +175,7 @@ def _wrong(member: str, value: Any, valid: str) -> SaeError:
     return SaeError(f"{CONFIG}: {member} is {repr(value)[:100]}; valid: {valid}")
 
 
-def _form(config: Mapping[str, Any]) -> SaeForm:
+def _form(config: JsonObject) -> SaeForm:
     architecture = config.get("architecture", "standard")
     k = config.get("k", 0)
     activation = config.get("activation_fn_str", config.get("activation_fn", "relu"))
@@ -224,7 +225,7 @@ def _form(config: Mapping[str, Any]) -> SaeForm:
     )
 
 
-def _check_members(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> None:
+def _check_members(config: JsonObject, metadata: JsonObject) -> None:
     """Refuse members that would change what sae-lens computes, or on which rows."""
     if (reshaped := config.get("reshape_activations") or "none") != "none":
         raise _wrong("reshape_activations", reshaped, "none")
@@ -252,7 +253,7 @@ def _check_members(config: Mapping[str, Any], metadata: Mapping[str, Any]) -> No
             )
 
 
-def _place(metadata: Mapping[str, Any]) -> tuple[Hook, int]:
+def _place(metadata: JsonObject) -> tuple[Hook, int]:
     """Returns the hook and layer that the config names."""
     named = metadata.get("hook_name", metadata.get("hook_point"))
     match = _HOOK_NAME.fullmatch(str(named))

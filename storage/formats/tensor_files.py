@@ -8,7 +8,7 @@ import io
 import math
 import os
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -18,7 +18,7 @@ import numpy as np
 from ...schemas.base.dtypes import DTYPE_OF_FILE, DTYPES, ITEM_BYTES, widened
 from ...schemas.base.errors import Translated, shortened
 from ...schemas.base.limits import MAX_FILE_HEADER
-from .capture_blobs import DamagedBlob, TensorPlace, read_tensors
+from .capture_blobs import DamagedBlob, ReadAt, TensorPlace, TensorPlaces, read_tensors
 
 #: The dtypes that are read, by safetensors' names and by numpy's.
 FLOATS = ("F32", "F16", "BF16")
@@ -98,7 +98,7 @@ class TensorFile:
 
     # --- The two formats ---
 
-    def _of_safetensors(self) -> dict[str, TensorPlace]:
+    def _of_safetensors(self) -> TensorPlaces:
         with Translated(DamagedBlob, lambda error: TensorFileError(f"{self._name}: {error}")):
             self.metadata, tensors = whole_header(self._bytes_at, self.bytes)
         for name, place in tensors.items():
@@ -109,9 +109,9 @@ class TensorFile:
         self._file.seek(start)
         return self._file.read(count)
 
-    def _of_npz(self, most: int, tensors: int) -> dict[str, TensorPlace]:
+    def _of_npz(self, most: int, tensors: int) -> TensorPlaces:
         """Return tensor → its member, whose bytes begin after its own header."""
-        places: dict[str, TensorPlace] = {}
+        places: TensorPlaces = {}
         try:
             self._zip = zipfile.ZipFile(self._file)
             if sum(member.file_size for member in self._zip.infolist()) > most:
@@ -190,9 +190,7 @@ def _check_shape(file: str, name: str, shape: list[int]) -> None:
         raise TensorFileError(f"{file}: {name} has the shape {shape}; valid: one or two dimensions")
 
 
-def whole_header(
-    read: Callable[[int, int], bytes], size: int
-) -> tuple[dict[str, str], dict[str, TensorPlace]]:
+def whole_header(read: ReadAt, size: int) -> tuple[dict[str, str], TensorPlaces]:
     """Returns metadata and tensors of a safetensors file of floats; arguments as in `read_tensors`.
 
     Raises DamagedBlob naming the tensor.

@@ -332,7 +332,7 @@ def _weights(identity: str) -> int:
 
 
 async def _events(ledger: Ledger, job: str) -> AsyncIterator[Event]:
-    after = ""
+    after = "0-0"
     while batch := await ledger.events(job, after, 1000):
         for event in batch:
             yield event

@@ -6,13 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
-import hiredis
 import pytest
 import redis.asyncio
 import redis.exceptions
 from ledger_kit import open_ledger
 
-from midstream.broker.ledger.core.auto_pipeline import GROUP_LIMIT, LARGE, SLICE, packed
+from midstream.broker.ledger.core.auto_pipeline import GROUP_LIMIT, LARGE, SLICE
 
 
 @pytest.fixture
@@ -36,19 +35,6 @@ async def test_large_arguments_go_between_small_commands_and_change_no_answer(cl
     )
     assert answers == [b"large", b"small", None, b"large"]
     assert await client.hget("sizes", large) == b"large"
-
-
-@pytest.mark.parametrize(
-    "sizes", [(1,), (LARGE + 1,), (1, 2), (1, LARGE + 1), (LARGE + 1, 1), (LARGE + 1, LARGE + 1)]
-)
-def test_commands_are_packed_as_hiredis_does_without_empty_pieces(sizes: tuple[int, ...]) -> None:
-    """asyncio's `writelines` of Python 3.12 and later never gets done with an empty piece."""
-    commands = [("HGET", "key", "x" * size) for size in sizes]
-    encoder = redis.asyncio.Redis().get_encoder()
-    wanted = b"".join(map(hiredis.pack_command, commands))
-    pieces = packed(commands, encoder)
-    assert all(pieces)
-    assert b"".join(pieces) == wanted
 
 
 async def test_a_pipelined_error_affects_only_its_command(client: Any) -> None:

@@ -13,7 +13,7 @@ from platform import python_version
 from prometheus_client import REGISTRY
 
 from ...broker.telemetry.scraped_metrics import OF_WORKER, ScrapedMetrics, WorkerReport
-from ...broker.telemetry.store_metrics import STORE
+from ...broker.telemetry.store_metrics import SOURCES
 from ...schemas.base.records import now
 from ...schemas.base.store_calls import StoreCalls
 from ...schemas.base.version import __version__
@@ -92,11 +92,11 @@ class WorkerMetrics:
     def register(self) -> None:
         """Add these metrics to the process's registry."""
         REGISTRY.register(self._readings)
-        STORE.sources.append(self._store_calls)
+        SOURCES.append(self._store_calls)
 
     def unregister(self) -> None:
         REGISTRY.unregister(self._readings)
-        STORE.sources.remove(self._store_calls)
+        SOURCES.remove(self._store_calls)
 
 
 def versions() -> dict[str, str]:

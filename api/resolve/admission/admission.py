@@ -33,6 +33,7 @@ from ....schemas.base.limits import (
     MAX_PROMPTS,
 )
 from ....schemas.base.records import now
+from ....schemas.base.tensors import PackedBlobs, PackedTensors
 from ....schemas.jobs.jobs import Job, Sampling, StoredPrompt
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import NO_TOOL_PARSER, ModelInfo
@@ -92,7 +93,7 @@ class Admitted:
     """A job that can be submitted, with the contents that it names by hash."""
 
     job: Job
-    blobs: dict[str, bytes]  # content hash → MessagePack `Tensor`, or image
+    blobs: PackedBlobs
     pinned: list[str]  # hashes of tensors of named modules and probes, which are already stored
 
 
@@ -307,7 +308,7 @@ def with_tools(parsed: ParsedRequest, model: ModelInfo) -> ParsedRequest:
 
 # --- Captures and steering ------------------------------------------------------------------------
 
-Resolved = tuple[list[list[StoredCapture]], PromptEdits, dict[str, bytes]]
+Resolved = tuple[list[list[StoredCapture]], PromptEdits, PackedTensors]
 
 
 async def resolve(

@@ -5,8 +5,8 @@ The direction of token t at layer l is v = J_lᵀ W_U[t] (Gurnee et al. 2026). T
 the request, like vectors that a user supplies.
 """
 
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -15,13 +15,14 @@ import numpy as np
 from ....schemas.artifacts.jacobian_lenses import JacobianLens
 from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_ENTRIES
+from ....schemas.base.recent import Recent
 from ....schemas.base.tensors import from_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.prompts.selectors import as_ranges, resolve_hook, resolve_layers
 from ....schemas.readings.lens import NamedToken
 from ....schemas.requests.specs import SteeringSpec
-from ....storage.formats.lens_files import directions, folder_of, reading
-from ....storage.formats.tensor_files import TensorFile, TensorFileError
+from ....storage.formats.lens_files import LensFiles, directions
+from ....storage.formats.tensor_files import TensorFileError
 from ..positions.captures import at_field
 from .interventions import check_together, check_without
 
@@ -38,6 +39,8 @@ FIELDS = ("jacobian", "token", "layers", "hook", "positions", "op")
 _COLLINEAR = 1e-3
 #: Directions that an API process caches.
 _REMEMBERED = 1024
+#: Digest of a lens, layer and token → the direction.
+Directions = Mapping[tuple[str, int, int], np.ndarray]
 
 
 class Directed(NamedTuple):
@@ -63,9 +66,8 @@ class DirectionFiles:
 
     def __init__(self, root: str) -> None:
         """`root`: the folder of lenses."""
-        self._root = root
-        self._known: OrderedDict[tuple[str, int, int], np.ndarray] = OrderedDict()
-        self._checked: dict[str, tuple[int, int, int]] = {}  # digest → state of the checked file
+        self._files = LensFiles(root)
+        self._known = Recent[tuple[str, int, int], np.ndarray](_REMEMBERED)
 
     def plain_specs(self, directed: Directed, ids: Sequence[int]) -> list[SteeringSpec]:
         """Return the spec with vectors in place of tokens, for each layer. `ids`: of its tokens.
@@ -78,11 +80,12 @@ class DirectionFiles:
             if token >= lens.vocabulary:
                 detail = f"token id {token} is outside the output matrix of {lens.name!r}"
                 raise invalid(place, detail, allowed=f"0 to {lens.vocabulary - 1}")
-        vectors = self._read(directed, ids)
+        keys = [(lens.digest, layer, token) for layer in layers for token in ids]
+        vectors = self._known.all_of(keys, partial(self._read, directed, ids))
         bare = msgspec.structs.replace(spec, jacobian=None, token=None, swap=None)
         result = []
         for layer in layers:
-            pair = [vectors[layer, token] for token in ids]
+            pair = [vectors[lens.digest, layer, token] for token in ids]
             if not all(np.linalg.norm(vector) > 0 for vector in pair):
                 raise invalid(f"{at}.token", f"its direction at layer {layer} is zero")
             fields = _exchange(pair, layer, at) if spec.swap is not None else {"vector": pair[0]}
@@ -91,34 +94,19 @@ class DirectionFiles:
             result.append(msgspec.structs.replace(bare, layers=layer, op=op, **packed))
         return result
 
-    def _read(self, directed: Directed, tokens: Sequence[int]) -> dict[tuple[int, int], np.ndarray]:
+    def _read(self, directed: Directed, tokens: Sequence[int]) -> Directions:
         lens = directed.lens
-        layers = directed.layers
-        keys = [(lens.digest, layer, token) for layer in layers for token in tokens]
-        if not self._known.keys() >= {*keys}:
-            with (
-                Translated(
-                    (TensorFileError, MidstreamError),
-                    lambda error: invalid(
-                        f"{directed.at}.jacobian", f"{lens.name!r} ({lens.digest[:12]}): {error}"
-                    ),
+        with (
+            Translated(
+                (TensorFileError, MidstreamError),
+                lambda error: invalid(
+                    f"{directed.at}.jacobian", f"{lens.name!r} ({lens.digest[:12]}): {error}"
                 ),
-                reading(folder_of(self._root, lens.path)) as file,
-            ):
-                self._check(lens, file)
-                read = directions(file, layers, tokens)
-            self._known.update({(lens.digest, *key): vector for key, vector in read.items()})
-        result = {key[1:]: self._known[key] for key in keys}
-        while len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
-        return result
-
-    def _check(self, lens: JacobianLens, file: TensorFile) -> None:
-        if self._checked.get(lens.digest) == file.state:
-            return
-        if file.digest().hex() != lens.digest:
-            raise TensorFileError("its file has changed since it was registered: register it again")
-        self._checked = {lens.digest: file.state}
+            ),
+            self._files.reading(lens) as file,
+        ):
+            found = directions(file, directed.layers, tokens)
+        return {(lens.digest, *key): vector for key, vector in found.items()}
 
 
 def _exchange(pair: Sequence[np.ndarray], layer: int, at: str) -> dict[str, np.ndarray]:

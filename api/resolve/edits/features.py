@@ -6,8 +6,8 @@ supplies. So modules and Global steering take features as well, and the digest o
 names the very numbers.
 """
 
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from ....schemas.artifacts.saes import Sae, SaeForm
 from ....schemas.base.dtypes import narrowed, widened
 from ....schemas.base.errors import Excluded, MidstreamError, Translated, check_excluded, invalid
 from ....schemas.base.limits import MAX_FEATURES
+from ....schemas.base.recent import Recent
 from ....schemas.base.tensors import PackedTensors, Tensor, from_numpy
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.interventions import FAMILY, NORMS
@@ -74,21 +75,17 @@ class FeatureFiles:
     def __init__(self, root: str) -> None:
         """`root`: the folder of autoencoders."""
         self._root = root
-        self._known: OrderedDict[tuple[str, int], FeatureVectors] = OrderedDict()
+        self._known = Recent[tuple[str, int], FeatureVectors](_REMEMBERED)
 
-    def read(self, sae: Sae, features: Iterable[int]) -> dict[int, FeatureVectors]:
+    def read(self, sae: Sae, features: Collection[int]) -> dict[int, FeatureVectors]:
         """Raises a 400 when the files are not what was registered."""
-        needed = dict.fromkeys(features)
-        missing = [feature for feature in needed if (sae.digest, feature) not in self._known]
-        if missing:
-            files = self._from_files(sae, missing)
-            self._known.update({(sae.digest, feature): rows for feature, rows in files.items()})
-        rows = {feature: self._known[sae.digest, feature] for feature in needed}
-        while len(self._known) > _REMEMBERED:
-            self._known.popitem(last=False)
-        return rows
+        keys = [(sae.digest, feature) for feature in features]
+        rows = self._known.all_of(keys, partial(self._from_files, sae, features))
+        return {feature: rows[sae.digest, feature] for feature in features}
 
-    def _from_files(self, sae: Sae, features: Iterable[int]) -> dict[int, FeatureVectors]:
+    def _from_files(
+        self, sae: Sae, features: Iterable[int]
+    ) -> dict[tuple[str, int], FeatureVectors]:
         with (
             Translated(
                 (SaeError, MidstreamError),
@@ -104,7 +101,7 @@ class FeatureFiles:
                 )
             tensors = tensors_of(sae.form, file)
         return {
-            feature: FeatureVectors(
+            (sae.digest, feature): FeatureVectors(
                 decoder_row(sae.form, tensors, feature), _rule(sae.form, tensors, feature)
             )
             for feature in features

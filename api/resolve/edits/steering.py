@@ -265,11 +265,10 @@ def resolve_edits(
         for entry, positions, _ in placed:
             named: dict[str, StoredSteering] = {}  # shared by all prompts
             for entries, chosen in zip(per_prompt, positions, strict=True):
-                stored = named.get(chosen) if isinstance(chosen, str) else None
-                stored = stored or entry.stored(chosen)
-                entries.append(stored)
+                stored = entry.stored(chosen)
                 if isinstance(chosen, str):
-                    named[chosen] = stored
+                    stored = named.setdefault(chosen, stored)
+                entries.append(stored)
     for module in own:
         _extend(per_prompt, _applied(module, bounds, model_state))
     _check_each(per_prompt, "steering" if specs or not own else "probes", bounds.model)

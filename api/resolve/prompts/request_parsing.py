@@ -13,7 +13,7 @@ from ....schemas.access.handling import Handling, handling_of
 from ....schemas.artifacts.probes import ProbeUse
 from ....schemas.base.errors import Excluded, check_excluded, invalid
 from ....schemas.base.limits import MAX_PROMPTS, MAX_TEMPLATE_OPTIONS, MAX_TOOLS_BYTES, MAX_UNSERVED
-from ....schemas.base.records import to_json
+from ....schemas.base.records import JsonObject, to_json
 from ....schemas.jobs.jobs import JobRequest, Sampling
 from ....schemas.jobs.openai import ONLY, ChatRequest, CompletionRequest, OpenAIRequest
 from ....schemas.prompts.chat import (
@@ -75,7 +75,7 @@ def tool_use(body: ChatRequest) -> ToolUse | None:
     return ToolUse(tools=described, choice=choice.function.name, named=True, parallel=parallel)
 
 
-def described_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
+def described_tools(tools: Sequence[Tool]) -> list[JsonObject]:
     """Return the tools as chat templates get them, with every member that vLLM's server gives
     them.
     """
@@ -85,7 +85,7 @@ def described_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
     ]
 
 
-def _function(tool: Tool, at: str) -> dict[str, Any]:
+def _function(tool: Tool, at: str) -> JsonObject:
     function = tool.function
     schema = None
     if not isinstance(function.parameters, UnsetType):
@@ -466,7 +466,7 @@ def _message(message: ChatMessage) -> PlainMessage:
     return {**plain, **same}
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
+def _tool_call(call: ToolCall) -> JsonObject:
     """Return the call as chat templates read it: arguments as an object, `{}` if a model wrote
     something else.
     """

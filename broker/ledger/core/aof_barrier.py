@@ -17,7 +17,7 @@ from typing import Any
 import redis.exceptions
 
 from ...redis_service.availability import PROBE_KEY
-from ...redis_service.durability import refuse_lossy
+from ...redis_service.durability import RedisInfo, refuse_lossy
 
 #: Seconds between two polls while a sync is running.
 PAUSE_S = 0.01
@@ -71,7 +71,7 @@ class Barrier:
             return False
         return self._logged(answers[-1])
 
-    def _logged(self, persistence: dict[str, Any]) -> bool:
+    def _logged(self, persistence: RedisInfo) -> bool:
         """Return whether everything confirmed before the first answer passed here is written to the
         log.
 
@@ -95,7 +95,7 @@ class Barrier:
         return bool(persistence["aof_current_size"] >= self._size)
 
 
-def persistence_in(info: bytes) -> dict[str, Any]:
+def persistence_in(info: bytes) -> RedisInfo:
     """Return what `Barrier.passed` takes, from the text of `INFO persistence` as a script
     returns it.
     """

@@ -7,13 +7,11 @@ idle process never waits, a busy one groups automatically.
 
 import asyncio
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import hiredis
 import redis.asyncio
 import redis.exceptions
-from redis.connection import PythonRespSerializer
 
 #: Groups in flight: enough that one large answer does not hold up the others.
 IN_FLIGHT = 3
@@ -23,11 +21,10 @@ GROUP_LIMIT = 64
 #: Commands that are grouped: their answers are short, and they may be repeated if a connection
 #: breaks, as the ledger's scripts may.
 GROUPED = frozenset({"EVALSHA", "HGET", "HMGET"})
-_Serializer: Any = PythonRespSerializer  # without types
-#: Bytes above which an argument, such as a job of many long prompts, is sent without copying;
-#: below, one copy is cheaper than many pieces.
+#: Bytes of a command, such as the acceptance of a job with many vectors, above which it is sent in
+#: slices.
 LARGE = 1 << 16
-#: Bytes of a large argument that are sent at a time; in between, the process does other things.
+#: Bytes of a large command that are sent at a time; in between, the process does other things.
 SLICE = 1 << 17
 
 RedisCommand = tuple[tuple[Any, ...], "asyncio.Future[Any]"]
@@ -72,11 +69,11 @@ class PipelinedRedis(redis.asyncio.Redis):
         answers: list[Any]
         try:
             pool: Any = self.connection_pool  # without types
-            pieces = packed((args for args, _ in group), pool.get_encoder())
+            commands = [hiredis.pack_command(args) for args, _ in group]
             connection = await pool.get_connection()
             try:
                 answers = await connection.retry.call_with_retry(
-                    lambda: _exchange(connection, pieces, len(group)),
+                    lambda: _exchange(connection, commands),
                     lambda _: connection.disconnect(nowait=True),
                 )
             finally:
@@ -96,42 +93,26 @@ class PipelinedRedis(redis.asyncio.Redis):
                 answer.set_result(result)
 
 
-def packed(commands: Iterable[tuple[Any, ...]], encoder: Any) -> list[bytes]:
-    """Return the commands in Redis' protocol, in pieces; a large argument is a separate piece,
-    which is not copied.
-    """
-    pieces: list[bytes] = []
-    small: list[bytes] = []
-    for args in commands:
-        if any(isinstance(arg, (bytes, str)) and len(arg) > LARGE for arg in args):
-            pieces += [*small, *_Serializer(LARGE, encoder.encode).pack(*args)]
-            small = []
-        else:
-            small.append(hiredis.pack_command(args))
-    # No empty piece: asyncio's `writelines` of Python 3.12 and later never finishes with one.
-    return [*pieces, b"".join(small)] if small else pieces
-
-
-async def _send(connection: Any, pieces: list[bytes]) -> None:
-    """Send large pieces in slices, so that neither the process nor its memory is full of them.
+async def _send(connection: Any, commands: list[bytes]) -> None:
+    """Send large commands in slices, so that neither the process nor its memory is full of them.
 
     The slices of a command go over one connection: redis-py would open another one in between,
     where the rest of an argument, perhaps the text of a prompt, would be read as commands. An
     error or a cancellation closes the connection. Raises redis.ConnectionError.
     """
-    if not any(len(piece) > LARGE for piece in pieces):
-        await connection.send_packed_command(pieces)
+    if not any(len(command) > LARGE for command in commands):
+        await connection.send_packed_command(commands)
         return
     begun = False
     try:
-        for piece in pieces:
-            for start in range(0, len(piece), SLICE):
+        for command in commands:
+            for start in range(0, len(command), SLICE):
                 if begun and not connection.is_connected:
                     raise redis.exceptions.ConnectionError(
                         "the connection was closed while a command was sent"
                     )
                 await connection.send_packed_command(
-                    [memoryview(piece)[start : start + SLICE]], check_health=not begun
+                    [memoryview(command)[start : start + SLICE]], check_health=not begun
                 )
                 begun = True
                 await asyncio.sleep(0)
@@ -140,17 +121,17 @@ async def _send(connection: Any, pieces: list[bytes]) -> None:
         raise
 
 
-async def _exchange(connection: Any, pieces: list[bytes], count: int) -> list[Any]:
-    """Send `count` commands and read their answers, all within the connection's timeout.
+async def _exchange(connection: Any, commands: list[bytes]) -> list[Any]:
+    """Send packed commands and read their answers, all within the connection's timeout.
 
     A failed command's answer is its error. This is redis-py's pipeline without the handling of
     commands that are not grouped here, which took half of the time.
     """
     answers: list[Any] = []
-    await _send(connection, pieces)
+    await _send(connection, commands)
     try:
         async with asyncio.timeout(connection.socket_timeout):
-            for _ in range(count):
+            for _ in commands:
                 try:
                     answers.append(await connection.read_response(timeout=math.inf))
                 except redis.exceptions.ResponseError as error:

@@ -14,7 +14,7 @@ import msgspec
 from ....schemas.access.handling import Callback, Priority
 from ....schemas.artifacts.loras import use_of
 from ....schemas.base.errors import shortened
-from ....schemas.base.records import from_json, to_json
+from ....schemas.base.records import JsonObject, from_json, to_json
 from ....schemas.base.version import __version__
 from ....schemas.jobs.jobs import Job, JobView, State
 from ....schemas.jobs.queues import Queue
@@ -114,11 +114,11 @@ def _prompt(job: Job) -> str:
     return job.opened.facts.title or job.title or first or ""
 
 
-def _policies(job: Job) -> dict[str, dict[str, Any]]:
+def _policies(job: Job) -> dict[str, JsonObject]:
     """Return what scripts need of the policies that act on the job: the seconds that a latch of its
     conversation lasts, the registration that the latch is of, and the webhook of decisions.
     """
-    result: dict[str, dict[str, Any]] = {name: {"hook": job.hooks[name]} for name in job.hooks}
+    result: dict[str, JsonObject] = {name: {"hook": job.hooks[name]} for name in job.hooks}
     for policy in (probe.policy for probe in job.probes if job.conversation):
         if policy is not None and policy.acts and policy.condition.latch == "conversation":
             entry = {"latch_s": policy.condition.latch_s, "registered": f"{policy.registered:.6f}"}

@@ -20,12 +20,19 @@ from ....schemas.artifacts.registered import Registered
 from ....schemas.base.errors import STATUS_OF_KIND, MidstreamError, Translated
 from ....schemas.base.limits import POLICY_DAYS
 from ....schemas.base.records import from_msgpack, now, to_json, to_msgpack
-from ....schemas.base.tensors import Tensor
+from ....schemas.base.tensors import PackedBlobs, Tensor
 from ....schemas.base.version import __version__
+from ....schemas.jobs.job_requests import Idempotency
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import SHOWN_IDENTITY
-from ....schemas.jobs.receipts import PLACED, STORE_UNAVAILABLE, CapturedFile, Receipt
+from ....schemas.jobs.receipts import (
+    PLACED,
+    STORE_UNAVAILABLE,
+    CapturedFile,
+    NumberedReceipt,
+    Receipt,
+)
 from ....schemas.requests.source_runs import RunRecord
 from ....schemas.settings.settings import Settings
 from ...queue.celery_app import SEPARATOR, channels_of
@@ -259,9 +266,9 @@ def submit(
     settings: Settings,
     job: Job,
     spec: bytes,
-    blobs: Mapping[str, bytes],
+    blobs: PackedBlobs,
     pinned: Iterable[str],
-    idempotency: tuple[str, str] | None,
+    idempotency: Idempotency | None,
     operator_tags: Collection[str] = (),
     request: bytes = b"",
     room: int = 0,
@@ -308,7 +315,7 @@ def submit(
     )
 
 
-def settle(settings: Settings, receipts: Iterable[tuple[int, Receipt]]) -> list[bytes]:
+def settle(settings: Settings, receipts: Iterable[NumberedReceipt]) -> list[bytes]:
     """Return ARGV of `settle`. `receipts`: ascending by sequence number."""
     rows = [
         (
@@ -381,7 +388,7 @@ def packed_blobs(blobs: Mapping[str, bytes | Tensor]) -> dict[str, bytes]:
     }
 
 
-def tensors(blobs: Mapping[str, bytes]) -> list[tuple[str, msgspec.Raw | bool]]:
+def tensors(blobs: PackedBlobs) -> list[tuple[str, msgspec.Raw | bool]]:
     """Return (name, bytes) of each blob; False instead of bytes if it is already pinned."""
     return [(name, binary(data) if data else False) for name, data in blobs.items()]
 

@@ -13,13 +13,14 @@ more. See docs/decisions/0050-inputs.md.
 import asyncio
 import hashlib
 import logging
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 
 import msgspec
 
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.base.records import from_msgpack, to_msgpack
+from ....schemas.base.tensors import PackedBlobs
 from ....schemas.jobs.jobs import TERMINAL, Inputs, Job
 from ....schemas.jobs.models import WorkerInfo
 from ....storage.store import below, committed, open_store
@@ -48,12 +49,9 @@ class LedgerInputs(LedgerPart):
         self._again = 0.0  # when the store is looked at again
 
     @asynccontextmanager
-    async def kept(
-        self, job: Job, blobs: Mapping[str, bytes]
-    ) -> AsyncIterator[tuple[Job, Mapping[str, bytes]]]:
-        """Yield the job and the blobs (content hash → bytes) for the ledger to accept: large ones
-        are in the store, if the workers have it, and the job says so. They are removed if the block
-        refuses the job.
+    async def kept(self, job: Job, blobs: PackedBlobs) -> AsyncIterator[tuple[Job, PackedBlobs]]:
+        """Yield the job and the blobs for the ledger to accept: large ones are in the store, if the
+        workers have it, and the job says so. They are removed if the block refuses the job.
 
         Raises MidstreamError("unavailable") if the store takes nothing.
         """
@@ -79,8 +77,8 @@ class LedgerInputs(LedgerPart):
         """
         await asyncio.to_thread(self._put, _sign_of(worker), boot.encode())
 
-    async def read(self, job: Job) -> dict[str, bytes]:
-        """Return what `keep` wrote for the job: content hash → bytes.
+    async def read(self, job: Job) -> PackedBlobs:
+        """Return what `kept` wrote for the job.
 
         Raises OSError if the store cannot be read, MidstreamError("intervention_failed") if the
         object is gone or is not what was written.
@@ -141,12 +139,12 @@ class LedgerInputs(LedgerPart):
         with committed(self.store) as writer:
             writer.append(key, [raw])
 
-    def _write(self, job_id: str, blobs: Mapping[str, bytes]) -> Inputs:
+    def _write(self, job_id: str, blobs: PackedBlobs) -> Inputs:
         raw = to_msgpack(blobs)
         self._put(_key(job_id), raw)
         return Inputs(bytes=len(raw), digest=hashlib.sha256(raw).hexdigest())
 
-    def _read(self, job_id: str, inputs: Inputs) -> dict[str, bytes]:
+    def _read(self, job_id: str, inputs: Inputs) -> PackedBlobs:
         with self.store.open(_key(job_id)) as stored:
             raw = stored.read(0, inputs.bytes)
         if hashlib.sha256(raw).hexdigest() != inputs.digest:

@@ -17,9 +17,10 @@ import msgspec
 import redis.asyncio
 
 from ....schemas.base.errors import MidstreamError, Problem, Translated
-from ....schemas.base.records import from_json, from_msgpack, now, to_json, to_msgpack
+from ....schemas.base.records import JsonObject, from_json, from_msgpack, now, to_json, to_msgpack
 from ....schemas.base.tensors import Tensor
 from ....schemas.base.version import __version__
+from ....schemas.jobs.job_requests import Idempotency
 from ....schemas.jobs.jobs import (
     Event,
     Job,
@@ -185,7 +186,7 @@ class Ledger(Fleet):
         self,
         job: Job,
         blobs: Mapping[str, bytes | Tensor],
-        idempotency: tuple[str, str] | None = None,
+        idempotency: Idempotency | None = None,
         pinned: Iterable[str] = (),
         operator_tags: Collection[str] = (),
         request: bytes = b"",
@@ -195,9 +196,9 @@ class Ledger(Fleet):
 
         `pinned`: content hashes of tensors of named modules, which are copied for the job.
         `operator_tags`: tags of captures that the job's user did not request. `request`: its body
-        as JSON, kept for readers. `idempotency`: (the client's key, SHA-256 of the body); the same
-        key and body again return the first job's id and False. The job's message is sent when its
-        turn comes, usually immediately. The returned result survives a kill of Redis (`written`).
+        as JSON, kept for readers. The same `idempotency` again returns the first job's id and
+        False. The job's message is sent when its turn comes, usually immediately. The returned
+        result survives a kill of Redis (`written`).
 
         Raises MidstreamError: `idempotency_mismatch` for the same key with another body; `conflict`
         if a pinned tensor is gone; rate_limited, too_many_jobs, too_many_cells, capture_limit if
@@ -262,8 +263,8 @@ class Ledger(Fleet):
         return bool(await self.redis.exists(f"ms:idem:{key}"))
 
     @reachable
-    async def repeated(self, idempotency: tuple[str, str]) -> str | None:
-        """Return the id of the job accepted under this (key, SHA-256 of the body), or None; a
+    async def repeated(self, idempotency: Idempotency) -> str | None:
+        """Return the id of the job accepted under this key for this body, or None; a
         different body is left for `submit` to report.
         """
         first: bytes | None = await self.redis.get(f"ms:idem:{idempotency[0]}")
@@ -478,7 +479,7 @@ class Ledger(Fleet):
         return await self._decode_job(job_id, raw)
 
     @reachable
-    async def request(self, job_id: str) -> tuple[Job, dict[str, Any] | None]:
+    async def request(self, job_id: str) -> tuple[Job, JsonObject | None]:
         """Return the job as accepted, and the body of its request, if that is kept.
 
         Raises not_found.
@@ -588,15 +589,12 @@ class Ledger(Fleet):
         return JobPage(jobs=found, next=following)
 
     @reachable
-    async def events(self, job_id: str, after: str = "", count: int = 1000) -> Sequence[Event]:
-        """Return up to `count` events after the event id `after` (empty: from the first kept).
+    async def events(self, job_id: str, after: str = "0-0", count: int = 1000) -> Sequence[Event]:
+        """Return up to `count` events after the event id `after`, by default from the first kept.
 
-        Raises not_found for an unknown or expired job, and MidstreamError("invalid_request") for an
-        invalid event id.
+        Raises not_found for an unknown or expired job.
         """
-        entries = await self.redis.xrange(
-            f"ms:events:{job_id}", min=views.after_id(after), count=count
-        )
+        entries = await self.redis.xrange(f"ms:events:{job_id}", min=f"({after}", count=count)
         if not entries and not await self.redis.exists(f"ms:job:{job_id}"):
             raise not_found(job_id)
         return [

@@ -13,7 +13,7 @@ import msgspec
 import redis
 
 from ....schemas.base.records import now
-from ....schemas.jobs.receipts import LostRange, Receipt
+from ....schemas.jobs.receipts import LostRange, NumberedReceipt
 from ....schemas.settings.settings import Settings
 from ...telemetry import logs, metrics, traces
 from ..core import scripts
@@ -69,9 +69,9 @@ class Settler:
         return 0 if raw is None else int(raw)
 
     def settle(
-        self, worker: str, rank: int, epoch: str, receipts: Iterable[tuple[int, Receipt]]
+        self, worker: str, rank: int, epoch: str, receipts: Iterable[NumberedReceipt]
     ) -> int:
-        """Commit (sequence number, receipt) pairs, in any order; returns the stream's new mark.
+        """Commit receipts, in any order; returns the stream's new mark.
 
         Numbers at or below the mark are dropped as duplicates; after a gap nothing is accepted, and
         the mark stays before the gap.
@@ -147,7 +147,7 @@ class Settler:
                     "the ranks of worker %s disagree: %s", worker, detail, extra={"worker": worker}
                 )
 
-    def _record(self, batch: list[tuple[int, Receipt]], began: float, succeeded: list[str]) -> None:
+    def _record(self, batch: list[NumberedReceipt], began: float, succeeded: list[str]) -> None:
         """Record metrics and trace spans.
 
         `succeeded`: id, model, created and generated of each job whose last receipt was in `batch`.
@@ -185,11 +185,11 @@ class Settler:
             traces.record("durable", traced.get(job_id, ""), float(generated), at, job=job_id)
 
 
-def _batches(receipts: Iterable[tuple[int, Receipt]]) -> Iterator[list[tuple[int, Receipt]]]:
+def _batches(receipts: Iterable[NumberedReceipt]) -> Iterator[list[NumberedReceipt]]:
     """Yield batches in order: at most `BATCH` receipts and `BATCH_BYTES` each, or one larger
     receipt.
     """
-    batch: list[tuple[int, Receipt]] = []
+    batch: list[NumberedReceipt] = []
     size = 0
     for numbered in receipts:
         more = sum(len(result.rows) for result in numbered[1].consumed)

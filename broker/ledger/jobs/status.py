@@ -16,6 +16,7 @@ from ....schemas.service.status import (
     ServiceStatus,
 )
 from ...processes.liveness import REAPER_KEY, RELAY_ALIVE_S, RELAY_KEY, RELAY_LATE_S
+from ...redis_service.durability import RedisInfo
 from .ledger import Ledger, reachable
 
 #: Step of the queue → its name: 0 and 9 are the priorities `high` and `low`, the others the
@@ -31,7 +32,7 @@ async def read_status(ledger: Ledger, held: int = 0) -> ServiceStatus:
     """
     redis = ledger.redis
     began = time.perf_counter()
-    info: dict[str, Any] = await redis.info()
+    info: RedisInfo = await redis.info()
     milliseconds = (time.perf_counter() - began) * 1000
     async with redis.pipeline(transaction=False) as pipe:
         pipe.hgetall("ms:counts").zcard("ms:live").hget("ms:usage", "/queued").smembers(
@@ -134,7 +135,7 @@ def _relay(raw: bytes | None) -> RelayStatus:
     )
 
 
-def _redis(info: dict[str, Any], milliseconds: float) -> RedisStatus:
+def _redis(info: RedisInfo, milliseconds: float) -> RedisStatus:
     used = int(info["used_memory"])
     limit = int(info["maxmemory"])
     return RedisStatus(

@@ -19,7 +19,6 @@ from ....schemas.base.errors import MidstreamError
 from ....schemas.base.recent import Recent
 from ....schemas.jobs.jobs import Event
 from ...redis_service import opening as redis_open
-from ..results.views import after_id
 from .ledger import Ledger, not_found
 
 log = logging.getLogger(__name__)
@@ -178,9 +177,8 @@ class JobWatcher:
         """Return whether the job's event stream has an entry after the event id `after`; waits up
         to `timeout` seconds for one.
 
-        Raises not_found, and invalid_request for an invalid event id.
+        Raises not_found.
         """
-        after_id(after)
 
         async def look(_: bool) -> bool | None:
             return bool(await self.events(job_id, after)) or None

@@ -12,7 +12,7 @@ from ....schemas.artifacts.registered import ArtifactKind, Registered
 from ....schemas.base.errors import MidstreamError, invalid, unknown
 from ....schemas.base.limits import MAX_REQUEST_POLICIES
 from ....schemas.base.records import from_msgpack, to_msgpack
-from ....schemas.base.tensors import Tensor
+from ....schemas.base.tensors import PackedBlobs, Tensor
 from ....schemas.jobs.models import GradientInfo
 from ....schemas.requests.policies import Policy
 from ..core import scripts
@@ -54,7 +54,7 @@ class Lookup(NamedTuple):
 NOTHING_FOUND = Lookup()
 
 
-def size_of(raw: Mapping[str, bytes]) -> int:
+def size_of(raw: PackedBlobs) -> int:
     return sum(map(len, raw.values()))
 
 
@@ -197,7 +197,7 @@ class Registry(LedgerPart, Generic[T]):
         )
 
     async def _store(
-        self, record: T, former: bytes | None, blobs: Mapping[str, bytes], changes: bytes | None
+        self, record: T, former: bytes | None, blobs: PackedBlobs, changes: bytes | None
     ) -> list[str]:
         """Run lua/named/put_pinned.lua. `former`: the record being replaced, as stored. `changes`:
         how often those that apply to all traffic have changed, as stored.

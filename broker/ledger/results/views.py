@@ -1,6 +1,5 @@
 """Views of a job's record: state, result, ticket, determinism."""
 
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ from msgspec import UNSET
 
 from ....schemas.access.keys import shown
 from ....schemas.artifacts.probes import ProbeResult, ProbeScore
-from ....schemas.base.errors import invalid
 from ....schemas.base.records import by_key, fields_of, now
 from ....schemas.jobs.jobs import (
     TERMINAL,
@@ -35,8 +33,6 @@ from .readings import readings
 
 #: Ranges of positions that a detail lists; the rest are only counted.
 SHOWN_RANGES = 8
-
-_STREAM_ID = re.compile(r"^\d{1,20}(-\d{1,20})?$")
 
 
 def view(record: JobRecord, settings: Settings) -> JobView:
@@ -249,22 +245,6 @@ def determinism(view: JobView, record: JobRecord, ticket: Sequence[Receipt]) -> 
         global_version=record.global_version or 0,
         retried=[] if record.retried is None else [record.retried],
     )
-
-
-def after_id(last: str) -> str:
-    """Return XRANGE's lower bound for the entries after `last`.
-
-    Raises MidstreamError("invalid_request") for an invalid stream id.
-    """
-    if last in ("", "0"):
-        return "-"
-    if not _STREAM_ID.match(last):
-        raise invalid(
-            "Last-Event-ID",
-            f"{last!r} is not an event id",
-            "an id from this stream, such as 1700000000000-0",
-        )
-    return f"({last}"
 
 
 def jobs_in(state: State | None, tenant: str | None) -> str:

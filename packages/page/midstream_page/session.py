@@ -72,7 +72,7 @@ async def log_in(
     return Response(_view(context, visit), cookies=[cookie], headers=NO_STORE)
 
 
-@delete("/session", opt=needs(None), status_code=204, include_in_schema=False)
+@delete("/session", opt=needs(None), include_in_schema=False)
 async def log_out(request: JsonRequest, context: AppContext) -> Response[None]:
     """End the session and its open streams."""
     if (visit := await visit_of(request)) is not None:

@@ -117,7 +117,6 @@ async def get_secrets(context: AppContext, caller: Caller) -> Response[SecretLis
 @post(
     "/v1/webhooks/secrets",
     opt=needs("submit"),
-    status_code=201,
     summary="Rotate the signing secret",
     description=(
         "The previous secret also signs for `keep_former_s`, so that receivers can "

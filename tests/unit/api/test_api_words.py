@@ -391,6 +391,12 @@ def test_a_stream_resumes_after_the_last_event_id(header: str | None, after: str
     assert resume_point(header) == after
 
 
+@pytest.mark.parametrize("header", ["x", "17-", "17-3 COUNT 1", "-1", "17-99999999999999999999"])
+def test_event_ids_are_checked_before_they_reach_redis(header: str) -> None:
+    with refuses(field="Last-Event-ID"):
+        resume_point(header)
+
+
 def said(sent: Sent, text: str) -> str:
     return sent.unsent(Event(event="token", data={"index": 0, "text": text}), WantedParts()).text
 

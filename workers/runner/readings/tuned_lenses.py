@@ -1,7 +1,6 @@
 """Affine maps of tuned lenses on a rank, read from their files layer by layer.
 
-A file that changed since it was registered fails the reading: its digest is compared whenever the
-file's state differs from the last check.
+A file that changed since it was registered fails the reading.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ import torch
 
 from ....schemas.artifacts.tuned_lenses import StoredTuned
 from ....schemas.base.errors import MidstreamError, Translated
-from ....storage.formats.lens_files import folder_of, map_of, reading
+from ....storage.formats.lens_files import LensFiles, map_of
 from ....storage.formats.tensor_files import TensorFile, TensorFileError
 from ..files.finished_rows import ReadingError
 
@@ -24,8 +23,7 @@ class TunedMaps:
 
     def __init__(self, root: str) -> None:
         """`root`: the folder of lenses."""
-        self._root = root
-        self._known: dict[str, tuple[int, int, int]] = {}  # digest → state of the checked file
+        self._files = LensFiles(root)
 
     @contextmanager
     def of(self, tuned: StoredTuned | None) -> Iterator[RowMap]:
@@ -40,20 +38,9 @@ class TunedMaps:
                     f"tuned lens {tuned.name!r} ({tuned.digest[:12]}): {error}"
                 ),
             ),
-            reading(folder_of(self._root, tuned.path)) as file,
+            self._files.reading(tuned) as file,
         ):
-            self._check(tuned, file)
             yield lambda rows, layer: _mapped(rows, file, layer, residual=tuned.residual)
-
-    def _check(self, tuned: StoredTuned, file: TensorFile) -> None:
-        if self._known.get(tuned.digest) == file.state:
-            return
-        if (result := file.digest().hex()) != tuned.digest:
-            raise TensorFileError(
-                f"its file has changed since it was registered (now {result[:12]}): register it "
-                "again"
-            )
-        self._known[tuned.digest] = file.state
 
 
 def _mapped(rows: torch.Tensor, file: TensorFile, layer: int, *, residual: bool) -> torch.Tensor:

@@ -240,7 +240,6 @@ async def act_on_harvest(
 @delete(
     "/v1/harvests/{harvest_id:str}",
     opt=needs("submit"),
-    status_code=204,
     summary="Delete a harvest",
     description="Its record and all its files. Only one that has ended.",
     responses={409: PROBLEM, **ERRORS},

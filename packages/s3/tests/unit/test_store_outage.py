@@ -14,7 +14,7 @@ from test_writer import Desk, capture
 from wait_kit import wait_until
 
 from midstream.broker.artifacts import retention
-from midstream.broker.telemetry.store_metrics import StoreReadings
+from midstream.broker.telemetry import store_metrics
 from midstream.client import CaptureReader
 from midstream.schemas.jobs.receipts import STORE_UNAVAILABLE, Receipt
 from midstream.storage import calls
@@ -166,12 +166,14 @@ def test_an_upload_in_parts_is_counted_once_with_its_bytes(bucket: S3Store, tall
     assert tally.read()["upload"].bytes == size
 
 
-def test_metrics_add_this_process_and_its_ranks(tally: Tally, bucket: S3Store) -> None:
+def test_metrics_add_this_process_and_its_ranks(
+    monkeypatch: pytest.MonkeyPatch, tally: Tally, bucket: S3Store
+) -> None:
     bucket.put("a/x", b"12345")
     registry = CollectorRegistry()
-    readings = StoreReadings()
-    readings.sources = [lambda: [tally.read()], lambda: [tally.read(), {}]]
-    registry.register(readings)
+    sources = [lambda: [tally.read()], lambda: [tally.read(), {}]]
+    monkeypatch.setattr(store_metrics, "SOURCES", sources)
+    registry.register(store_metrics.STORE)
     text = generate_latest(registry).decode()
     for line in (
         'requests_total{operation="put",outcome="ok"} 2.0',
