@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 from ...broker.ledger.jobs.ledger import Ledger
@@ -63,15 +63,11 @@ class SourceRunLeases:
             yield
             return
         self._held.setdefault(job, Counter()).update(keys)
-        try:
+        async with AsyncExitStack() as held:
+            held.push_async_callback(self._let_go, job, keys)
             await patiently(self._sources.lease, {job: keys}, self._seconds)
-            await self.reading(self._hold(keys, names, locate or self._locate))
-            try:
-                yield
-            finally:
-                await self._engine.release_runs(keys)
-        finally:
-            await self._let_go(job, keys)
+            await self.reading(self._hold(held, keys, names, locate or self._locate))
+            yield
 
     async def renew(self, sources: LedgerRuns) -> None:
         """Renews the leases of all held runs, and reports the runs in this worker's memory; called
@@ -103,9 +99,15 @@ class SourceRunLeases:
     def _seconds(self) -> float:
         return LEASES * self._lease_s
 
-    async def _hold(self, keys: Sequence[str], names: Mapping[str, str], locate: Locate) -> None:
+    async def _hold(
+        self,
+        held: AsyncExitStack,
+        keys: Sequence[str],
+        names: Mapping[str, str],
+        locate: Locate,
+    ) -> None:
         try:
-            await self._engine.hold_runs(keys, locate)
+            await held.enter_async_context(self._engine.holding_runs(keys, locate))
         except MidstreamError as error:
             suggested = sorted(
                 name
