@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
+from ...broker.ledger.core.reachable import Unreachable
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.base.errors import KindError, MidstreamError
@@ -17,7 +18,7 @@ from ...schemas.requests.source_runs import RunFiles, parse_key
 from ...storage.store import TRANSIENT, open_store
 from ..engine.protocol import GeneratingEngine, Locate
 from ..engine.ranks.collective import Quarantined
-from .redis_retry import UNAVAILABLE, patiently
+from .redis_retry import patiently
 
 T = TypeVar("T")
 
@@ -135,9 +136,7 @@ class SourceRunLeases:
             await self._sources.unlease(
                 [key for key in ended if parse_key(key)[0] not in still_held], job
             )
-        except MidstreamError as error:
-            if error.kind != UNAVAILABLE:
-                raise
+        except Unreachable as error:
             logger.info(
                 "could not release the leases of %s on source runs; they will expire: %s",
                 job,
