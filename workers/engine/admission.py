@@ -105,10 +105,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         self._in_use.update(demand)
 
     def _give_back(self, demand: frozenset[RowDemand]) -> None:
-        self._in_use.subtract(demand)
-        for row in demand:
-            if not self._in_use[row]:
-                del self._in_use[row]
+        self._in_use -= Counter(demand)  # drops what is 0
 
 
 def _entries(rows: Iterable[RowDemand]) -> int:

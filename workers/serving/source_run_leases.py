@@ -126,10 +126,9 @@ class SourceRunLeases:
 
     async def _let_go(self, job: str, keys: Sequence[str]) -> None:
         held = self._held[job]
-        held.subtract(keys)
-        ended = [key for key in keys if held[key] <= 0]
-        self._held[job] = +held
-        if not self._held[job]:
+        held -= Counter(keys)  # drops what is 0
+        ended = [key for key in keys if key not in held]
+        if not held:
             del self._held[job]
         still_held = {parse_key(key)[0] for key in self._held.get(job, ())}
         try:
