@@ -63,7 +63,7 @@ def made(
             from_numpy(rng.standard_normal((1, hidden)).astype(np.float32)),
             from_numpy(np.zeros(1, dtype=np.float32)),
         ]
-        plane.rank_state.put_vectors({content_hash(tensor): tensor for tensor in tensors})
+        plane.rank_state.vectors.put({content_hash(tensor): tensor for tensor in tensors})
         content = ProbeContent(
             hook="post_block",
             layer=8 + number % layers,

@@ -114,7 +114,7 @@ class Direct:
         async def fetch(name: str) -> Tensor:
             return named[name]
 
-        self.wait(self.engine.hold_vectors(list(named), fetch))
+        self.wait(self.engine._vectors.hold(list(named), fetch))
         return list(named)
 
     def add(self, ask: EngineRequest) -> None:

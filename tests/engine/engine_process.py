@@ -252,11 +252,8 @@ async def adapter(engine: Any, job: Job) -> AsyncIterator[None]:
     if job.lora is None:
         yield
         return
-    await engine.hold_artifacts([job.lora])
-    try:
+    async with engine.holding_artifacts([job.lora]):
         yield
-    finally:
-        await engine.release_artifacts([job.lora])
 
 
 async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
@@ -305,18 +302,12 @@ async def run(engine: Any, job: Job, command: Command, answer: Answer) -> None:
     entry = command.entries.get(job.id)
     runs = sorted({*runs_named(tensors), *([entry.run] if entry else [])})
     try:
-        await engine.hold_runs(runs, locate)
-        try:
-            await engine.hold_vectors(names, fetch)
-            try:
-                async with adapter(engine, job):
-                    outputs = await asyncio.gather(
-                        *(one(request) for request in range(len(job.prompts)))
-                    )
-            finally:
-                await engine.release_vectors(names)
-        finally:
-            await engine.release_runs(runs)
+        async with (
+            engine.holding_runs(runs, locate),
+            engine.holding_vectors(names, fetch),
+            adapter(engine, job),
+        ):
+            outputs = await asyncio.gather(*(one(request) for request in range(len(job.prompts))))
         answer.outputs[job.id] = [output for output in outputs if output is not None]
     except MidstreamError as error:
         answer.errors[job.id] = str(error)

@@ -2,7 +2,8 @@
 Redis and on a real disk.
 """
 
-from collections.abc import Awaitable
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -340,10 +341,10 @@ class Held:
     def __init__(self) -> None:
         self.keys: list[str] = []
 
-    async def hold_runs(self, keys: list[str], locate: Locate) -> None:
+    @asynccontextmanager
+    async def holding_runs(self, keys: list[str], locate: Locate) -> AsyncIterator[None]:
         self.keys += [(await locate(key)).key for key in keys]
-
-    async def release_runs(self, keys: list[str]) -> None:
+        yield
         del self.keys[:]
 
     def held_runs(self) -> list[str]:

@@ -21,6 +21,7 @@ from midstream_fake_engine.model import HIDDEN_SIZE, NUM_LAYERS, identity_of
 from stack import Stack, stack_with
 from wait_kit import holding, wait_until
 
+from midstream.broker.ledger.core.reachable import Unreachable
 from midstream.broker.ledger.jobs import inputs
 from midstream.broker.ledger.jobs.ledger import Ledger, Renewal, new_job_id
 from midstream.broker.ledger.named.source_runs import LedgerRuns
@@ -286,7 +287,7 @@ async def test_jobs_of_a_dead_engine_are_released_and_resent(at: Harness) -> Non
 
 async def test_an_attempt_that_finds_redis_away_is_followed_by_another(at: Harness) -> None:
     async def asks_the_ledger(ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
-        raise MidstreamError("unavailable", "the job ledger is unavailable")
+        raise Unreachable("the job ledger is unavailable")
         yield
 
     at.engine.generate = asks_the_ledger  # type: ignore[method-assign]

@@ -111,7 +111,7 @@ class Rig:
         self.family = WHOLE  # of the last forward
         #: The tokens of each request, by its number, of which a test may have drafts.
         self.tokens: dict[int, list[int]] = {}
-        self.plane.rank_state.put_vectors({content_hash(VECTOR): VECTOR})
+        self.plane.rank_state.vectors.put({content_hash(VECTOR): VECTOR})
 
     def left(self, hook: str, layer: int) -> np.ndarray:
         """The stream behind a site in the last forward: float32 `[rows, HIDDEN]`."""
@@ -120,7 +120,7 @@ class Rig:
     def vector(self, number: float) -> str:
         """The name of a vector `[number, …]`, which is on the rank."""
         tensor = from_numpy(np.full(HIDDEN, number, dtype=np.float32))
-        self.plane.rank_state.put_vectors({content_hash(tensor): tensor})
+        self.plane.rank_state.vectors.put({content_hash(tensor): tensor})
         return content_hash(tensor)
 
     def step(
@@ -283,7 +283,7 @@ def probed(
 ) -> Request:
     """A request of 6 prompt tokens, with a probe at layer 1."""
     tensors = [from_numpy(weight), from_numpy(np.full(1, 0.5, dtype=np.float32))]
-    rig.plane.rank_state.put_vectors({content_hash(tensor): tensor for tensor in tensors})
+    rig.plane.rank_state.vectors.put({content_hash(tensor): tensor for tensor in tensors})
     content = ProbeContent(
         hook="post_block",
         layer=1,

@@ -187,7 +187,7 @@ class Rank:
 
     def vector(self, values: np.ndarray) -> str:
         tensor = from_numpy(values.astype(np.float32))
-        self.vectors.put(content_hash(tensor), tensor)
+        self.vectors.put({content_hash(tensor): tensor})
         return content_hash(tensor)
 
     def admit(self, request: Request) -> Request:

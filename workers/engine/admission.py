@@ -7,10 +7,11 @@ Requests that do not fit yet wait in order of arrival.
 import asyncio
 import sys
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Generic, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 from ...schemas.base.errors import MidstreamError
 
@@ -21,11 +22,9 @@ class _Gate(ABC, Generic[Demand]):
     """First come, first served: waiting requests are never overtaken. One event loop only."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[Demand, asyncio.Future[None]]] = deque()
-
-    @property
-    def waiting(self) -> int:
-        return len(self._waiting)
+        self._turn = asyncio.Lock()
+        self._freed = asyncio.Event()
+        self.waiting = 0
 
     def check(self, demand: Demand) -> None:
         """Raises MidstreamError for a demand that can never fit."""
@@ -51,32 +50,19 @@ class _Gate(ABC, Generic[Demand]):
             self._release(demand)
 
     async def _acquire(self, demand: Demand) -> None:
-        if not self._waiting and self._fits(demand):
-            self._take(demand)
-            return
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (demand, turn)
-        self._waiting.append(entry)
+        self.waiting += 1
         try:
-            await turn
-        except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled() and turn.exception() is None:
-                self._release(demand)  # cancelled after the turn was granted
-            elif entry in self._waiting:
-                self._waiting.remove(entry)
-                self._wake()
-            raise
+            async with self._turn:  # a lock has its waiters in order
+                while not self._fits(demand):
+                    self._freed.clear()
+                    await self._freed.wait()
+                self._take(demand)
+        finally:
+            self.waiting -= 1
 
     def _release(self, demand: Demand) -> None:
         self._give_back(demand)
-        self._wake()
-
-    def _wake(self) -> None:
-        while self._waiting and self._fits(self._waiting[0][0]):
-            demand, turn = self._waiting.popleft()
-            if not turn.done():
-                self._take(demand)
-                turn.set_result(None)
+        self._freed.set()
 
 
 class RowDemand(NamedTuple):
@@ -119,10 +105,7 @@ class RowAdmission(_Gate[frozenset[RowDemand]]):
         self._in_use.update(demand)
 
     def _give_back(self, demand: frozenset[RowDemand]) -> None:
-        self._in_use.subtract(demand)
-        for row in demand:
-            if not self._in_use[row]:
-                del self._in_use[row]
+        self._in_use -= Counter(demand)  # drops what is 0
 
 
 def _entries(rows: Iterable[RowDemand]) -> int:
@@ -181,39 +164,15 @@ class FairTurns:
     """One holder at a time. Waiting tenants take turns; each tenant's holders come in order."""
 
     def __init__(self) -> None:
-        self._held = False
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # by tenant, next turn first
+        self._turn = asyncio.Lock()
+        # by tenant, while one of its holders waits: of these only the first waits for the turn
+        self._firsts = WeakValueDictionary[str, asyncio.Lock]()
 
     @asynccontextmanager
     async def turn(self, tenant: str) -> AsyncIterator[None]:
         """Hold the turn inside the block."""
-        if self._held:
-            granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._waiting.setdefault(tenant, deque()).append(granted)
-            try:
-                await granted
-            except asyncio.CancelledError:
-                if granted.done() and not granted.cancelled():
-                    self._pass_on()  # cancelled after the turn was granted
-                raise
-        self._held = True
-        try:
+        async with self._firsts.setdefault(tenant, asyncio.Lock()), self._turn:
             yield
-        finally:
-            self._pass_on()
-
-    def _pass_on(self) -> None:
-        self._held = False
-        while self._waiting:
-            tenant = next(iter(self._waiting))
-            queue = self._waiting.pop(tenant)
-            granted = queue.popleft()
-            if queue:
-                self._waiting[tenant] = queue  # behind the others
-            if not granted.done():
-                self._held = True
-                granted.set_result(None)
-                return
 
 
 class StepRows(CaptureBudget):

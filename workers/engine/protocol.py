@@ -1,6 +1,7 @@
 """The engine protocol: what a worker requires of an engine."""
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -54,7 +55,7 @@ class EngineRequest:
     keep_blocks: str = ""  # see `RankSpec`
     trace: str = ""  # see `RankSpec`
     tenant: str = DEFAULT_TENANT
-    lora: LoraUse | None = None  # an adapter that `hold_artifacts` has loaded
+    lora: LoraUse | None = None  # an adapter that `holding_artifacts` has loaded
     chunk: int = 0  # see `RankSpec`
     salt: str = ""  # requests with different salts share no cached blocks
     # with images, tokens and positions are those of the prompt before images are expanded
@@ -136,23 +137,19 @@ class Engine(Protocol):
     async def start(self) -> None:
         """Load the model; may take a minute. Raises MidstreamError("engine_failed")."""
 
-    async def hold_vectors(
+    def holding_vectors(
         self,
         names: Sequence[str],
         fetch: Fetch,
         *,
         users: Sequence[list[StoredSteering]] = (),
-    ) -> None:
-        """Load all of these tensors on every rank, and keep them there until `release_vectors` with
-        the same names.
+    ) -> AbstractAsyncContextManager[None]:
+        """Load all of these tensors on every rank, and keep them there inside the block; they may
+        stay cached.
 
         `users`: the steering of requests that will use them soon, so that ranks can lay it out
-        ahead. Raises MidstreamError("intervention_failed") naming rank and reason, and Quarantined;
-        a call that raises, or is cancelled, holds nothing.
+        ahead. Raises MidstreamError("intervention_failed") naming rank and reason, and Quarantined.
         """
-
-    async def release_vectors(self, names: Sequence[str]) -> None:
-        """Release these tensors; they may stay cached."""
 
     def generate(self, ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         """Generate for one prompt; the last item carries `finished`.
@@ -207,38 +204,36 @@ class GeneratingEngine(Engine, Protocol):
     # the fields of `proof.comparison.Source`, for manifests of harvests; None: there is none
     checkpoint: list[Any] | None
 
-    async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
+    def holding_runs(
+        self, keys: Sequence[str], locate: Locate
+    ) -> AbstractAsyncContextManager[None]:
         """Load all rows of these source runs (`run_key`) on every rank of the stages that have
-        their layers, and keep them there until `release_runs` with the same keys. Unused runs are
-        evicted, least recently used first; waits while runs held by others leave no space.
+        their layers, and keep them there inside the block. Unused runs are evicted, least recently
+        used first; waits while runs held by others leave no space.
 
         Raises MidstreamError("intervention_failed") naming rank and reason, what `locate` raises,
-        and Quarantined; a call that raises, or is cancelled, holds nothing.
+        and Quarantined.
         """
-
-    async def release_runs(self, keys: Sequence[str]) -> None:
-        """Release these runs; they may stay cached."""
 
     def held_runs(self) -> list[str]:
         """Return the keys of the runs loaded on the ranks, in use or not."""
 
-    async def hold_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
+    def holding_artifacts(
+        self, artifacts: Sequence[StoredArtifact]
+    ) -> AbstractAsyncContextManager[None]:
         """Load these artifacts, all of one kind and with different contents, on every rank that
-        needs them, and keep them there until `release_artifacts`. Waits while artifacts held by
-        others leave no space for all of them.
+        needs them, and keep them there inside the block; they may stay loaded. Waits while
+        artifacts held by others leave no space for all of them.
 
         Raises MidstreamError("invalid_request") when the worker serves none of this kind, a folder
         does not exist, or an adapter is not what was registered or does not fit this model;
         MidstreamError("intervention_failed") when a rank cannot load one or its files have changed;
-        and Quarantined. A call that raises, or is cancelled, holds nothing.
+        and Quarantined.
         """
-
-    async def release_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
-        """Release these artifacts; they may stay loaded."""
 
     async def check(self, ask: EngineRequest) -> None:
         """Wait until the request's format, if it has one, is checked. Call this before the methods
-        `hold_…`: what is held during the wait takes space from other requests.
+        `holding_…`: what is held during the wait takes space from other requests.
 
         Raises MidstreamError("invalid_request") for a rejected format, and FormatsBusy when too
         many jobs wait already.

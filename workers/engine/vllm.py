@@ -269,8 +269,7 @@ class VllmEngine(RankControl):
         access = Access(
             generate=self.generate,
             call=self._call,
-            hold=self.hold_vectors,
-            release=self.release_vectors,
+            holding=self.holding_vectors,
             llm=self._llm,
             stages=self._stages,
             steering_rows=min(

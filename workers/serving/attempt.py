@@ -11,6 +11,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar, cast
 
+from ...broker.ledger.core.reachable import Unreachable
 from ...broker.ledger.jobs.ledger import EventsLost, Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.base.errors import MidstreamError
@@ -23,7 +24,7 @@ from ..engine.protocol import Engine, GeneratingEngine, NotYet
 from ..engine.ranks.collective import Quarantined
 from .progress import AttemptProgress
 from .receipt_reader import ReceiptReader
-from .redis_retry import UNAVAILABLE, patiently
+from .redis_retry import patiently
 from .source_run_leases import SourceRunLeases, StoreUnavailable
 
 E = TypeVar("E", bound=Engine)
@@ -63,6 +64,7 @@ _RETRIED = (
     (StoreUnavailable, AttemptOutcome.STORE_UNAVAILABLE),
     (NotYet, AttemptOutcome.BUSY),
     (EventsLost, AttemptOutcome.RELEASED),
+    (Unreachable, AttemptOutcome.RELEASED),
 )
 
 
@@ -74,8 +76,7 @@ def ending_for_retry(error: BaseException) -> AttemptOutcome | None:
     for kind, ending in _RETRIED:
         if any(isinstance(leaf, kind) for leaf in leaves):
             return ending
-    away = any(isinstance(leaf, MidstreamError) and leaf.kind == UNAVAILABLE for leaf in leaves)
-    return AttemptOutcome.RELEASED if away else None
+    return None
 
 
 def leaves_of(error: BaseException) -> Iterable[BaseException]:

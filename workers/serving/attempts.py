@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 
+from ...broker.ledger.core.reachable import Unreachable
 from ...broker.ledger.jobs.inputs import LedgerInputs
 from ...broker.ledger.jobs.ledger import Claim, ClaimRefused, Ledger
 from ...schemas.base.errors import MidstreamError, Problem
@@ -30,7 +31,7 @@ from .kinds import runs_of
 from .progress import AttemptProgress, Totals
 from .rank_watch import RankWatch
 from .receipt_reader import ReceiptReader
-from .redis_retry import UNAVAILABLE, patiently
+from .redis_retry import patiently
 from .source_run_leases import StoreUnavailable
 
 logger = logging.getLogger(__name__)
@@ -141,9 +142,7 @@ class Attempts:
             except ClaimRefused as error:
                 logger.info("job %s waiting: %s", job_id, error)
                 self._watch.quarantine(error.detail)
-            except MidstreamError as error:
-                if error.kind != UNAVAILABLE:
-                    raise
+            except Unreachable as error:
                 logger.warning("claim of %s waiting for Redis: %s", job_id, error)
                 await asyncio.sleep(REDIS_PAUSE_S)
                 patience = time.monotonic() + CLAIM_PATIENCE_S
@@ -171,9 +170,7 @@ class Attempts:
     async def _another_serves(self) -> bool:
         try:
             workers = await self._ledger.workers(self._ledger.settings.queue)
-        except MidstreamError as error:
-            if error.kind != UNAVAILABLE:
-                raise
+        except Unreachable:
             return False
         model = self._engine.info.name
         return any(
@@ -226,9 +223,9 @@ class Attempts:
                 unreachable=self._unreachable(),
                 crowded=self._bench.side_jobs > MOST_SIDE_JOBS,
             )
+        except (ClaimRefused, Unreachable):
+            raise
         except MidstreamError as error:
-            if isinstance(error, ClaimRefused) or error.kind == UNAVAILABLE:
-                raise
             if error.kind == "not_found":  # deleted, or lost in a crash of Redis
                 logger.warning("message for %s, which is not in the ledger", job_id)
                 return None

@@ -4,14 +4,14 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+from ...broker.ledger.core.reachable import Unreachable
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
-from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.models import WorkerInfo
 from ...schemas.settings.settings import Settings
 from .attempt import AttemptOutcome
 from .attempts import Attempts
-from .redis_retry import LONGEST_PAUSE_S, UNAVAILABLE
+from .redis_retry import LONGEST_PAUSE_S
 
 logger = logging.getLogger(__name__)
 
@@ -66,9 +66,7 @@ class Heartbeat:
                     logger.warning("Redis was unreachable, or lacks the model: publishing it again")
                     await self._publish()
                 unreachable = False
-            except MidstreamError as error:
-                if error.kind != UNAVAILABLE:
-                    raise
+            except Unreachable as error:
                 if not unreachable:
                     logger.warning("heartbeat failed, Redis unreachable: %s", error)
                 unreachable = True

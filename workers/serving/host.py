@@ -77,6 +77,7 @@ class EngineHost:
         self.settings = settings
         self.started_at = now()
         self.death = ""  # why the engine died; empty while it has not
+        self._died = asyncio.Event()
         self._disk_trouble = ""  # why captures or receipts cannot be written
         self._store_trouble = ""  # why captures cannot be written
         self._on_death = on_death
@@ -194,7 +195,6 @@ class EngineHost:
         engine = await asyncio.to_thread(make_engine, settings)
         logger.info("engine starting: %s", settings.model)
         await engine.start()
-        died = asyncio.Event()
         watch = RankWatch(
             LedgerSteering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat()
         )
@@ -204,7 +204,7 @@ class EngineHost:
             watch=watch,
             worker=settings.worker_id,
             boot=BOOT,
-            engine_died=died,
+            engine_died=self._died,
             unreachable=lambda: self._store_trouble,
         )
         metrics = WorkerMetrics(engine.info.name, attempts, watch, lambda: engine.waiting)
@@ -221,8 +221,7 @@ class EngineHost:
             "disks": self._watch_disks(),
         }
         self._background = [
-            self._loop.create_task(self._watch(work, died), name=name)
-            for name, work in watched.items()
+            self._loop.create_task(self._watch(work), name=name) for name, work in watched.items()
         ]
 
     @property
@@ -327,21 +326,20 @@ class EngineHost:
                 with contextlib.suppress(MidstreamError):  # the next heartbeat is due soon
                     await self._started.heartbeat.beat()
 
-    async def _watch(self, watched: Coroutine[Any, Any, str], died: asyncio.Event) -> None:
-        """Ends the worker when `watched` returns or raises: the worker can do no more work then."""
+    async def _watch(self, watched: Coroutine[Any, Any, str]) -> None:
+        """Ends the worker when `watched` returns or raises: the worker can do no more work then.
+        The running jobs are released to other attempts before that.
+        """
         try:
             reason = await watched
         except Exception as error:
             logger.exception("a worker task failed")
             reason = f"{type(error).__name__}: {error}"
-        if not self.death:
-            await self._die(reason, died)
-
-    async def _die(self, reason: str, died: asyncio.Event) -> None:
-        """Release the running jobs to other attempts, then request the process's end."""
+        if self.death:
+            return
         logger.critical("engine died: %s", reason)
         self.death = reason
-        died.set()
+        self._died.set()
         parts = self._started
         parts.watch.close()
         try:

@@ -96,13 +96,12 @@ async def _answer_all(bench: Bench[GeneratingEngine], attempt: Attempt) -> list[
         for prompt in job.prompts
         for image in prompt.images
     }
-    async with bench.sources.holding(job.id, runs_named(steered), job.runs):
-        await engine.hold_vectors(names, bench.fetch, users=job.steering)
-        try:
-            attempt.check()
-            return await answers(bench.ledger, engine, attempt, files)
-        finally:
-            await engine.release_vectors(names)
+    async with (
+        bench.sources.holding(job.id, runs_named(steered), job.runs),
+        engine.holding_vectors(names, bench.fetch, users=job.steering),
+    ):
+        attempt.check()
+        return await answers(bench.ledger, engine, attempt, files)
 
 
 async def _image(bench: Bench[GeneratingEngine], name: str) -> bytes:
@@ -120,8 +119,7 @@ async def holding_artifacts(engine: GeneratingEngine, job: Job) -> AsyncIterator
     """Hold the job's registered artifacts on the ranks, kind by kind, inside the block."""
     async with AsyncExitStack() as held:
         for artifacts in _artifacts_of(job):
-            await engine.hold_artifacts(artifacts)
-            held.push_async_callback(engine.release_artifacts, artifacts)
+            await held.enter_async_context(engine.holding_artifacts(artifacts))
         yield
 
 

@@ -16,6 +16,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import cast
 
+from ...broker.ledger.core.reachable import Unreachable
 from ...broker.ledger.named.steering import LedgerSteering
 from ...broker.telemetry.logs import Complaints
 from ...schemas.base.errors import KindError, MidstreamError, Translated
@@ -31,7 +32,7 @@ from ...schemas.settings.settings import Settings
 from ..engine.protocol import Engine
 from ..engine.ranks.collective import Quarantined
 from ..engine.ranks.control import disagreement
-from .redis_retry import UNAVAILABLE, patiently
+from .redis_retry import patiently
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ class ResyncFailed(KindError):
 class RankWatch:
     """Watches an engine's ranks.
 
-    `publish` is called when the worker starts or stops serving; it may raise `unavailable`.
+    `publish` is called when the worker starts or stops serving; it may raise Unreachable.
 
     `stop_runs(why)` asks every attempt with interventions or captures to end, and returns whether
     one is left, or is being claimed; `Attempts` sets it.
@@ -151,19 +152,18 @@ class RankWatch:
                 return str(error)
             except Quarantined as error:
                 self.quarantine(error.detail)
+            except Unreachable as error:
+                if not unreachable:
+                    logger.warning(
+                        "cannot poll for checks and queries, Redis unreachable: %s", error
+                    )
+                unreachable = True
             except MidstreamError as error:
-                if error.kind == UNAVAILABLE:
-                    if not unreachable:
-                        logger.warning(
-                            "cannot poll for checks and queries, Redis unreachable: %s", error
-                        )
-                    unreachable = True
-                elif error.kind == "engine_failed":
-                    # `EngineHost` watches for the engine's death
-                    logger.warning("the ranks do not respond: %s", error)
-                    await asyncio.sleep(RETRY_S)
-                else:
+                if error.kind != "engine_failed":
                     raise
+                # `EngineHost` watches for the engine's death
+                logger.warning("the ranks do not respond: %s", error)
+                await asyncio.sleep(RETRY_S)
 
     async def _look(self) -> None:
         if self._out_of_step:
@@ -313,7 +313,7 @@ class RankWatch:
         while self.stop_runs(why):
             await asyncio.sleep(DRAIN_CHECK_S)
             if time.monotonic() > deadline:
-                # raises `unavailable` while Redis is unreachable, when no job can end
+                # raises Unreachable while Redis is, when no job can end
                 await self._broker.look(self._model, self._worker)
                 raise ResyncFailed(
                     f"could not stop requests within {DRAIN_S:.0f} s to resync: {why}"

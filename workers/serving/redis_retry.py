@@ -10,14 +10,12 @@ import logging
 from collections.abc import Awaitable, Callable, Collection
 from typing import Any, ParamSpec, TypeVar
 
-from ...schemas.base.errors import MidstreamError
+from ...broker.ledger.core.reachable import Unreachable
 
 T = TypeVar("T")
 Given = ParamSpec("Given")
 logger = logging.getLogger(__name__)
 
-#: The ledger's error kind while Redis is restarting, loading its AOF, or unreachable: transient.
-UNAVAILABLE = "unavailable"
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
 CANCEL_AGAIN_S = 0.5
@@ -35,9 +33,7 @@ async def patiently(
     while True:
         try:
             return await call(*arguments, **named)
-        except MidstreamError as error:
-            if error.kind != UNAVAILABLE:
-                raise
+        except Unreachable as error:
             if pause == FIRST_PAUSE_S:
                 name = call.__name__.strip("_").replace("_", " ")
                 logger.warning("%s waiting for Redis: %s", name, error)

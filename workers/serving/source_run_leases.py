@@ -6,9 +6,10 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
+from ...broker.ledger.core.reachable import Unreachable
 from ...broker.ledger.jobs.ledger import Ledger
 from ...broker.ledger.named.source_runs import LedgerRuns
 from ...schemas.base.errors import KindError, MidstreamError
@@ -17,7 +18,7 @@ from ...schemas.requests.source_runs import RunFiles, parse_key
 from ...storage.store import TRANSIENT, open_store
 from ..engine.protocol import GeneratingEngine, Locate
 from ..engine.ranks.collective import Quarantined
-from .redis_retry import UNAVAILABLE, patiently
+from .redis_retry import patiently
 
 T = TypeVar("T")
 
@@ -63,15 +64,11 @@ class SourceRunLeases:
             yield
             return
         self._held.setdefault(job, Counter()).update(keys)
-        try:
+        async with AsyncExitStack() as held:
+            held.push_async_callback(self._let_go, job, keys)
             await patiently(self._sources.lease, {job: keys}, self._seconds)
-            await self.reading(self._hold(keys, names, locate or self._locate))
-            try:
-                yield
-            finally:
-                await self._engine.release_runs(keys)
-        finally:
-            await self._let_go(job, keys)
+            await self.reading(self._hold(held, keys, names, locate or self._locate))
+            yield
 
     async def renew(self, sources: LedgerRuns) -> None:
         """Renews the leases of all held runs, and reports the runs in this worker's memory; called
@@ -103,9 +100,15 @@ class SourceRunLeases:
     def _seconds(self) -> float:
         return LEASES * self._lease_s
 
-    async def _hold(self, keys: Sequence[str], names: Mapping[str, str], locate: Locate) -> None:
+    async def _hold(
+        self,
+        held: AsyncExitStack,
+        keys: Sequence[str],
+        names: Mapping[str, str],
+        locate: Locate,
+    ) -> None:
         try:
-            await self._engine.hold_runs(keys, locate)
+            await held.enter_async_context(self._engine.holding_runs(keys, locate))
         except MidstreamError as error:
             suggested = sorted(
                 name
@@ -123,19 +126,16 @@ class SourceRunLeases:
 
     async def _let_go(self, job: str, keys: Sequence[str]) -> None:
         held = self._held[job]
-        held.subtract(keys)
-        ended = [key for key in keys if held[key] <= 0]
-        self._held[job] = +held
-        if not self._held[job]:
+        held -= Counter(keys)  # drops what is 0
+        ended = [key for key in keys if key not in held]
+        if not held:
             del self._held[job]
         still_held = {parse_key(key)[0] for key in self._held.get(job, ())}
         try:
             await self._sources.unlease(
                 [key for key in ended if parse_key(key)[0] not in still_held], job
             )
-        except MidstreamError as error:
-            if error.kind != UNAVAILABLE:
-                raise
+        except Unreachable as error:
             logger.info(
                 "could not release the leases of %s on source runs; they will expire: %s",
                 job,

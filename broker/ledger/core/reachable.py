@@ -6,17 +6,21 @@ from typing import ParamSpec, TypeVar
 
 import redis.exceptions
 
-from ....schemas.base.errors import MidstreamError
+from ....schemas.base.errors import KindError
 from ...redis_service import availability
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
+class Unreachable(KindError):
+    """Redis is unreachable, loading or full, which passes."""
+
+    KIND = "unavailable"
+
+
 def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
-    """Decorate `call` to raise MidstreamError("unavailable") for an unreachable, loading or full
-    Redis.
-    """
+    """Decorate `call` to raise Unreachable for a Redis that cannot be used now."""
 
     @functools.wraps(call)
     async def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -25,6 +29,6 @@ def reachable(call: Callable[P, Awaitable[T]]) -> Callable[P, Awaitable[T]]:
         except redis.exceptions.RedisError as error:
             if not availability.is_redis_unavailable(error):
                 raise
-            raise MidstreamError("unavailable", availability.detail_of(error)) from error
+            raise Unreachable(availability.detail_of(error)) from error
 
     return guarded

@@ -190,7 +190,6 @@ class FakeRank:
             "entries": self._settings.tuning.table_entries,
             "vectors": len(self.vectors),
             "runs": len(self.runs),
-            "run_bytes": sum(run.bytes for run in self.runs.values()),
             "requests": len(self._live),
             **self.load,
         }

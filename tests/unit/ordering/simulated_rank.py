@@ -190,7 +190,7 @@ class Simulation:
         if self._shares:
             self.plane.block_size = BLOCK
         tensors = [vector(1, RESIDUAL), vector(1, "query"), *probe_tensors()]
-        self.plane.rank_state.put_vectors({content_hash(tensor): tensor for tensor in tensors})
+        self.plane.rank_state.vectors.put({content_hash(tensor): tensor for tensor in tensors})
 
     # --- Receipts
 

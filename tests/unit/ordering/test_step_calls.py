@@ -98,7 +98,7 @@ class Load:
         self.device.install(patch)
         with self.device.calls():
             self._make(folder)
-            self.plane.rank_state.put_vectors({content_hash(each): each for each in WEIGHTS})
+            self.plane.rank_state.vectors.put({content_hash(each): each for each in WEIGHTS})
             new = [self._new(number) for number in range(requests)]
             if kind == "idle":
                 self._at = {each.id: 0 for each in new}
@@ -153,7 +153,7 @@ class Load:
             captures = [StoredCapture(sites={"post_block": at}, positions="all", tag="t")]
         if self._kind not in ("idle", "one"):
             vector = from_numpy(np.full(HIDDEN, number, dtype=np.float32))
-            self.plane.rank_state.put_vectors({content_hash(vector): vector})
+            self.plane.rank_state.vectors.put({content_hash(vector): vector})
             steering = [
                 StoredSteering(
                     layers=layers,

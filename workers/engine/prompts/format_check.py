@@ -143,9 +143,7 @@ class FormatChecker:
         try:
             yield
         finally:
-            self._waiting[tenant, job] -= 1
-            if not self._waiting[tenant, job]:
-                del self._waiting[tenant, job]
+            self._waiting -= Counter([(tenant, job)])  # drops what is 0
 
     async def begin(self) -> None:
         """Start the process before the first constraint arrives."""

@@ -11,6 +11,7 @@ import asyncio
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,8 +88,7 @@ class Access:
 
     generate: Callable[[EngineRequest], Any]
     call: Callable[[str, tuple[Any, ...]], Awaitable[list[Any]]]
-    hold: Callable[..., Awaitable[None]]
-    release: Callable[[Sequence[str]], Awaitable[None]]
+    holding: Callable[..., AbstractAsyncContextManager[None]]
     llm: Any
     stages: Sequence[range]
     steering_rows: int
@@ -436,8 +436,11 @@ class _Run:
                     plan.edits += edits
                     steering = self._steering(edits, name)
                     requests.append(self._generate(number, self._prompt, captures, steering))
-        await self._hold(name, vector)
-        try:
+
+        async def fetch(_: str) -> Tensor:
+            return vector
+
+        async with self._access.holding([name], fetch):
             await self._together(requests)
             if "post_block" in self._hooks:
                 last = self._layers[-1]
@@ -452,17 +455,9 @@ class _Run:
                     plan.final.request, self._prompt, [capture], self._steering([plan.final], name)
                 )
                 await self._ask("unwatch")
-        finally:
-            await self._access.release([name])
         await self._ended(
             [BASE, *([CHUNKED] if self._access.chunked else []), *range(AGAIN, self._number + 1)]
         )
-
-    async def _hold(self, name: str, vector: Tensor) -> None:
-        async def fetch(_: str) -> Tensor:
-            return vector
-
-        await self._access.hold([name], fetch)
 
     async def _together(self, requests: Sequence[Coroutine[Any, Any, Output]]) -> list[Output]:
         """Run requests that begin in the same step, as far as they fit; returns their outputs."""

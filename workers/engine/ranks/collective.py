@@ -154,10 +154,7 @@ class RankRecord:
 
     def release(self, keys: Iterable[str]) -> None:
         """Undo one `hold` of the same items."""
-        for key in dict.fromkeys(keys):
-            self._held[key] -= 1
-            if self._held[key] <= 0:  # negative after a `forget` in between
-                del self._held[key]
+        self._held -= Counter(set(keys))  # drops what is 0, or less after a `forget` in between
 
     def forget(self) -> None:
         """Clear the record: the ranks have dropped everything, including what is held."""

@@ -2,7 +2,8 @@
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -71,45 +72,49 @@ class RankControl(ABC):
     def waiting(self) -> int:
         return self._rows.waiting
 
-    async def hold_vectors(
+    @asynccontextmanager
+    async def holding_vectors(
         self,
         names: Sequence[str],
         fetch: Fetch,
         *,
         users: Sequence[list[StoredSteering]] = (),
-    ) -> None:
+    ) -> AsyncIterator[None]:
         if names:
             await self._vectors.hold(names, fetch, users=users)
+        try:
+            yield
+        finally:
+            self._vectors.release(names)
 
-    async def release_vectors(self, names: Sequence[str]) -> None:
-        self._vectors.release(names)
-
-    async def hold_runs(self, keys: Sequence[str], locate: Locate) -> None:
+    @asynccontextmanager
+    async def holding_runs(self, keys: Sequence[str], locate: Locate) -> AsyncIterator[None]:
         if keys:
             # locate loaded runs too: they may have been deleted since
             await self._runs.hold([await locate(key) for key in dict.fromkeys(keys)])
-
-    async def release_runs(self, keys: Sequence[str]) -> None:
-        self._runs.release(keys)
+        try:
+            yield
+        finally:
+            self._runs.release(keys)
 
     def held_runs(self) -> list[str]:
         return self._runs.names
 
-    async def hold_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
-        await self._artifacts[type(artifacts[0])].hold(artifacts)
-
-    async def release_artifacts(self, artifacts: Sequence[StoredArtifact]) -> None:
-        self._artifacts[type(artifacts[0])].release(artifact.digest for artifact in artifacts)
+    @asynccontextmanager
+    async def holding_artifacts(self, artifacts: Sequence[StoredArtifact]) -> AsyncIterator[None]:
+        cache = self._artifacts[type(artifacts[0])]
+        await cache.hold(artifacts)
+        try:
+            yield
+        finally:
+            cache.release(artifact.digest for artifact in artifacts)
 
     async def check_global(self, steering: GlobalSteering, fetch: Fetch) -> None:
         self._global_rows.check(_demand(steering.most_rows()))
-        await self.hold_vectors(steering.tensors, fetch)
-        try:
+        async with self.holding_vectors(steering.tensors, fetch):
             await self._ranks.check(
                 "the check", "midstream_check_global", msgspec.to_builtins(steering)
             )
-        finally:
-            await self.release_vectors(steering.tensors)
 
     async def steering_status(self) -> list[RankSteering]:
         return [rank_steering(status) for status in await self._call("midstream_status", ())]

@@ -78,7 +78,8 @@ class InsideLaws:
         for name, law in laws.items():
             for place, number in enumerate(self._layers):
                 found: list[LawFinding] = []
-                judge = partial(_judge, law, place, number, found)
+                # a generator, which runs within the attempt
+                judge = partial(found.extend, law(place, number))
                 together.attempt(f"{name} of layer {number}", judge)
                 yield from found
 
@@ -185,15 +186,6 @@ class InsideLaws:
             yield LawFinding(
                 f"norm and rotary embedding of {hook}", (hook,), number, figure, "module"
             )
-
-
-def _judge(
-    law: Callable[[int, int], Iterator[LawFinding]],
-    place: int,
-    number: int,
-    found: list[LawFinding],
-) -> None:
-    found += law(place, number)
 
 
 def attend(

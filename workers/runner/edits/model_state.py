@@ -7,7 +7,6 @@ changes no request.
 from collections.abc import Sequence
 
 from ....schemas.base.limits import MAX_STEERING_ROWS
-from ....schemas.base.tensors import Tensor
 from ....schemas.requests.specs import steering_rows
 from ....schemas.requests.steering import GlobalSteering
 from ..hooks.sites import RankSite
@@ -26,28 +25,6 @@ class RankState:
         self._num_layers = num_layers
         self._table = table
         self.vectors = table.vectors
-
-    def put_vectors(self, vectors: dict[str, Tensor]) -> None:
-        """Store tensors by content hash: all of them, or none if one is refused."""
-        added: list[str] = []
-        try:
-            for name, tensor in sorted(vectors.items()):
-                if name not in self.vectors:
-                    self.vectors.put(name, tensor)
-                    added.append(name)
-        except ValueError:
-            for name in added:
-                self.vectors.drop(name)
-            raise
-
-    def drop_vectors(self, names: Sequence[str]) -> None:
-        """Drop tensors. Also rolls back a `put_vectors` that failed on another rank.
-
-        Storing a tensor is not recorded in the action ledger; writing a row that contains it is.
-        Requests that are steered with it already have their rows.
-        """
-        for name in names:
-            self.vectors.drop(name)
 
     def check_sites(self, hook: str, layers: Sequence[int]) -> None:
         """Raises ValueError for a hook or layer that the model does not have; sites of other stages

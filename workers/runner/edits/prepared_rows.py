@@ -12,7 +12,6 @@ import queue
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from itertools import chain
 
 import torch
@@ -47,8 +46,8 @@ class PreparedRows:
         self._room = kept_bytes
         self._kept: OrderedDict[str, JoinedRow] = OrderedDict()  # by `SteeringRow.key`
         self._size = 0  # bytes of all kept rows
-        self._under_way: dict[str, Future[None]] = {}  # rows that the thread lays out now
-        self._lock = threading.Lock()
+        self._under_way = ""  # key of the row that the thread lays out now; empty: of none
+        self._lock = threading.Condition()  # notified whenever the thread has laid a row out
         self._expected: queue.Queue[Callable[[], Sequence[SteeringRow]] | None] = queue.Queue(
             WAITING
         )
@@ -80,10 +79,8 @@ class PreparedRows:
             return self._make(spec)
         if not missing:  # else `make` refuses the row, even if it is kept
             with self._lock:
-                under_way = self._under_way.get(spec.key)
-            if under_way is not None:
-                under_way.result()
-            with self._lock:
+                while self._under_way == spec.key:
+                    self._lock.wait()
                 if spec.key in self._kept:
                     self._kept.move_to_end(spec.key)
                     return self._kept[spec.key]
@@ -119,16 +116,15 @@ class PreparedRows:
     def _prepare(self, spec: SteeringRow) -> None:
         if any(is_row(name) for entry in spec.entries for name in entry.tensors):
             return
-        done: Future[None] = Future()
         with self._lock:
             if spec.key in self._kept:
                 return
-            self._under_way[spec.key] = done
+            self._under_way = spec.key
         try:
             self._keep(spec.key, self._make(spec))
         except Exception as error:
             logger.debug("cannot prepare row %s: %s", spec.key, error)
         finally:
             with self._lock:
-                del self._under_way[spec.key]
-            done.set_result(None)
+                self._under_way = ""
+                self._lock.notify()

@@ -33,7 +33,6 @@ class _LoadedRun:
     # site of this rank → whole rows `[positions, size]`, on the CPU
     rows: dict[tuple[str, int], torch.Tensor]
     crc32: int  # of the rows
-    bytes: int
 
 
 # One rank that reads for the others would need a collective, in which all wait when one fails. The
@@ -54,11 +53,6 @@ class RunStore:
 
     def __len__(self) -> int:
         return len(self._runs)
-
-    @property
-    def bytes(self) -> int:
-        """Return the bytes of all rows."""
-        return sum(run.bytes for run in self._runs.values())
 
     def names(self) -> list[tuple[str, int]]:
         """Return (key, CRC32 of the rows) of each run, sorted: equal on all ranks of a stage."""
@@ -107,9 +101,7 @@ class RunStore:
                 rows[site].view(torch.uint8).numpy(), zlib.crc32(_site(*site).encode(), crc)
             )
         places = {position: place for place, position in enumerate(files.positions)}
-        self._runs[files.key] = _LoadedRun(
-            places, rows, crc, sum(row.nbytes for row in rows.values())
-        )
+        self._runs[files.key] = _LoadedRun(places, rows, crc)
 
     def drop(self, keys: Sequence[str]) -> None:
         """Drop runs; unknown keys are ignored. Running requests have copies of their rows in the

@@ -1,6 +1,6 @@
 """Steering vectors of this rank, and the rows of its steering table."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -41,18 +41,14 @@ class VectorStore:
     def __len__(self) -> int:
         return len(self._vectors)
 
-    def put(self, name: str, tensor: Tensor) -> None:
-        """Store a tensor. Raises ValueError when its bytes do not match `name` or a value is not
-        finite.
+    def put(self, tensors: Mapping[str, Tensor]) -> None:
+        """Store tensors by content hash: all of them, or none if one is refused. Raises ValueError
+        when its bytes do not match its name or a value is not finite.
 
         Shapes are checked at use.
         """
-        if content_hash(tensor) != name:
-            raise ValueError(f"vector {name[:12]}: its content does not match its hash")
-        values = torch.from_numpy(to_numpy(tensor).astype("float32"))
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError(f"vector {name[:12]}: has values that are not finite")
-        self._vectors[name] = values
+        new = tensors.keys() - self._vectors.keys()
+        self._vectors.update({name: _values(name, tensors[name]) for name in sorted(new)})
 
     def names(self) -> list[str]:
         return sorted(self._vectors)
@@ -62,8 +58,14 @@ class VectorStore:
         unknown = names.difference(self._vectors, (ZEROS, ONES))
         return {name for name in unknown if not name.startswith(DIMS_PREFIX)}
 
-    def drop(self, name: str) -> None:
-        self._vectors.pop(name, None)
+    def drop(self, names: Sequence[str]) -> None:
+        """Drop tensors. Also rolls back a `put` that failed on another rank.
+
+        Storing a tensor is not recorded in the action ledger; writing a row that contains it is.
+        Requests that are steered with it already have their rows.
+        """
+        for name in names:
+            self._vectors.pop(name, None)
 
     def clear(self) -> None:
         self._vectors.clear()
@@ -80,6 +82,15 @@ class VectorStore:
                 f"vector {name[:12]}: its shape is {list(values.shape)}; {shape} is needed"
             )
         return values
+
+
+def _values(name: str, tensor: Tensor) -> torch.Tensor:
+    if content_hash(tensor) != name:
+        raise ValueError(f"vector {name[:12]}: its content does not match its hash")
+    values = torch.from_numpy(to_numpy(tensor).astype("float32"))
+    if not bool(torch.isfinite(values).all()):
+        raise ValueError(f"vector {name[:12]}: has values that are not finite")
+    return values
 
 
 class RowTable:

@@ -149,7 +149,6 @@ class Reentry(StepPart):
     _dtype: torch.dtype
     _device: torch.device
     block_size: int = 1  # tokens of a KV cache block; set once it is known
-    steps: int = 0  # steps that began above the first layer
     skipped: int = 0  # (token row, layer of this rank) pairs that were not computed
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
@@ -163,7 +162,6 @@ class Reentry(StepPart):
             step = [(specs.get(rows.id), rows) for rows in view.requests]
             if not (begin := first_layer(step, self.block_size)):
                 return
-            self.steps += 1
             self.skipped += self._gate.open(begin) * view.num_rows
             if begin in self._gate.layers:  # ranks of other stages need no rows
                 self._gate.stream = self._stream(begin, tracked_rows, view.num_rows)

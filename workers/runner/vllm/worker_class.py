@@ -304,13 +304,13 @@ class MidstreamWorker(PlatformWorker):
         """
 
         def put(plane: DataPlane) -> None:
-            plane.rank_state.put_vectors(msgspec.convert(vectors, dict[str, Tensor]))
+            plane.rank_state.vectors.put(msgspec.convert(vectors, dict[str, Tensor]))
             plane.expect(users)
 
         return self._answer(put)
 
     def midstream_drop_vectors(self, names: list[str]) -> RankAnswer:
-        return self._answer(lambda plane: plane.rank_state.drop_vectors(names))
+        return self._answer(lambda plane: plane.rank_state.vectors.drop(names))
 
     def midstream_put_run(self, run: dict[str, Any]) -> RankAnswer:
         """Load a source run: a `RunFiles` as plain containers. This rank reads only the rows that

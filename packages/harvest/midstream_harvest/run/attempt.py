@@ -321,36 +321,35 @@ class HarvestAttempt:
             await self._engine.check(format_request(self._attempt.job, harvest.generate))
         bos, eos = await source.special()
         names = sorted(tensors_of(self._attempt.job) | harvest.tensors)
-        await self._engine.hold_vectors(names, self._bench.fetch, users=[harvest.edits])
-        try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(self._part.first, self._part.first + self._part.count):
-                    if number in units.known:
-                        continue
-                    if number >= await patiently(self._harvests.window_end, harvest):
-                        # A full window holds no worker, at the price of a job for every unit of a
-                        # harvest that waits.
-                        break  # the rest of the part is submitted again when consumers are there
-                    documents = await source.read(plan, plan.units[number])
-                    shards = shards_of(
-                        harvest, await asyncio.to_thread(cut, harvest, documents, bos, eos)
+        async with (
+            self._engine.holding_vectors(names, self._bench.fetch, users=[harvest.edits]),
+            asyncio.TaskGroup() as group,
+        ):
+            for number in range(self._part.first, self._part.first + self._part.count):
+                if number in units.known:
+                    continue
+                if number >= await patiently(self._harvests.window_end, harvest):
+                    # A full window holds no worker, at the price of a job for every unit of a
+                    # harvest that waits.
+                    break  # the rest of the part is submitted again when consumers are there
+                documents = await source.read(plan, plan.units[number])
+                shards = shards_of(
+                    harvest, await asyncio.to_thread(cut, harvest, documents, bos, eos)
+                )
+                begun = asyncio.Event()
+                group.create_task(
+                    self._unit(
+                        harvest=harvest,
+                        number=number,
+                        first=plan.units[number].document,
+                        documents=len(documents),
+                        shards=shards,
+                        begun=begun,
+                        units=units,
                     )
-                    begun = asyncio.Event()
-                    group.create_task(
-                        self._unit(
-                            harvest=harvest,
-                            number=number,
-                            first=plan.units[number].document,
-                            documents=len(documents),
-                            shards=shards,
-                            begun=begun,
-                            units=units,
-                        )
-                    )
-                    # read the next unit while the last shards of this one are computed
-                    await begun.wait()
-        finally:
-            await self._engine.release_vectors(names)
+                )
+                # read the next unit while the last shards of this one are computed
+                await begun.wait()
         if len(units.known) < self._part.count:
             return
         await units.restore()

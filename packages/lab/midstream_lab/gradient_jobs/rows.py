@@ -11,11 +11,8 @@ def run(bench: Bench[GradientEngine]) -> Run:
     async def rows(attempt: Attempt) -> list[Output]:
         every = (capture for captures in attempt.job.captures for capture in captures)
         names = sorted({name for capture in every for name in capture.tensors})
-        await bench.engine.hold_vectors(names, bench.fetch)
-        try:
+        async with bench.engine.holding_vectors(names, bench.fetch):
             attempt.check()
             return await answers(bench.ledger, bench.engine, attempt)
-        finally:
-            await bench.engine.release_vectors(names)
 
     return Run(rows)

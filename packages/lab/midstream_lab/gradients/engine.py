@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial, reduce
 from pathlib import Path
@@ -367,15 +367,19 @@ class TransformersEngine:
 
     # -- What requests name
 
-    async def hold_vectors(self, names: Sequence[str], fetch: Fetch, *, users: Any = ()) -> None:
+    @contextlib.asynccontextmanager
+    async def holding_vectors(
+        self, names: Sequence[str], fetch: Fetch, *, users: Any = ()
+    ) -> AsyncIterator[None]:
         for name, tensor in {name: await fetch(name) for name in names}.items():
             self._tensors[name] = (tensor, self._tensors.get(name, (tensor, 0))[1] + 1)
-
-    async def release_vectors(self, names: Sequence[str]) -> None:
-        for name in names:
-            tensor, users = self._tensors.pop(name)
-            if users > 1:
-                self._tensors[name] = (tensor, users - 1)
+        try:
+            yield
+        finally:
+            for name in names:
+                tensor, holders = self._tensors.pop(name)
+                if holders > 1:
+                    self._tensors[name] = (tensor, holders - 1)
 
     async def abort(self, job_id: str, attempt: int) -> None:
         """Do nothing: a computation ends with its task."""

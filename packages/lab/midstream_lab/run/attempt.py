@@ -111,15 +111,14 @@ class SweepAttempt:
         if not self._known:
             await self._attempt.report(self._ledger, "start", sweep_start(self._sweep))
         names = sorted({*tensors_of(job), *([self._sweep.mask] if self._sweep.mask else [])})
-        await self._engine.hold_vectors(names, self._fetch)
-        try:
-            self._attempt.check()
-            await self._compute_units()
-            await self._records.restore()
-        finally:
-            if self._features is not None:
-                await asyncio.to_thread(self._features.close)
-            await self._engine.release_vectors(names)
+        async with self._engine.holding_vectors(names, self._fetch):
+            try:
+                self._attempt.check()
+                await self._compute_units()
+                await self._records.restore()
+            finally:
+                if self._features is not None:
+                    await asyncio.to_thread(self._features.close)
         if all(pair.useless for pair in self._pairs):
             raise MidstreamError("useless_baseline", self._pairs[0].useless, field="metric")
         self._require_values()
@@ -237,12 +236,11 @@ class SweepAttempt:
         async def fetch(name: str) -> Tensor:
             return tensors[name]
 
-        await self._engine.hold_vectors([*tensors], fetch)
-        try:
-            async with asyncio.TaskGroup() as group:
-                await self._begin_all(group, units)
-        finally:
-            await self._engine.release_vectors([*tensors])
+        async with (
+            self._engine.holding_vectors([*tensors], fetch),
+            asyncio.TaskGroup() as group,
+        ):
+            await self._begin_all(group, units)
 
     def _holding(self, pair: int, runs: Sequence[str]) -> AbstractAsyncContextManager[None]:
         return self._sources.holding(self._attempt.job.id, runs, {}, self._locate(pair))

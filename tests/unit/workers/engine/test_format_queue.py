@@ -70,7 +70,7 @@ async def test_tenants_have_turns() -> None:
     for _ in tasks:
         checker.let.release()
     await asyncio.gather(*tasks)
-    assert checker.asked == ["a0", "a1", "b0", "c0", "a2", "a3", "a4", "a5"]
+    assert checker.asked == ["a0", "b0", "c0", "a1", "a2", "a3", "a4", "a5"]
 
 
 async def test_jobs_that_wait_beyond_their_share_hold_no_place() -> None:

@@ -55,7 +55,7 @@ class Rig:
         self.engine.on_quarantine = self.quarantined.append
 
     async def fill(self) -> None:
-        await self.engine.hold_vectors([FIRST, SECOND], fetch)
+        await self.engine._vectors.hold([FIRST, SECOND], fetch)
 
     async def content(self) -> list[RankSteering]:
         """What the ranks have, their accounts of how they came to it left out."""
@@ -77,11 +77,11 @@ async def test_vectors_refused_by_one_rank_are_dropped_on_all(rig: Rig) -> None:
     before = await rig.content()
     rig.engine.faults.switch("hold:rank=1,times=1")
     with pytest.raises(Refused, match=r"sending vectors failed on rank 1: .*injected fault"):
-        await rig.engine.hold_vectors([THIRD], fetch)
+        await rig.engine._vectors.hold([THIRD], fetch)
     assert await rig.content() == before
     assert await rig.engine.same_content()
     assert not rig.quarantined
-    await rig.engine.hold_vectors([THIRD], fetch)
+    await rig.engine._vectors.hold([THIRD], fetch)
     assert await rig.engine.same_content()
 
 
@@ -89,7 +89,7 @@ async def test_a_failed_rollback_quarantines_the_worker(rig: Rig) -> None:
     # field case 29
     rig.engine.faults.switch("hold:rank=1;drop:rank=0")
     with pytest.raises(Quarantined, match=r"rank 1: .*; undoing .* rank 0: injected fault"):
-        await rig.engine.hold_vectors([THIRD], fetch)
+        await rig.engine._vectors.hold([THIRD], fetch)
     assert len(rig.quarantined) == 1
 
 
@@ -147,8 +147,8 @@ async def test_an_irreversible_failure_quarantines_the_worker(
     tmp_path: Path,
 ) -> None:  # field case 29
     async def evicts(engine: FakeEngine) -> None:
-        await engine.hold_vectors([THIRD], fetch)
-        await engine.release_vectors([THIRD])
+        async with engine.holding_vectors([THIRD], fetch):
+            pass
         engine._vectors._budget = 0
         await engine._vectors._evict(1, set())
 
@@ -165,7 +165,7 @@ async def test_cancellation_at_any_point_leaves_ranks_consistent(
     tmp_path: Path, turns: int
 ) -> None:
     rig = Rig(tmp_path)
-    sending = asyncio.create_task(rig.engine.hold_vectors([THIRD], fetch))
+    sending = asyncio.create_task(rig.engine._vectors.hold([THIRD], fetch))
     for _ in range(turns):
         await asyncio.sleep(0)
     sending.cancel()

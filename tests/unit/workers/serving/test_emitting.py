@@ -7,7 +7,7 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-from midstream.schemas.base.errors import MidstreamError
+from midstream.broker.ledger.core.reachable import Unreachable
 from midstream.schemas.jobs.jobs import Event
 from midstream.workers.serving.attempt import Attempt
 
@@ -28,7 +28,7 @@ class Uneven:
             self.said = number
             self.kept.append(event.data["index"])
         if self._random.random() < 0.1:
-            raise MidstreamError("unavailable", "the answer was lost")
+            raise Unreachable("the answer was lost")
         return True
 
 

@@ -16,6 +16,7 @@ import pytest
 from midstream_fake_engine.engine import FakeEngine
 from wait_kit import holding
 
+from midstream.broker.ledger.core.reachable import Unreachable
 from midstream.broker.ledger.named.steering import Look
 from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
@@ -63,7 +64,7 @@ class Board:
 
     def _there(self) -> None:
         if self.away:
-            raise MidstreamError("unavailable", "Redis is away")
+            raise Unreachable("Redis is away")
         if self.unreadable:
             raise MidstreamError("version_mismatch", "stored by another version")
 
@@ -74,7 +75,7 @@ class Board:
     async def look(self, model: str, worker: str) -> Look:
         self.looks += 1
         if self.away:
-            raise MidstreamError("unavailable", "Redis is away")
+            raise Unreachable("Redis is away")
         return Look(self.held.version, self.asked, self.desync, list(self.checks))
 
     async def checked_entries(self, check: str) -> list[SteeringTemplate]:
@@ -86,7 +87,7 @@ class Board:
 
     async def report(self, report: WorkerSteering) -> None:
         if self.away:
-            raise MidstreamError("unavailable", "Redis is away")
+            raise Unreachable("Redis is away")
         self.reports.append(report)
 
     async def clear_desync(self, worker: str, boot: str, epoch: int = 0) -> None:
@@ -209,7 +210,7 @@ async def test_a_check_that_redis_interrupts_is_answered_later(at: Worker) -> No
 
     async def cut(name: str, check: str = "") -> Tensor:
         at.board.get_tensor = read  # type: ignore[method-assign]
-        raise MidstreamError("unavailable", "Redis is away")
+        raise Unreachable("Redis is away")
 
     at.board.get_tensor = cut  # type: ignore[method-assign]
     assert not await at.check("c1", NAMES[0])

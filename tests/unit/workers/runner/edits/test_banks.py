@@ -39,8 +39,7 @@ def tables(*vectors: np.ndarray) -> tuple[list[RowTable], list[str]]:
     """One for each rank, with these vectors; and their names."""
     held = VectorStore()
     tensors = [from_numpy(vector) for vector in vectors]
-    for tensor in tensors:
-        held.put(content_hash(tensor), tensor)
+    held.put({content_hash(tensor): tensor for tensor in tensors})
     made = []
     for columns in RANKS:
         buffers = make_buffers(len(SITES), capacity=8)

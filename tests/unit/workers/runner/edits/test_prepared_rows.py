@@ -115,7 +115,7 @@ def test_kept_rows_of_a_vector_that_was_dropped_are_refused(rig: Rig) -> None:
     request = steered(1)
     rig.step((request, 0, 6), new=[request])
     rig.step(finished=[request])
-    rig.plane.rank_state.drop_vectors([NAME])
+    rig.plane.rank_state.vectors.drop([NAME])
     again = steered(2)
     rig.step((again, 0, 6), new=[again])
     failed = rig.told()["j2"]
@@ -145,7 +145,7 @@ def test_ranks_agree_whichever_of_them_laid_rows_out_ahead(tmp_path: Path, how: 
     tensor = from_numpy(np.linspace(-3, 5, HIDDEN, dtype=np.float32))
     request = steered(1, scale=1.7, vector=content_hash(tensor))
     for rig in (ahead, other):
-        rig.plane.rank_state.put_vectors({content_hash(tensor): tensor})
+        rig.plane.rank_state.vectors.put({content_hash(tensor): tensor})
     spec = spec_of(request)
     if how == "with its vectors":
         ahead.plane.expect([msgspec.to_builtins(spec.steering)])
@@ -162,7 +162,7 @@ def test_ranks_agree_whichever_of_them_laid_rows_out_ahead(tmp_path: Path, how: 
 
 
 def test_a_restarted_rank_keeps_no_rows(rig: Rig) -> None:
-    rig.plane.rank_state.put_vectors({content_hash(VECTOR): VECTOR})
+    rig.plane.rank_state.vectors.put({content_hash(VECTOR): VECTOR})
     rig.plane._table.prepared.get(steering_rows(spec_of(steered(1)).steering)[0])
     assert rig.plane._table.prepared._kept
     rig.plane.restart()

@@ -62,7 +62,7 @@ def probed(rig: Rig) -> Request:
     labels = limits.MAX_PROBE_LABELS
     weight = np.repeat(WEIGHT, labels, axis=0)
     tensors = [from_numpy(weight), from_numpy(np.zeros(labels, dtype=np.float32))]
-    rig.plane.rank_state.put_vectors({content_hash(tensor): tensor for tensor in tensors})
+    rig.plane.rank_state.vectors.put({content_hash(tensor): tensor for tensor in tensors})
     content = ProbeContent(
         hook="post_block",
         layer=1,

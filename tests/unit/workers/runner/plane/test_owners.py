@@ -316,7 +316,7 @@ def edit(asked: Asked, family: str, **changes: Any) -> StoredSteering:
         values = np.array([asked.rng.uniform(-3, 3) for _ in range(math.prod(shape))], np.float32)
         values = (values > 0).astype(np.float32) if TENSORS[name].symbol == "m" else values
         tensor = from_numpy(values.reshape(shape))
-        asked.rig.plane.rank_state.put_vectors({content_hash(tensor): tensor})
+        asked.rig.plane.rank_state.vectors.put({content_hash(tensor): tensor})
         names.append(content_hash(tensor))
     hook, layer = asked.rng.choice(SITES)
     positions = asked.rng.choice(["all", "all_generated"])

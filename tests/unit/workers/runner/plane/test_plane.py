@@ -311,7 +311,7 @@ def test_checksums_differ_when_ranks_hold_other_source_runs(rig: Rig) -> None:
 
 def test_vectors_that_add_up_to_what_the_dtype_cannot_hold_fail_the_request(rig: Rig) -> None:
     huge = from_numpy(np.full(HIDDEN, 3e38, dtype=np.float32))
-    rig.plane.rank_state.put_vectors({content_hash(huge): huge})
+    rig.plane.rank_state.vectors.put({content_hash(huge): huge})
     entry = steered(1, vector=content_hash(huge)).steering[0]
     request = Request(1, 6, 8, (), [entry, entry])
     rig.step((request, 0, 6), new=[request])

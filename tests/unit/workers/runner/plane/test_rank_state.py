@@ -155,7 +155,7 @@ def test_a_hook_that_the_worker_was_not_given_is_refused(rig: Rig) -> None:
 def test_a_tensor_can_be_dropped_while_a_request_uses_it(rig: Rig) -> None:
     admitted = steered(1)
     rig.step((admitted, 0, 4), new=[admitted])
-    rig.plane.rank_state.drop_vectors([NAME])
+    rig.plane.rank_state.vectors.drop([NAME])
     rig.step((admitted, 4, 2))
     assert (rig.left("pre_attn", 0) - stream_of(1, "pre_attn", 0, 4, 2) == 2).all()
     rig.plane.begin([], {}, 1, None, {"1": 0})  # preempted, computed again
@@ -191,7 +191,7 @@ def test_steering_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
         ].tolist()
         if not number:
             assert rig.plane.status()["rows_used"] == 1
-            rig.plane.rank_state.drop_vectors([NAME])
+            rig.plane.rank_state.vectors.drop([NAME])
     assert found == edited
     receipt = rig.ended(request)
     assert receipt.status == "ok"
@@ -202,8 +202,8 @@ def test_steering_of_one_phase_is_there_from_the_first_chunk_to_the_last_token(
 # --------------------------------------------------------------------------------------------------
 
 ACTIONS: dict[str, Callable[[Rig], None]] = {
-    "put_vectors": lambda rig: rig.plane.rank_state.put_vectors({content_hash(OTHER): OTHER}),
-    "drop_vectors": lambda rig: rig.plane.rank_state.drop_vectors([rig.vector(5.0)]),
+    "put_vectors": lambda rig: rig.plane.rank_state.vectors.put({content_hash(OTHER): OTHER}),
+    "drop_vectors": lambda rig: rig.plane.rank_state.vectors.drop([rig.vector(5.0)]),
     "put_run": lambda rig: rig.plane.runs.put(
         source_run(rig.directory / "captures", {"pre_attn": [0]}, [0, 1], job="job_other")
     ),
@@ -337,7 +337,7 @@ def test_desynced_ranks_agree_after_a_reset(tmp_path: Path) -> None:
             )
         )
         rig.faults.switch("")
-        rig.plane.rank_state.put_vectors({NAME: VECTOR})
+        rig.plane.rank_state.vectors.put({NAME: VECTOR})
         run(rig, steered(2, scale=2.0, everyone=everyone))
     assert ranks[0].plane.fingerprint() == ranks[1].plane.fingerprint()
     receipts = [rig.told() for rig in ranks]
@@ -359,7 +359,7 @@ def test_requests_present_when_a_rank_restarts_fail_with_the_reason(rig: Rig) ->
     rig.step(finished=[over])  # the worker has not said where it ends
     assert rig.plane.status()["requests"] == 3
     rig.plane.restart()
-    rig.plane.rank_state.put_vectors({NAME: VECTOR})
+    rig.plane.rank_state.vectors.put({NAME: VECTOR})
     rig.step((live, 6, 1), (plain, 6, 1))
     assert (rig.left("pre_attn", 0)[:1] == stream_of(1, "pre_attn", 0, 6, 1)).all()
     rig.step((live, 0, 6), new=[live])  # as the v2 runner tells of a preempted request that goes on
@@ -381,7 +381,7 @@ def test_a_restarted_ranks_table_is_complete_and_free_of_former_rows(rig: Rig) -
     old = [steered(number, scale=float(number)) for number in (1, 2, 3)]
     rig.step(*((request, 0, 6) for request in old), new=old)
     rig.plane.restart()
-    rig.plane.rank_state.put_vectors({NAME: VECTOR})
+    rig.plane.rank_state.vectors.put({NAME: VECTOR})
     new = [steered(number, scale=float(number - 3)) for number in (4, 5, 6)]
     rig.step(*((request, 0, 6) for request in new), new=new)
     assert rig.plane.status()["rows_used"] == 3

@@ -39,8 +39,7 @@ class Weights:
             rng.normal(size=shape).astype(np.float32) for shape in ((k, HIDDEN), (k,))
         )
         tensors: list[Tensor] = [from_numpy(self.weight), from_numpy(self.bias)]
-        for tensor in tensors:
-            vectors.put(content_hash(tensor), tensor)
+        vectors.put({content_hash(tensor): tensor for tensor in tensors})
         content = ProbeContent(
             hook="post_block",
             layer=layer,
