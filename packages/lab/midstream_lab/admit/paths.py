@@ -39,7 +39,7 @@ def resolve_path(
         sender=None if path.sender is None else _end("path.sender", path.sender, model),
         receivers=[_end(f"path.receivers[{index}]", end, model) for index, end in enumerate(ends)],
     )
-    result = [layer for layer in layers if all(_is_on(stored, (layer, hook)) for hook in hooks)]
+    result = [layer for layer in layers if all(_is_on(stored, (hook, layer)) for hook in hooks)]
     words = (
         "a receiver must come after them in the forward pass"
         if path.sender is None
@@ -60,8 +60,8 @@ def resolve_path(
     return stored, result
 
 
-def _is_on(path: StoredPath, site: tuple[int, Hook]) -> bool:
-    """Return whether a cell at this (layer, hook) is on the path."""
+def _is_on(path: StoredPath, site: tuple[Hook, int]) -> bool:
+    """Return whether a cell at this site is on the path."""
     if path.sender is not None:
         return reaches(path.sender.site, site)
     return not path.receivers or any(reaches(site, end.site) for end in path.receivers)
