@@ -26,12 +26,6 @@ Id = Annotated[str, typer.Argument(metavar="JOB|HARVEST", help="Its id.")]
 LOOK_S = 0.25
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `midstream`."""
-    for command in (wait, events, cancel):
-        app.command()(command)
-
-
 def print_view(view: Record, as_json: bool) -> None:
     if not print_json(view, as_json):
         out.print(records.one(view))
@@ -160,3 +154,6 @@ def print_result(client: Client, result: JobResult, verbose: bool = True) -> Non
             out.print(jobs.capture(returned_rows(captures)))
     if captures.files:
         say(f"to inspect them: midstream get capture {result.id}")
+
+
+COMMANDS = (wait, events, cancel)

@@ -45,7 +45,7 @@ class JobKind(NamedTuple):
     #: What the client makes of that field, for figures and tables: takes a `JobResult`. Empty: the
     #: field itself.
     answer: str = ""
-    #: Adds its commands to the command line: takes the typer app.
+    #: Its commands on the command line: functions as typer takes them, a list.
     verbs: str = ""
     #: Verb and kind of things, such as `fit module` → what that verb does with that kind.
     acts: Mapping[str, str] = {}

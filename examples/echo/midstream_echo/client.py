@@ -32,16 +32,17 @@ def shown(result: JobResult) -> list[str]:
     return [f"{text!r}, layer {found.layer}" for text in found.texts]
 
 
-def register(app: typer.Typer) -> None:
-    @app.command()
-    @with_client
-    def echo(
-        client: Any,
-        prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts.")],
-        layer: Annotated[int, typer.Option(help="Whose rows are captured.")] = 0,
-        json_: AsJson = False,
-    ) -> None:
-        """Echo prompts, and capture one layer."""
-        result = client.echo(None, prompts=prompts, layer=layer)
-        if not print_json(result, json_):
-            out.print(*shown(result), sep="\n")
+@with_client
+def echo(
+    client: Any,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts.")],
+    layer: Annotated[int, typer.Option(help="Whose rows are captured.")] = 0,
+    json_: AsJson = False,
+) -> None:
+    """Echo prompts, and capture one layer."""
+    result = client.echo(None, prompts=prompts, layer=layer)
+    if not print_json(result, json_):
+        out.print(*shown(result), sep="\n")
+
+
+COMMANDS = [echo]

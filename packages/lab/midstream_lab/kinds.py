@@ -23,7 +23,7 @@ SWEEP = JobKind(
         "sweeps": "midstream_lab.client.sweeps:Sweeps",
         "sweep": "midstream_lab.client.sweeps:Sweeps.run",
     },
-    verbs="midstream_lab.cli.sweeps:register",
+    verbs="midstream_lab.cli.sweeps:COMMANDS",
     shown="midstream_lab.cli.sweeps:shown",
     forms=_FORMS,
 )
@@ -44,7 +44,7 @@ ATTRIBUTION = JobKind(
         "attribute": "midstream_lab.client.sweeps:Attributions.run",
     },
     answer="midstream_lab.client.attribution:attribution_of",
-    verbs="midstream_lab.cli.sweeps:register",
+    verbs="midstream_lab.cli.sweeps:COMMANDS",
     shown="midstream_lab.cli.sweeps:shown_attribution",
     forms=_FORMS,
 )
@@ -68,7 +68,7 @@ FIT = JobKind(
         "fit jacobian": "midstream_lab.cli.fits:lens",
         "fit probe": "midstream_lab.cli.probes:probe",
     },
-    verbs="midstream_lab.cli.fit:register",
+    verbs="midstream_lab.cli.fit:COMMANDS",
     shown="midstream_lab.cli.fits:shown",
     forms=_FORMS,
 )
@@ -84,7 +84,7 @@ DOSE = JobKind(
         "doses": "midstream_lab.client.doses:Doses",
         "dose": "midstream_lab.client.doses:Doses.run",
     },
-    verbs="midstream_lab.cli.doses:register",
+    verbs="midstream_lab.cli.doses:COMMANDS",
     shown="midstream_lab.cli.doses:shown",
     forms=_FORMS,
 )

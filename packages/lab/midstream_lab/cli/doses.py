@@ -25,11 +25,6 @@ from midstream.schemas.jobs.results import JobResult
 from ..show import doses
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's command to `midstream`."""
-    app.command()(dose)
-
-
 def shown(result: JobResult) -> Iterable[RenderableType]:
     return doses.drawn(result.dose)
 
@@ -70,3 +65,6 @@ def dose(
     if not print_json(result, json_) and result.dose:
         out.print(*doses.drawn(result.dose, texts), sep="\n")
     finish(result.id, figure, result.plot, json_)
+
+
+COMMANDS = (dose,)

@@ -50,12 +50,6 @@ CellHooks = Annotated[
 ]
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `midstream`."""
-    for command in (sweep, attribute):
-        app.command()(command)
-
-
 def shown(result: JobResult) -> list[RenderableType]:
     return [show_sweeps.report(result.sweep)]
 
@@ -168,3 +162,6 @@ def _pairs(
     if shown is not None and not 0 <= shown < len(pairs):
         raise invalid("--pair", f"no pair {shown}", allowed=f"0 to {len(pairs) - 1}")
     return sweep_request(None, of_a_model(client, {**fields, "pairs": pairs}), kind)
+
+
+COMMANDS = (sweep, attribute)
