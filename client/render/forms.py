@@ -1,10 +1,11 @@
 """How results of the kinds of jobs of packages are drawn and written: what their rows name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.console import RenderableType
 from rich.table import Table
 
 from ...schemas.base.errors import MidstreamError
@@ -35,6 +36,8 @@ class Form(NamedTuple):
     html: Callable[[Any], str] | None = None  # in notebooks
     png: Callable[[Any], bytes | None] | None = None  # its image in notebooks
     shown: Shown | None = None  # in a terminal, and in tables
+    # what the command line prints of a job that has one
+    printed: Callable[[Any], Iterable[RenderableType]] | None = None
 
 
 @cache

@@ -51,9 +51,8 @@ class JobKind(NamedTuple):
     acts: Mapping[str, str] = {}
     #: What its verbs do with the things that its jobs make: a list of `client.cli.kind.Kind`.
     things: str = ""
-    #: What the command line prints of a result: takes a `JobResult`, returns what rich can print.
-    shown: str = ""
-    #: Class → its `client.render.forms.Form`: how results of the class are drawn and written.
+    #: Class → its `client.render.forms.Form`: how results of the class are drawn, written and
+    #: printed.
     forms: str = ""
 
     def load(self, name: str) -> Any:

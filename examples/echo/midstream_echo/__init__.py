@@ -12,5 +12,5 @@ ROW = JobKind(
     routes="midstream_echo.api:ROUTES",
     calls={"echoes": "midstream_echo.client:Echoes", "echo": "midstream_echo.client:Echoes.run"},
     verbs="midstream_echo.client:COMMANDS",
-    shown="midstream_echo.client:shown",
+    forms="midstream_echo.client:FORMS",
 )

@@ -24,7 +24,6 @@ SWEEP = JobKind(
         "sweep": "midstream_lab.client.sweeps:Sweeps.run",
     },
     verbs="midstream_lab.cli.sweeps:COMMANDS",
-    shown="midstream_lab.cli.sweeps:shown",
     forms=_FORMS,
 )
 ATTRIBUTION = JobKind(
@@ -45,7 +44,6 @@ ATTRIBUTION = JobKind(
     },
     answer="midstream_lab.client.attribution:attribution_of",
     verbs="midstream_lab.cli.sweeps:COMMANDS",
-    shown="midstream_lab.cli.sweeps:shown_attribution",
     forms=_FORMS,
 )
 FIT = JobKind(
@@ -69,7 +67,6 @@ FIT = JobKind(
         "fit probe": "midstream_lab.cli.probes:probe",
     },
     verbs="midstream_lab.cli.fit:COMMANDS",
-    shown="midstream_lab.cli.fits:shown",
     forms=_FORMS,
 )
 DOSE = JobKind(
@@ -85,7 +82,6 @@ DOSE = JobKind(
         "dose": "midstream_lab.client.doses:Doses.run",
     },
     verbs="midstream_lab.cli.doses:COMMANDS",
-    shown="midstream_lab.cli.doses:shown",
     forms=_FORMS,
 )
 GRADIENT = JobKind(

@@ -1,11 +1,9 @@
-"""The command `dose`, and how its results are printed."""
+"""The command `dose`."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from midstream.client.cli import options
 from midstream.client.cli.requests import CellLayers, Figure, SteerOption, finish, of_a_model
@@ -20,13 +18,8 @@ from midstream.client.cli.terminal import (
 )
 from midstream.client.render import figures
 from midstream.client.sdk.client import Client
-from midstream.schemas.jobs.results import JobResult
 
 from ..show import doses
-
-
-def shown(result: JobResult) -> Iterable[RenderableType]:
-    return doses.drawn(result.dose)
 
 
 @with_client
