@@ -1,6 +1,6 @@
 """How results of the kinds of jobs of packages are drawn and written: what their rows name."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,7 +11,7 @@ from rich.table import Table
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.kinds import of_kinds
 from ...schemas.packages import installing, part
-from .jobs import Cell
+from .jobs import Cells
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -22,9 +22,9 @@ class Shown:
     """The layout of one type of record: columns of a list, facts of a single record."""
 
     title: str = ""  # of a list
-    columns: Mapping[str, Cell] = field(default_factory=dict)
+    columns: Cells = field(default_factory=dict)
     # empty facts are left out
-    facts: Mapping[str, Cell] = field(default_factory=dict)
+    facts: Cells = field(default_factory=dict)
     details: Callable[[Any], Sequence[Table]] = lambda record: ()  # tables below the facts
 
 
