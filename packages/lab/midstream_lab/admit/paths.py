@@ -7,7 +7,15 @@ from midstream.schemas.base.errors import Excluded, check_excluded, invalid
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import Hook, as_ranges, resolve_layers
 
-from ..records.sweep_paths import BRANCH_HOOK, PathEnd, StoredEnd, StoredPath, SweepPath, reaches
+from ..records.sweep_paths import (
+    BRANCH_HOOK,
+    PathEnd,
+    SiteKey,
+    StoredEnd,
+    StoredPath,
+    SweepPath,
+    reaches,
+)
 from ..records.sweeps import PatchWindow, SweepRequest
 from .columns import dims_of_head
 
@@ -60,7 +68,7 @@ def resolve_path(
     return stored, result
 
 
-def _is_on(path: StoredPath, site: tuple[Hook, int]) -> bool:
+def _is_on(path: StoredPath, site: SiteKey) -> bool:
     """Return whether a cell at this site is on the path."""
     if path.sender is not None:
         return reaches(path.sender.site, site)

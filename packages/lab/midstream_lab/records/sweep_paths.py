@@ -15,6 +15,8 @@ from midstream.schemas.base.limits import MAX_RECEIVERS
 from midstream.schemas.base.records import Record
 from midstream.schemas.prompts.selectors import FORWARD, Hook, HookName, LayerNumber
 
+#: A hook, and a layer of the model.
+SiteKey = tuple[Hook, int]
 #: A branch of every layer, and the hook at which its output is frozen.
 Branch = Literal["attn", "mlp"]
 BRANCH_HOOK: dict[Branch, Hook] = {"attn": "attn_out", "mlp": "mlp_out"}
@@ -65,7 +67,7 @@ class StoredEnd(Record):
     head: int = -1
 
     @property
-    def site(self) -> tuple[Hook, int]:
+    def site(self) -> SiteKey:
         return self.hook, self.layer
 
 
@@ -83,11 +85,11 @@ class StoredPath(Record):
         """The number of passes of a cell."""
         return 2 if self.receivers else 1
 
-    def senders(self, cells: list[tuple[Hook, int]]) -> list[tuple[Hook, int]]:
+    def senders(self, cells: list[SiteKey]) -> list[SiteKey]:
         """Return the sites that send: the sender's, or else those of the `cells`."""
         return cells if self.sender is None else [self.sender.site]
 
-    def frozen_sites(self, sender: tuple[Hook, int], top: int) -> dict[Hook, list[int]]:
+    def frozen_sites(self, sender: SiteKey, top: int) -> dict[Hook, list[int]]:
         """Return the sites to freeze, up to layer `top`: the frozen branches that a change at the
         site `sender` reaches.
         """
@@ -116,7 +118,7 @@ def place_of(hook: Hook) -> int:
     return FORWARD.index(hook)
 
 
-def reaches(sender: tuple[Hook, int], receiver: tuple[Hook, int]) -> bool:
+def reaches(sender: SiteKey, receiver: SiteKey) -> bool:
     """Return whether one site comes before another in the forward pass."""
     return (sender[1], place_of(sender[0])) < (receiver[1], place_of(receiver[0]))
 

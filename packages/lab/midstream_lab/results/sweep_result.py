@@ -21,6 +21,7 @@ from ..records.sweep_units import Units
 from ..records.sweeps import (
     HEAD_AXES,
     Baseline,
+    GridValues,
     PairResult,
     Skipped,
     StoredSweep,
@@ -35,7 +36,6 @@ from ..records.sweeps import (
 from .sweep_metrics import noise_floor, unchanged
 
 V = TypeVar("V")
-CellValues = list[list[float | None]]  # [layers][columns]
 
 KnownUnits = Mapping[int, UnitRecord]
 _decoder = msgspec.msgpack.Decoder(UnitRecord)
@@ -143,8 +143,8 @@ def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None)
     """
     pairs = pairs_of(sweep, records)
     grids = [pair.grid(pair.value) for pair in pairs]
-    mean: dict[Hook, CellValues] = {}
-    spread: dict[Hook, CellValues] = {}
+    mean: GridValues = {}
+    spread: GridValues = {}
     for hook in sweep.hooks:
         cells = [
             [_over_pairs(values) for values in zip(*rows, strict=True)]
@@ -258,7 +258,7 @@ def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float |
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in present) / (len(present) - 1))
 
 
-def _pair_result(pair: PairRecords, grids: dict[Hook, CellValues]) -> PairResult:
+def _pair_result(pair: PairRecords, grids: GridValues) -> PairResult:
     sweep = pair.sweep
     stored = pair.stored
     base = _baseline(pair.records.get(pair.base))

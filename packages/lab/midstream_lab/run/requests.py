@@ -27,9 +27,9 @@ from midstream.schemas.requests.specs import (
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.requests import unit_request
 
-from ..records.sweep_paths import StoredEnd, StoredPath, place_of, reaches
+from ..records.sweep_paths import SiteKey, StoredEnd, StoredPath, place_of, reaches
 from ..records.sweep_units import Node, SweepWork
-from ..records.sweeps import Unit
+from ..records.sweeps import PatchPlace, Unit
 
 # tags of captures; FIRST: what the receivers of a path compute in its first pass
 BASE = "base"
@@ -62,7 +62,7 @@ class SweepRequests:
         self._for_entry: dict[int, bool] = {}
         #: pair → (hook, layer) → dimensions, the one in which the rows of its two prompts differ
         #: most first; of pairs with columns by rank
-        self.ranked: dict[int, Mapping[tuple[Hook, int], list[int]]] = {}
+        self.ranked: dict[int, Mapping[SiteKey, list[int]]] = {}
         #: number of a unit that patches a feature → the names of the rows that it writes
         self.rows: dict[int, list[str]] = {}
         self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(work.sweep.pairs)}
@@ -130,7 +130,7 @@ class SweepRequests:
         path: StoredPath,
         unit: Unit,
         layers: list[int],
-        places: list[tuple[int, int]],
+        places: list[PatchPlace],
         base: str,
     ) -> list[StoredSteering]:
         """Return the patches of a path's cell: of its second pass, or of its only pass."""
@@ -160,8 +160,8 @@ class SweepRequests:
         self,
         path: StoredPath,
         pair: int,
-        sender: tuple[Hook, int],
-        places: list[tuple[int, int]],
+        sender: SiteKey,
+        places: list[PatchPlace],
         base: str,
     ) -> list[StoredSteering]:
         """Return patches that hold the frozen branches as they are in the run `base`, wherever the
@@ -353,7 +353,7 @@ class SweepRequests:
         return run_key(self._job.id, self.units.request(unit, place), tag)
 
     def _patches(
-        self, unit: Unit, layers: list[int], places: list[tuple[int, int]], base: str
+        self, unit: Unit, layers: list[int], places: list[PatchPlace], base: str
     ) -> list[StoredSteering]:
         """Return the unit's patches. `base`: the key of the unpatched run of the same tokens."""
         sweep = self._sweep
@@ -435,7 +435,7 @@ class SweepRequests:
         sweep = self._sweep
         path = sweep.path
         columns = sweep.pairs[pair].columns
-        needed: set[tuple[Hook, int]] = set()
+        needed: set[SiteKey] = set()
         positions: set[int] = set()
         for unit in self.units.noise(pair):
             layers, places = self.units.patched(unit)
@@ -460,7 +460,7 @@ class SweepRequests:
         return StoredCapture(sites=_sites(needed), positions=every, tag=BASE)
 
 
-def _sites(needed: Iterable[tuple[Hook, int]]) -> dict[Hook, list[int]]:
+def _sites(needed: Iterable[SiteKey]) -> dict[Hook, list[int]]:
     """Return hook → layers, in the order of the forward pass."""
     return by_key(sorted(needed, key=lambda site: (place_of(site[0]), site[1])))
 
