@@ -11,10 +11,11 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from ...schemas.base.errors import MidstreamError, error_of
 from ...schemas.base.records import Record
 from ...schemas.jobs.jobs import JobView, Output, State
-from ...schemas.jobs.kinds import KINDS
 from ...schemas.jobs.results import JobResult
 from ...schemas.readings.readings import READINGS
 from ..render import jobs, readings, records
+from ..render.forms import form_of
+from ..render.lines import of_kind
 from ..sdk.client import Client
 from ..sdk.wire import returned_rows
 from .kind import following
@@ -24,12 +25,6 @@ Id = Annotated[str, typer.Argument(metavar="JOB|HARVEST", help="Its id.")]
 
 #: Seconds between two polls of a job while a progress bar is shown.
 LOOK_S = 0.25
-
-
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `midstream`."""
-    for command in (wait, events, cancel):
-        app.command()(command)
 
 
 def print_view(view: Record, as_json: bool) -> None:
@@ -121,9 +116,9 @@ def words_of(client: Client, model: str, tokens: Sequence[int]) -> dict[int, str
 
 def print_result(client: Client, result: JobResult, verbose: bool = True) -> None:
     """Print outputs and readings; receipts if `verbose`, or if the ranks disagree."""
-    for row in KINDS.values():
-        if row.shown and getattr(result, row.name):
-            out.print(*row.load("shown")(result), sep="\n")
+    for value in of_kind(result):
+        if printed := form_of(type(value)).printed:
+            out.print(*printed(value), sep="\n")
             return
     out.print(records.listed(result.outputs, Output))
     if result.probes:
@@ -160,3 +155,6 @@ def print_result(client: Client, result: JobResult, verbose: bool = True) -> Non
             out.print(jobs.capture(returned_rows(captures)))
     if captures.files:
         say(f"to inspect them: midstream get capture {result.id}")
+
+
+COMMANDS = (wait, events, cancel)

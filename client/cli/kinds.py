@@ -1,6 +1,6 @@
 """The table of kinds of things: what each verb does with a kind, and how one is shown."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any, get_args
@@ -23,6 +23,7 @@ from ..render.jobs import moment
 from ..render.lines import computed
 from ..sdk import wire
 from ..sdk.client import Client
+from ..sdk.readings import Words
 from . import captures, keys, options
 from .jobs import print_result, words_of
 from .kind import Act, Kind, added, calls_of
@@ -58,7 +59,7 @@ def write_result(
     result: Any,
     name: str,
     path: str,
-    words: Mapping[int, str] | None = None,
+    words: Words | None = None,
     pair: int | None = None,
 ) -> str:
     """Write a result to a file: as JSON, as a table (.csv), or drawn. `words`: token id → text."""

@@ -1,4 +1,4 @@
-"""The `midstream` command, of which other modules register the commands, and installed packages."""
+"""The `midstream` command, whose commands other modules have, and installed packages add."""
 
 import re
 import sys
@@ -168,10 +168,12 @@ def root(
     """Activation steering, capture and patching on stock vLLM, as a job service."""
 
 
-for _module in (requests, jobs, verbs, service):
-    _module.register(app)
-for _path in of_kinds("verbs"):
-    part(_path)(app)
+for _commands in (
+    *(requests.COMMANDS, jobs.COMMANDS, verbs.COMMANDS, service.COMMANDS),
+    *map(part, of_kinds("verbs")),
+):
+    for _command in _commands:
+        app.command(_command.__name__.rstrip("_"))(_command)
 
 
 def main(arguments: list[str] | None = None) -> Any:

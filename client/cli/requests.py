@@ -70,12 +70,6 @@ Figure = Annotated[
 CellLayers = Annotated[str | None, typer.Option(help=f"Of the cells: {LAYERS}")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `midstream`."""
-    for command in (submit, lens, attention):
-        app.command()(command)
-
-
 @with_client
 def submit(
     client: Client,
@@ -310,3 +304,6 @@ def parse_panels(attention: Attention, texts: Sequence[str]) -> list[show_attent
         attention.of(int(layer), int(head))
         panels.append((int(layer), int(head)))
     return panels
+
+
+COMMANDS = (submit, lens, attention)

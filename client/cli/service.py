@@ -19,11 +19,6 @@ from .terminal import AsJson, Url, connect, out, print_json
 INTERVAL_S = 2.0
 
 
-def register(app: typer.Typer) -> None:
-    """Add `top` to `midstream`."""
-    app.command()(top)
-
-
 def top(
     once: Annotated[bool, typer.Option("--once", help="Print once and exit.")] = False,
     updates: Annotated[
@@ -68,3 +63,6 @@ def _update(
         updated = moment(before.at).partition(" ")[2]
         return before, Text.assemble((f"{error}\n", "bold red"), f"last update at {updated}")
     return status, show_status.status(status, url, before)
+
+
+COMMANDS = (top,)

@@ -50,13 +50,6 @@ NameArgument = Annotated[str | None, typer.Argument(metavar="[NAME]", help="Its 
 LISTED = 20
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `midstream`."""
-    for command in (list_, get, put, change, delete, export, check, create):
-        app.command(command.__name__.rstrip("_"))(command)
-    app.command()(redeliver)
-
-
 def _given(*names: str | None) -> list[str]:
     return [name for name in names if name is not None]
 
@@ -285,3 +278,6 @@ def redeliver(
     for webhook in ids:
         client.webhooks.redeliver(webhook)
         say(f"{webhook} will be sent again")
+
+
+COMMANDS = (list_, get, put, change, delete, export, check, create, redeliver)

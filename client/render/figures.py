@@ -1,7 +1,7 @@
 """Draws results as heatmaps with matplotlib, and any result by the table of figures, `PLOTS`."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from ...schemas.base.errors import MidstreamError, invalid
 from ...schemas.jobs.results import JobResult
 from ..captures.patterns import Attention
 from ..captures.reader import CaptureReader
-from ..sdk.readings import Features, Lens
+from ..sdk.readings import Features, Lens, Words
 from . import curves
 from .attention import Panel, panels_of, written
 from .drawing import check as check, new_figure, png as png, saved
@@ -201,7 +201,7 @@ def _draw_heat(
 
 
 def job_figure(
-    result: JobResult, request: int = 0, words: Mapping[int, str] | None = None, **options: Any
+    result: JobResult, request: int = 0, words: Words | None = None, **options: Any
 ) -> "Figure":
     """Draw what a job computed: what its kind has, or one prompt's lens, features or probe scores.
     `words`: token id → text. Raises MidstreamError for a job without any.

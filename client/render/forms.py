@@ -1,16 +1,17 @@
 """How results of the kinds of jobs of packages are drawn and written: what their rows name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.console import RenderableType
 from rich.table import Table
 
 from ...schemas.base.errors import MidstreamError
 from ...schemas.jobs.kinds import of_kinds
 from ...schemas.packages import installing, part
-from .jobs import Cell
+from .jobs import Cells
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,9 +22,9 @@ class Shown:
     """The layout of one type of record: columns of a list, facts of a single record."""
 
     title: str = ""  # of a list
-    columns: Mapping[str, Cell] = field(default_factory=dict)
+    columns: Cells = field(default_factory=dict)
     # empty facts are left out
-    facts: Mapping[str, Cell] = field(default_factory=dict)
+    facts: Cells = field(default_factory=dict)
     details: Callable[[Any], Sequence[Table]] = lambda record: ()  # tables below the facts
 
 
@@ -35,6 +36,8 @@ class Form(NamedTuple):
     html: Callable[[Any], str] | None = None  # in notebooks
     png: Callable[[Any], bytes | None] | None = None  # its image in notebooks
     shown: Shown | None = None  # in a terminal, and in tables
+    # what the command line prints of a job that has one
+    printed: Callable[[Any], Iterable[RenderableType]] | None = None
 
 
 @cache

@@ -21,6 +21,8 @@ from ..captures.reader import CaptureReader, VerifyFinding
 #: The cell of an entry: a template of text with the entry's fields, such as `{bytes:size}`, or a
 #: function that returns rich markup.
 Cell = str | Callable[[Any], str]
+#: Column, or name of a fact → its cell.
+Cells = Mapping[str, Cell]
 _COLOURS = {
     "succeeded": "green",
     "ok": "green",
@@ -173,7 +175,7 @@ def table(
 
 def lines(
     title: str,
-    columns: Mapping[str, Cell],
+    columns: Cells,
     entries: Iterable[Any],
     right: Container[str] = (),
     most: int | None = None,
@@ -257,7 +259,7 @@ def _crc32(row: _Receipt) -> str:
 
 
 #: Column of receipts → its cell.
-_RECEIPT: dict[str, Cell] = {
+_RECEIPT: Cells = {
     "job": "…{job}",
     "req": "{report.request}",
     "rank": "{report.rank}",
@@ -322,7 +324,7 @@ def checks(result: Sequence[VerifyFinding]) -> Table:
 
 
 #: Column of checks → its cell.
-_CHECK: dict[str, Cell] = {
+_CHECK: Cells = {
     # segments have long names that differ at the end
     "file": lambda check: (
         f"…{check.path.name[-_SEGMENT_NAME:]} @{check.offset}"

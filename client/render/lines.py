@@ -1,7 +1,7 @@
 """The lines of data frames: the numbers of each kind of result, which its figure draws."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ from ...schemas.jobs.results import JobResult
 from ...schemas.packages import part
 from .. import frames
 from ..captures.patterns import Attention
-from ..sdk.readings import Features, Lens, lens_of
+from ..sdk.readings import Features, Lens, Words, lens_of
 from ..sdk.wire import Answer
 from .forms import form_of, formless
 
@@ -30,9 +30,7 @@ def of_kind(result: JobResult) -> list[Any]:
     return [each for each in found if each]
 
 
-def computed(
-    result: JobResult, request: int = 0, words: Mapping[int, str] | None = None
-) -> list[Any]:
+def computed(result: JobResult, request: int = 0, words: Words | None = None) -> list[Any]:
     """Return what a job computed beside texts: what its kind has, or the lenses, features and probe
     scores of one prompt. `words`: token id → text.
     """
@@ -115,7 +113,7 @@ def _job(
     result: JobResult,
     *,
     request: int = 0,
-    words: Mapping[int, str] | None = None,
+    words: Words | None = None,
     **options: Any,
 ) -> Any:
     policies = [each for each in result.probes if each.policy]

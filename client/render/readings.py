@@ -1,6 +1,6 @@
 """Terminal output of readings: logit lens, SAE features and probe scores, by token."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import numpy as np
 from rich.align import Align
@@ -10,7 +10,7 @@ from rich.text import Text
 
 from ...schemas.jobs.results import JobResult
 from ...schemas.prompts.selectors import as_ranges
-from ..sdk.readings import Features, Lens, known_tokens, lens_of
+from ..sdk.readings import Features, Lens, Words, known_tokens, lens_of
 from .jobs import bare, table
 
 #: The most prompts whose readings are shown.
@@ -109,7 +109,7 @@ def tokens(result: JobResult) -> list[int]:
     return sorted(lens_tokens.union(*(reading.token_ids for reading in result.features or [])))
 
 
-def tables(result: JobResult, words: Mapping[int, str]) -> Iterator[Table | str]:
+def tables(result: JobResult, words: Words) -> Iterator[Table | str]:
     """Yield titles and tables of a result's lens and feature readings. `words`: token id → text."""
     many = len(result.outputs) > 1
     readings = [

@@ -1,7 +1,7 @@
 """Renders records as terminal tables; `SHOWN` has the columns and facts of each type."""
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -32,6 +32,7 @@ from ...schemas.requests.trainings import Training
 from .forms import Shown, form_of
 from .jobs import (
     Cell,
+    Cells,
     coloured,
     count,
     day,
@@ -196,9 +197,7 @@ def _expires(key: KeyView) -> str:
     return day(key.expires) if key.expires > time.time() else "[red]expired[/]"
 
 
-def _registered(
-    title: str, noun: str, columns: Mapping[str, Cell], own: Mapping[str, Cell], **more: Any
-) -> Shown:
+def _registered(title: str, noun: str, columns: Cells, own: Cells, **more: Any) -> Shown:
     """Return how registered artifacts of a kind are shown. `own`: the facts that others lack."""
     return Shown(
         title,
@@ -251,7 +250,7 @@ def layout(kind: type) -> Shown:
 #: Fields that every registered artifact has.
 _OF_ALL = frozenset(Registered.__struct_fields__)
 #: What a tenant has used → the figure and its limit.
-_USAGE: dict[str, Cell] = {
+_USAGE: Cells = {
     "jobs in flight": "{usage.jobs_in_flight:,} / {limits.jobs_in_flight:limit}",
     "requests this minute": "{usage.requests_this_minute:,} / {limits.requests_per_minute:limit}",
     "tokens this minute": "{usage.tokens_this_minute:,} / {limits.tokens_per_minute:limit}",
@@ -282,13 +281,13 @@ def _schedule(policy: Policy) -> str:
 
 
 #: The cells of a policy's condition, in brief and in full.
-_DECIDES: dict[str, Cell] = {
+_DECIDES: Cells = {
     "probe": "{current.content.probe}",
     "condition": (
         "{current.content.condition.aggregation} ≥ {current.content.condition.at_least:g}"
     ),
 }
-_CONDITION: dict[str, Cell] = {
+_CONDITION: Cells = {
     "window": "{current.content.condition.window}",
     "decay": "{current.content.condition.decay}",
     "release_below": "{current.content.condition.release_below:g}",

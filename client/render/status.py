@@ -10,7 +10,7 @@ from rich.text import Text
 from ...schemas.jobs.jobs import State
 from ...schemas.jobs.models import SHOWN_IDENTITY, WorkerInfo
 from ...schemas.service.status import QueueStatus, ServiceStatus
-from .jobs import Cell, bare, count, moment, size, text_of
+from .jobs import Cells, bare, count, moment, size, text_of
 
 #: Column titles in the table of jobs, by state.
 _STATES = {
@@ -153,7 +153,7 @@ def _worker(worker: WorkerInfo) -> list[str | Text]:
 
 
 #: Column of workers → its cell, of what the worker last told.
-_STATS: dict[str, Cell] = {
+_STATS: Cells = {
     "jobs": "{jobs}",
     "run": "{running}",
     "wait": "{waiting}",

@@ -15,7 +15,7 @@ from ...schemas.requests.steering import (
     RankAgreement,
     WorkerSteering,
 )
-from .jobs import TABLE_ROWS, Cell, count, lines, text_of
+from .jobs import TABLE_ROWS, Cells, count, lines, text_of
 
 #: Characters shown of a digest, enough to distinguish digests.
 DIGEST = 12
@@ -50,7 +50,7 @@ def _positions(view: EntryView) -> str:
 
 
 #: Column of entries → its cell.
-_ENTRY: dict[str, Cell] = {
+_ENTRY: Cells = {
     "op": _op,
     "hook": "{hook}",
     "layers": "{layers:ranges}",
@@ -101,7 +101,7 @@ def ranks(worker: WorkerSteering, agreement: RankAgreement) -> Table:
 
 
 #: Column of ranks → its cell.
-_RANK: dict[str, Cell] = {
+_RANK: Cells = {
     "rank": "{rank}",
     "pp": "{pp}",
     "checksum": "{checksum}",

@@ -39,6 +39,8 @@ from .server import ServerCalls
 
 #: Names of autoencoders, or name → how many features to return per token.
 SaeChoice = Sequence[str] | Mapping[str, int]
+#: Token id → its text, as far as known.
+Words = Mapping[int, str]
 TOP_K = 10
 
 
@@ -59,7 +61,7 @@ class Lens(Plotted):
     named: list[int]  # token ids that the request named
     ranks: np.ndarray  # int64 `[layers, positions, named]`; 0: the most likely of the vocabulary
     named_logprobs: np.ndarray  # float32 `[layers, positions, named]`, nats
-    words: Mapping[int, str] = field(default_factory=dict)  # token id → its text, as far as known
+    words: Words = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (
@@ -77,7 +79,7 @@ class Lens(Plotted):
         return self.words.get(int(token), f"#{int(token)}")
 
 
-def lens_of(reading: LensReading, job: str = "", words: Mapping[int, str] | None = None) -> Lens:
+def lens_of(reading: LensReading, job: str = "", words: Words | None = None) -> Lens:
     """Return the lens as arrays. `words`: token id → text."""
     shape = len(reading.layers), len(reading.positions)
     return Lens(
@@ -117,7 +119,7 @@ class Features(Plotted):
 
     job: str
     reading: FeaturesReading
-    words: Mapping[int, str] = field(default_factory=dict)  # token id → its text, as far as known
+    words: Words = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return (

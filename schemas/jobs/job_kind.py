@@ -45,15 +45,14 @@ class JobKind(NamedTuple):
     #: What the client makes of that field, for figures and tables: takes a `JobResult`. Empty: the
     #: field itself.
     answer: str = ""
-    #: Adds its commands to the command line: takes the typer app.
+    #: Its commands on the command line: functions as typer takes them, a list.
     verbs: str = ""
     #: Verb and kind of things, such as `fit module` → what that verb does with that kind.
     acts: Mapping[str, str] = {}
     #: What its verbs do with the things that its jobs make: a list of `client.cli.kind.Kind`.
     things: str = ""
-    #: What the command line prints of a result: takes a `JobResult`, returns what rich can print.
-    shown: str = ""
-    #: Class → its `client.render.forms.Form`: how results of the class are drawn and written.
+    #: Class → its `client.render.forms.Form`: how results of the class are drawn, written and
+    #: printed.
     forms: str = ""
 
     def load(self, name: str) -> Any:

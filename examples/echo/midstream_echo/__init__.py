@@ -11,6 +11,6 @@ ROW = JobKind(
     outcome="midstream_echo.records:outcome",
     routes="midstream_echo.api:ROUTES",
     calls={"echoes": "midstream_echo.client:Echoes", "echo": "midstream_echo.client:Echoes.run"},
-    verbs="midstream_echo.client:register",
-    shown="midstream_echo.client:shown",
+    verbs="midstream_echo.client:COMMANDS",
+    forms="midstream_echo.client:FORMS",
 )

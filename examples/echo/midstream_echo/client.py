@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from midstream.client.cli.terminal import AsJson, out, print_json, with_client
+from midstream.client.render.forms import Form
 from midstream.client.sdk.calls import Awaits, Calls, M, call
 from midstream.client.sdk.jobs import Jobs
 from midstream.schemas.jobs.results import JobResult
@@ -27,21 +28,23 @@ class Echoes(Calls[M]):
         return await Jobs[Awaits](self._io)._ended(view.id)
 
 
-def shown(result: JobResult) -> list[str]:
-    found: EchoResult = result.echo
-    return [f"{text!r}, layer {found.layer}" for text in found.texts]
+def shown(result: EchoResult) -> list[str]:
+    return [f"{text!r}, layer {result.layer}" for text in result.texts]
 
 
-def register(app: typer.Typer) -> None:
-    @app.command()
-    @with_client
-    def echo(
-        client: Any,
-        prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts.")],
-        layer: Annotated[int, typer.Option(help="Whose rows are captured.")] = 0,
-        json_: AsJson = False,
-    ) -> None:
-        """Echo prompts, and capture one layer."""
-        result = client.echo(None, prompts=prompts, layer=layer)
-        if not print_json(result, json_):
-            out.print(*shown(result), sep="\n")
+@with_client
+def echo(
+    client: Any,
+    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Prompts.")],
+    layer: Annotated[int, typer.Option(help="Whose rows are captured.")] = 0,
+    json_: AsJson = False,
+) -> None:
+    """Echo prompts, and capture one layer."""
+    result = client.echo(None, prompts=prompts, layer=layer)
+    if not print_json(result, json_):
+        out.print(*shown(result.echo), sep="\n")
+
+
+COMMANDS = [echo]
+#: Class → its form.
+FORMS = {EchoResult: Form(printed=shown)}

@@ -11,7 +11,7 @@ ROW = JobKind(
     run={"": "midstream_harvest.run.run:run"},
     routes="midstream_harvest.api.routes:ROUTES",
     calls={"harvests": "midstream_harvest.client.calls:Harvests"},
-    verbs="midstream_harvest.client.commands:register",
+    verbs="midstream_harvest.client.commands:COMMANDS",
     things="midstream_harvest.client.things:THINGS",
     forms="midstream_harvest.client.shown:FORMS",
 )

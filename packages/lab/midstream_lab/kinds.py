@@ -23,8 +23,7 @@ SWEEP = JobKind(
         "sweeps": "midstream_lab.client.sweeps:Sweeps",
         "sweep": "midstream_lab.client.sweeps:Sweeps.run",
     },
-    verbs="midstream_lab.cli.sweeps:register",
-    shown="midstream_lab.cli.sweeps:shown",
+    verbs="midstream_lab.cli.sweeps:COMMANDS",
     forms=_FORMS,
 )
 ATTRIBUTION = JobKind(
@@ -44,8 +43,7 @@ ATTRIBUTION = JobKind(
         "attribute": "midstream_lab.client.sweeps:Attributions.run",
     },
     answer="midstream_lab.client.attribution:attribution_of",
-    verbs="midstream_lab.cli.sweeps:register",
-    shown="midstream_lab.cli.sweeps:shown_attribution",
+    verbs="midstream_lab.cli.sweeps:COMMANDS",
     forms=_FORMS,
 )
 FIT = JobKind(
@@ -68,8 +66,7 @@ FIT = JobKind(
         "fit jacobian": "midstream_lab.cli.fits:lens",
         "fit probe": "midstream_lab.cli.probes:probe",
     },
-    verbs="midstream_lab.cli.fit:register",
-    shown="midstream_lab.cli.fits:shown",
+    verbs="midstream_lab.cli.fit:COMMANDS",
     forms=_FORMS,
 )
 DOSE = JobKind(
@@ -84,8 +81,7 @@ DOSE = JobKind(
         "doses": "midstream_lab.client.doses:Doses",
         "dose": "midstream_lab.client.doses:Doses.run",
     },
-    verbs="midstream_lab.cli.doses:register",
-    shown="midstream_lab.cli.doses:shown",
+    verbs="midstream_lab.cli.doses:COMMANDS",
     forms=_FORMS,
 )
 GRADIENT = JobKind(

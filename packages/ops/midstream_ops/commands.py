@@ -13,14 +13,10 @@ from .engine_packages import COMMANDS, need_engine
 
 def add(app: typer.Typer) -> None:
     """Add the commands to an app: the entry point `ops` of the group `midstream.commands`."""
-    app.command()(start.up)
     app.command(cls=start.ServeCommand)(start.serve)
-    app.command()(demo)
-    app.command()(fetch)
-    app.command()(running.status)
-    app.command()(running.logs)
-    app.command()(running.down)
-    app.command()(doctor.doctor)
+    own = (start.up, demo, fetch, running.status, running.logs, running.down, doctor.doctor)
+    for command in own:
+        app.command()(command)
 
 
 def demo(

@@ -2,8 +2,7 @@
 records the outcome.
 
 Receivers do not wait for each other: each lane (a tenant's receivers at one host) has its own limit
-in the outbox, and no tenant gets all of a sender's slots. For a simulated clock see `clock_of` (a
-whole process) and `WebhookSender.round` (inside a test).
+in the outbox, and no tenant gets all of a sender's slots. For a simulated clock see `clock_of`.
 """
 
 import asyncio
@@ -82,29 +81,16 @@ class WebhookSender:
         secrets: WebhookSecrets,
         poster: Poster,
         settings: Settings,
-        chance: random.Random | None = None,
     ):
         self._outbox = outbox
         self._secrets = secrets
         self._poster = poster
         self._lease_s = settings.tuning.webhook_timeout_s + LEASE_SPARE_S
         self._ttl_s = settings.tuning.webhook_log_ttl_s
-        self._chance = chance or random.Random()
         self._under_way: dict[asyncio.Task[None], str] = {}
         # seconds by which the outbox's clock was ahead of the monotonic one; infinite before the
         # first check, which therefore treats the clock as set back
         self._ahead = math.inf
-
-    @classmethod
-    def over(cls, ledger: Ledger, clock: Callable[[], float] | None = None) -> "WebhookSender":
-        """Return a sender with the ledger's settings; `clock` defaults to the settings' clock."""
-        settings = ledger.settings
-        return cls(
-            WebhookOutbox(ledger, clock or clock_of(settings)),
-            WebhookSecrets(ledger),
-            Poster(settings.webhook_allow_private, settings.tuning.webhook_timeout_s),
-            settings,
-        )
 
     async def close(self) -> None:
         """Give attempts under way `STOP_S` to end, and cancel the others: the next sender repeats
@@ -145,20 +131,6 @@ class WebhookSender:
                 )
             else:
                 await asyncio.sleep(POLL_S)
-
-    async def round(self) -> int:
-        """Send and settle everything that is due by the outbox's clock; returns the number of
-        attempts.
-
-        For simulated time, advance the clock to the earliest due time (`WebhookOutbox.depth`) and
-        call this again.
-        """
-        count = 0
-        while (begun := await self._begin()) or self._under_way:
-            count += begun
-            if self._under_way:
-                await asyncio.wait(self._under_way, return_when=asyncio.FIRST_COMPLETED)
-        return count
 
     async def housekeeping(self) -> None:
         """Delete old deliveries; measure the outbox."""
@@ -214,7 +186,7 @@ class WebhookSender:
         )
         again = None
         if state == "pending":
-            again = due_again(lease.tries + 1, self._outbox.clock(), pause, self._chance)
+            again = due_again(lease.tries + 1, self._outbox.clock(), pause)
             state = "failed" if again is None else "pending"
         metrics.WEBHOOK_ATTEMPTS.labels("retried" if state == "pending" else state).inc()
         log.log(  # only the host of the URL: the rest may contain a password
@@ -274,7 +246,12 @@ class WebhookSender:
 async def keep_sending(settings: Settings) -> None:
     """Send webhooks until cancelled."""
     ledger = Ledger.connect(settings)
-    sender = WebhookSender.over(ledger)
+    sender = WebhookSender(
+        WebhookOutbox(ledger, clock_of(settings)),
+        WebhookSecrets(ledger),
+        Poster(settings.webhook_allow_private, settings.tuning.webhook_timeout_s),
+        settings,
+    )
     try:
         await sender.run()
     finally:

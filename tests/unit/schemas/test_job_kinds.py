@@ -43,7 +43,7 @@ def job_of(kind: str, **changes: Any) -> Job:
 def paths(row: JobKind) -> list[str]:
     """Return all that a row names."""
     named = [row.work, row.submit, row.result, row.outcome, row.routes, row.answer, row.verbs]
-    named += [row.things, row.shown, row.forms]
+    named += [row.things, row.forms]
     named += [*row.run.values(), *row.calls.values(), *row.acts.values()]
     return [path for path in named if path]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Unpack
-from urllib.parse import quote
 
 from midstream.client import values
 from midstream.client.sdk import wire
@@ -38,13 +37,8 @@ HarvestLike = str | HarvestView
 
 
 def _path(harvest: HarvestLike, *more: str) -> str:
-    return "/".join(
-        [
-            _HARVESTS,
-            quote(harvest.id if isinstance(harvest, HarvestView) else harvest, safe=""),
-            *more,
-        ]
-    )
+    """Return `/v1/harvests/<id>/<more>`."""
+    return wire.path("harvests", harvest.id if isinstance(harvest, HarvestView) else harvest, *more)
 
 
 def _ended(view: HarvestView) -> HarvestView:
@@ -74,25 +68,21 @@ class Harvests(Calls[M]):
         immediately. Safe to repeat.
         """
         body = await self._body(request, dict(fields), HarvestRequest)
-        headers = {"idempotency-key": idempotency_key or wire.idempotency_key()}
         return await self._ask_patiently(
-            HttpCall("POST", _HARVESTS, body=body, headers=headers), HarvestView
+            wire.submission(_HARVESTS, body, idempotency_key), HarvestView
         )
 
     @call
     async def get(self, harvest: HarvestLike) -> HarvestView:
         """Return a harvest's state and counts. Raises `not_found`."""
-        return await self._ask(HttpCall("GET", _path(harvest)), HarvestView)
+        return await self._get(_path(harvest), HarvestView)
 
     @call
     async def list(self, *, limit: int | None = None, surveyed: str | None = None) -> HarvestPage:
         """Return the newest harvests. With `surveyed`, an autoencoder's name: only those with
         finished surveys of its features, which they list under `surveys`.
         """
-        return await self._ask(
-            HttpCall("GET", _HARVESTS, params=wire.given(limit=limit, surveyed=surveyed)),
-            HarvestPage,
-        )
+        return await self._get(_HARVESTS, HarvestPage, limit=limit, surveyed=surveyed)
 
     @call
     async def wait(
@@ -145,17 +135,20 @@ class Harvests(Calls[M]):
     @call
     async def pause(self, harvest: HarvestLike) -> HarvestView:
         """Stop computing; finished shards are kept. Raises `conflict` for one that has ended."""
-        return await self._ask(HttpCall("POST", _path(harvest, "pause")), HarvestView)
+        return await self._act(harvest, "pause")
 
     @call
     async def resume(self, harvest: HarvestLike) -> HarvestView:
         """Continue with the unfinished shards. Raises `conflict` for one that has ended."""
-        return await self._ask(HttpCall("POST", _path(harvest, "resume")), HarvestView)
+        return await self._act(harvest, "resume")
 
     @call
     async def cancel(self, harvest: HarvestLike) -> HarvestView:
         """Cancel a harvest; it cannot be resumed. Raises `conflict` for one that has ended."""
-        return await self._ask(HttpCall("POST", _path(harvest, "cancel")), HarvestView)
+        return await self._act(harvest, "cancel")
+
+    async def _act(self, harvest: HarvestLike, act: str) -> HarvestView:
+        return await self._ask(HttpCall("POST", _path(harvest, act)), HarvestView)
 
     @call
     async def delete(self, harvest: HarvestLike) -> None:

@@ -29,12 +29,6 @@ from .shown import survey_tables
 HarvestArgument = Annotated[str, typer.Argument(help="A harvest's id.")]
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `midstream`."""
-    for command in (harvest, survey, pause, resume):
-        app.command()(command)
-
-
 @with_client
 def harvest(
     client: Client,
@@ -115,3 +109,6 @@ def pause(client: Client, harvest: HarvestArgument, json_: AsJson = False) -> No
 def resume(client: Client, harvest: HarvestArgument, json_: AsJson = False) -> None:
     """Continue a paused harvest."""
     print_view(client.harvests.resume(harvest), json_)
+
+
+COMMANDS = (harvest, survey, pause, resume)

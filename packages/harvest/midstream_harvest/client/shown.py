@@ -1,6 +1,5 @@
 """Tables, figures and data frames of harvests and surveys."""
 
-from collections.abc import Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from rich.text import Text
 from midstream.client.render import records
 from midstream.client.render.drawing import side_by_side
 from midstream.client.render.forms import Form, Shown
+from midstream.client.sdk.readings import Words
 
 from ..files.shards import Harvest
 from ..files.surveys import Surveyed
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def survey_tables(view: SurveyView, words: Mapping[int, str]) -> list[Table | Text]:
+def survey_tables(view: SurveyView, words: Words) -> list[Table | Text]:
     """Return a survey's features and examples, a line each; the token itself is bold. `words`:
     token id → text.
     """

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import msgspec
 
@@ -73,6 +73,55 @@ class Out(Record, kw_only=True):
     job: str
     part: HarvestPart
     failures: int = 0
+
+
+class HarvestReport(NamedTuple):
+    """What an attempt has done: records that are kept, each once, and further arguments of
+    lua/jobs/keep.lua.
+    """
+
+    rows: Sequence[UnitRow] = ()
+    facts: Mapping[str, Any] = {}
+
+
+#: The manifest is about to be written: cancelling is no longer possible.
+CLOSING = HarvestReport(facts={"set": {"closing": 1}})
+#: The manifest is durable.
+SEALED = HarvestReport(facts={"set": {"sealed": 1}})
+
+
+def plan_kept(plan: HarvestPlan, file: CheckedFile) -> HarvestReport:
+    """Report that the plan is durable in the harvest's store."""
+    fields = {
+        "units": len(plan.units),
+        "parts": plan.parts,
+        "weight": plan.weight,
+        "plan": to_json(file).decode(),
+        "planned": 1,
+    }
+    return HarvestReport(facts={"set": fields})
+
+
+def part_kept(part: HarvestPart, file: CheckedFile) -> HarvestReport:
+    """Report that the part's manifest is durable; its units are dropped."""
+    kept = kept_once(part.part, to_json(file), {"parts_done": 1})
+    return HarvestReport(
+        [kept], {"place": f"ms:harvest-done:{part.harvest}", "done": units_key(part)}
+    )
+
+
+def survey_kept(job_id: str, part: HarvestPart, entry: SurveyEntry) -> HarvestReport:
+    """Report a survey whose file is durable; its harvest has succeeded."""
+    kept = kept_once(job_id, to_json(entry), {"bytes": entry.bytes})
+    side = side_of(part.harvest)
+    return HarvestReport([kept], {"place": side.kept, "open": side.open})
+
+
+def store_awaited(reason: str) -> HarvestReport:
+    """Report why a worker waits, which is shown until a unit is kept. The harvest can be cancelled
+    meanwhile.
+    """
+    return HarvestReport(facts={"set": {"trouble": reason}, "clear": ["closing"]})
 
 
 async def advance_all(ledger: Ledger) -> None:
@@ -260,26 +309,10 @@ class LedgerHarvests(HarvestStreams, LedgerUnits):
         """Return whether the job is a survey, which reads a finished harvest."""
         return bool(await self._redis.hexists(f"ms:job:{job_id}", "side"))
 
-    async def planned(
-        self, job: Job, attempt: int, plan: HarvestPlan, file: CheckedFile
-    ) -> UnitFate:
-        """Record that the plan is durable in the harvest's store."""
-        fields = {
-            "units": len(plan.units),
-            "parts": plan.parts,
-            "weight": plan.weight,
-            "plan": to_json(file).decode(),
-            "planned": 1,
-        }
-        return await self._report(job, attempt, [], set=fields)
-
-    async def closing(self, job: Job, attempt: int) -> UnitFate:
-        """Record that the manifest is about to be written: cancelling is no longer possible."""
-        return await self._report(job, attempt, [], set={"closing": 1})
-
-    async def sealed(self, job: Job, attempt: int) -> UnitFate:
-        """Record that the manifest is durable."""
-        return await self._report(job, attempt, [], set={"sealed": 1})
+    async def report(self, job: Job, attempt: int, report: HarvestReport) -> UnitFate:
+        """Record what an attempt at a part reports."""
+        whole = record_key(job.work_as(HarvestWork).part.harvest)
+        return await self.keep(job.id, attempt, report.rows, whole=whole, **report.facts)
 
     @reachable
     async def plan(self, harvest_id: str) -> CheckedFile:
@@ -296,32 +329,6 @@ class LedgerHarvests(HarvestStreams, LedgerUnits):
         """Return number → file of the parts that are done."""
         raw = await self._redis.hgetall(f"ms:harvest-done:{harvest_id}")
         return {int(number): from_json(record, CheckedFile) for number, record in raw.items()}
-
-    async def keep_part(self, job: Job, attempt: int, file: CheckedFile) -> UnitFate:
-        """Record that the part's manifest is durable, and drop its units."""
-        part = job.work_as(HarvestWork).part
-        kept = kept_once(part.part, to_json(file), {"parts_done": 1})
-        place = f"ms:harvest-done:{part.harvest}"
-        return await self._report(job, attempt, [kept], place=place, done=units_key(part))
-
-    async def keep_survey(self, job: Job, attempt: int, entry: SurveyEntry) -> UnitFate:
-        """Record a survey whose file is durable; its harvest has succeeded."""
-        kept = kept_once(job.id, to_json(entry), {"bytes": entry.bytes})
-        side = side_of(job.work_as(HarvestWork).part.harvest)
-        return await self._report(job, attempt, [kept], place=side.kept, open=side.open)
-
-    async def trouble(self, job: Job, attempt: int, reason: str) -> UnitFate:
-        """Record why a worker waits, which is shown until a unit is kept.
-
-        The harvest can be cancelled meanwhile.
-        """
-        return await self._report(job, attempt, [], set={"trouble": reason}, clear=["closing"])
-
-    async def _report(
-        self, job: Job, attempt: int, rows: Sequence[UnitRow], **report: Any
-    ) -> UnitFate:
-        harvest = job.work_as(HarvestWork).part.harvest
-        return await self.keep(job.id, attempt, rows, whole=record_key(harvest), **report)
 
     # --- advancing
 

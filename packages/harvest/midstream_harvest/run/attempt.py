@@ -10,7 +10,6 @@ import logging
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
-from typing import Concatenate, ParamSpec
 
 import msgspec
 
@@ -37,7 +36,19 @@ from midstream.workers.serving.redis_retry import patiently
 from midstream.workers.serving.units import UnitRecords
 
 from ..files.shards import checked, checksum, put, units_of
-from ..ledger.harvests import LedgerHarvests, record_key, unit_row, units_key
+from ..ledger.harvests import (
+    CLOSING,
+    SEALED,
+    HarvestReport,
+    LedgerHarvests,
+    part_kept,
+    plan_kept,
+    record_key,
+    store_awaited,
+    survey_kept,
+    unit_row,
+    units_key,
+)
 from ..names import HARVEST
 from ..records.harvests import (
     FORMAT,
@@ -57,7 +68,6 @@ from ..records.work import HarvestPlace, Survey
 from .cut import CutSequence, cut, shards_of
 from .process import SURVEY_MIB, SourceProcess, SourceReader
 
-Facts = ParamSpec("Facts")
 logger = logging.getLogger(__name__)
 
 #: Seconds before a write to an unavailable store is retried; the pause doubles with each try.
@@ -119,15 +129,10 @@ class HarvestAttempt:
         else:
             await self._compute(harvest, store, source)
 
-    async def _report(
-        self,
-        report: Callable[Concatenate[Job, int, Facts], Awaitable[UnitFate]],
-        *facts: Facts.args,
-        **named: Facts.kwargs,
-    ) -> UnitFate:
+    async def _report(self, report: HarvestReport) -> UnitFate:
         """Return the ledger's answer to a report of this attempt."""
         attempt = self._attempt
-        return await patiently(report, attempt.job, attempt.number, *facts, **named)
+        return await patiently(self._harvests.report, attempt.job, attempt.number, report)
 
     async def _survey(
         self, harvest: StoredHarvest, store: ArtifactStore, source: SourceReader, survey: Survey
@@ -143,7 +148,7 @@ class HarvestAttempt:
         )
         entry = await source.survey(task)
         crash_point("harvest.surveyed")
-        answer = await self._report(self._harvests.keep_survey, entry)
+        answer = await self._report(survey_kept(task.job, self._part, entry))
         if answer in ("cancelling", "unknown"):  # no other attempt follows
             await asyncio.to_thread(store.delete, entry.key)
         self._attempt.check_answer(answer)
@@ -159,7 +164,7 @@ class HarvestAttempt:
         # documents to every attempt and worker.
         file = await self._put(harvest, store, key, to_msgpack(plan))
         crash_point("harvest.planned")
-        answer = await self._report(self._harvests.planned, plan, file)
+        answer = await self._report(plan_kept(plan, file))
         if answer != "kept" and await self._planned(harvest) != key:
             # the file may be younger than the seal, which removes what nothing names
             await asyncio.to_thread(store.delete, key)
@@ -188,12 +193,12 @@ class HarvestAttempt:
         crash_point("harvest.sealing")
 
         async def close() -> None:
-            self._attempt.check_answer(await self._report(self._harvests.closing))
+            self._attempt.check_answer(await self._report(CLOSING))
 
         # The last object: without it a harvest is not done, and with it everything that it names is
         # durable.
         await self._put(harvest, store, MANIFEST, to_json(manifest), close)
-        self._attempt.check_answer(await self._report(self._harvests.sealed))
+        self._attempt.check_answer(await self._report(SEALED))
 
     async def _read_plan(
         self, harvest: StoredHarvest, store: ArtifactStore
@@ -284,7 +289,7 @@ class HarvestAttempt:
         """Publish the reason and wait `pause` seconds; returns the next pause."""
         logger.warning("harvest %s waits for its store: %s", harvest.id, reason)
         metrics.HARVEST_WAITS.labels(harvest.model).inc()
-        self._attempt.check_answer(await self._report(self._harvests.trouble, reason))
+        self._attempt.check_answer(await self._report(store_awaited(reason)))
         await asyncio.sleep(pause)
         self._attempt.check()
         return min(LONGEST_PAUSE_S, 2 * pause)
@@ -359,7 +364,7 @@ class HarvestAttempt:
         key = f"{PARTS}/{self._part.part:04d}.json"
         file = await self._put(harvest, store, key, to_json(manifest))
         crash_point("harvest.part")
-        self._attempt.check_answer(await self._report(self._harvests.keep_part, file))
+        self._attempt.check_answer(await self._report(part_kept(self._part, file)))
 
     async def _unit(
         self,

@@ -27,7 +27,7 @@ from midstream.schemas.base.records import now
 from midstream.schemas.jobs.jobs import Job, State
 from midstream.workers.serving import attempts
 from midstream.workers.serving.attempt import AttemptOutcome
-from midstream_harvest.ledger.harvests import SURVEYS, LedgerHarvests
+from midstream_harvest.ledger.harvests import SURVEYS, LedgerHarvests, survey_kept
 from midstream_harvest.records.harvests import (
     HarvestShards,
     HarvestStream,
@@ -161,7 +161,8 @@ async def test_accepted_surveys_count_towards_the_limit(
         bytes=7,
         crc32=0,
     )
-    await LedgerHarvests(rig.ledger).keep_survey(claim.job, claim.attempt, entry)
+    report = survey_kept(accepted[1], last.work_as(HarvestWork).part, entry)
+    await LedgerHarvests(rig.ledger).report(claim.job, claim.attempt, report)
     with pytest.raises(MidstreamError, match="under way: 3"):
         await rig.ledger.submit(survey_of(harvest_id), {})
     with pytest.raises(MidstreamError, match="changed or unregistered"):

@@ -122,10 +122,10 @@ def _room_of_pass(sweep: StoredSweep, path: StoredPath, num_layers: int) -> Room
     """
     rows = max(len(pair.base) for pair in sweep.pairs)
     top = max((end.layer for end in path.receivers), default=num_layers - 1)
-    senders = [(sweep.layers[0], hook) for hook in sweep.hooks]
-    if path.sender is not None:
-        senders = [path.sender.site]
-    frozen = max(sum(map(len, path.frozen_sites(*sender, top).values())) for sender in senders)
+    frozen = max(
+        sum(map(len, path.frozen_sites(sender, top).values()))
+        for sender in path.senders(sweep.sites)
+    )
     return Room(rows, rows * max(2 + frozen, 2 * len(path.receivers)))
 
 

@@ -7,7 +7,15 @@ from midstream.schemas.base.errors import Excluded, check_excluded, invalid
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.prompts.selectors import Hook, as_ranges, resolve_layers
 
-from ..records.sweep_paths import BRANCH_HOOK, PathEnd, StoredEnd, StoredPath, SweepPath, reaches
+from ..records.sweep_paths import (
+    BRANCH_HOOK,
+    PathEnd,
+    SiteKey,
+    StoredEnd,
+    StoredPath,
+    SweepPath,
+    reaches,
+)
 from ..records.sweeps import PatchWindow, SweepRequest
 from .columns import dims_of_head
 
@@ -39,7 +47,7 @@ def resolve_path(
         sender=None if path.sender is None else _end("path.sender", path.sender, model),
         receivers=[_end(f"path.receivers[{index}]", end, model) for index, end in enumerate(ends)],
     )
-    result = [layer for layer in layers if all(_is_on(stored, (layer, hook)) for hook in hooks)]
+    result = [layer for layer in layers if all(_is_on(stored, (hook, layer)) for hook in hooks)]
     words = (
         "a receiver must come after them in the forward pass"
         if path.sender is None
@@ -60,8 +68,8 @@ def resolve_path(
     return stored, result
 
 
-def _is_on(path: StoredPath, site: tuple[int, Hook]) -> bool:
-    """Return whether a cell at this (layer, hook) is on the path."""
+def _is_on(path: StoredPath, site: SiteKey) -> bool:
+    """Return whether a cell at this site is on the path."""
     if path.sender is not None:
         return reaches(path.sender.site, site)
     return not path.receivers or any(reaches(site, end.site) for end in path.receivers)

@@ -42,6 +42,7 @@ from ..records.sweeps import (
     Alignment,
     Column,
     PairSpan,
+    PatchPlace,
     StoredPair,
     StoredSweep,
     SweepPair,
@@ -392,7 +393,7 @@ def _store_pair(
             "kl covers the first token after the prompt; the answer's log-probability "
             f"covers all of its {len(answer.ids)} tokens"
         )
-    sender: list[tuple[int, int]] = []
+    sender: list[PatchPlace] = []
     if request.path is not None:
         _check_one_token(answer, foil)
         if request.path.sender is not None and aligned is not None:

@@ -1,11 +1,9 @@
-"""The command `dose`, and how its results are printed."""
+"""The command `dose`."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import RenderableType
 
 from midstream.client.cli import options
 from midstream.client.cli.requests import CellLayers, Figure, SteerOption, finish, of_a_model
@@ -20,18 +18,8 @@ from midstream.client.cli.terminal import (
 )
 from midstream.client.render import figures
 from midstream.client.sdk.client import Client
-from midstream.schemas.jobs.results import JobResult
 
 from ..show import doses
-
-
-def register(app: typer.Typer) -> None:
-    """Add this module's command to `midstream`."""
-    app.command()(dose)
-
-
-def shown(result: JobResult) -> Iterable[RenderableType]:
-    return doses.drawn(result.dose)
 
 
 @with_client
@@ -70,3 +58,6 @@ def dose(
     if not print_json(result, json_) and result.dose:
         out.print(*doses.drawn(result.dose, texts), sep="\n")
     finish(result.id, figure, result.plot, json_)
+
+
+COMMANDS = (dose,)

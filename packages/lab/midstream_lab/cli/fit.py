@@ -13,11 +13,6 @@ from midstream.client.cli.verbs import act_on, kind_argument
 _FITTED = "; ".join(f"of a {kind} {', '.join(names)}" for kind, names in keywords_of("fit").items())
 
 
-def register(app: typer.Typer) -> None:
-    """Add this module's command to `midstream`."""
-    app.command()(fit)
-
-
 def fit(
     kind: Annotated[str, kind_argument("fit")],
     name: Annotated[str, typer.Argument(help="The name to register it under.")],
@@ -39,3 +34,6 @@ def fit(
     """Learn a module, a Jacobian lens or a probe from examples, and register it."""
     fields = options.fields(None, set_, {"model": model})
     act_on("fit", kind, [name, file], fields, url, json_)
+
+
+COMMANDS = (fit,)

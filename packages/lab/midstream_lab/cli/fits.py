@@ -2,14 +2,10 @@
 
 from typing import Any, Unpack
 
-from rich.console import RenderableType
-
 from midstream.client.cli import options
 from midstream.client.cli.terminal import Connector, first_model
-from midstream.client.render import records
 from midstream.client.sdk.client import Client
 from midstream.schemas.artifacts.jacobian_lenses import JacobianLens
-from midstream.schemas.jobs.results import JobResult
 
 from ..client.fields import LensFitOptions, ModuleFitOptions
 from ..records.fits import FitResult
@@ -44,8 +40,3 @@ def lens(
 
 def _named(client: Client, name: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"name": name, "model": fields.pop("model", None) or first_model(client), **fields}
-
-
-def shown(result: JobResult) -> list[RenderableType]:
-    """Return how a fit's result is printed."""
-    return [records.one(getattr(result.fit, "lens", result.fit))]

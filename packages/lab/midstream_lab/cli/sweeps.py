@@ -1,10 +1,9 @@
-"""The commands `sweep` and `attribute`, and how their results are printed."""
+"""The commands `sweep` and `attribute`."""
 
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import RenderableType
 
 from midstream.client.cli import options
 from midstream.client.cli.requests import CellLayers, Figure, finish, of_a_model
@@ -22,9 +21,7 @@ from midstream.client.cli.terminal import (
 from midstream.client.render import figures
 from midstream.client.sdk.client import Client
 from midstream.schemas.base.errors import MidstreamError, invalid
-from midstream.schemas.jobs.results import JobResult
 
-from ..client.attribution import attribution_of
 from ..client.patch_study import PatchStudy
 from ..client.progress import bar
 from ..client.sweeps import sweep_request
@@ -48,20 +45,6 @@ Foil = Annotated[
 CellHooks = Annotated[
     str | None, typer.Option(help="Such as resid_pre,attn_out,mlp_out; default: post_block.")
 ]
-
-
-def register(app: typer.Typer) -> None:
-    """Add this module's commands to `midstream`."""
-    for command in (sweep, attribute):
-        app.command()(command)
-
-
-def shown(result: JobResult) -> list[RenderableType]:
-    return [show_sweeps.report(result.sweep)]
-
-
-def shown_attribution(result: JobResult) -> list[RenderableType]:
-    return [show_attributions.report(attribution_of(result))]
 
 
 @with_client
@@ -168,3 +151,6 @@ def _pairs(
     if shown is not None and not 0 <= shown < len(pairs):
         raise invalid("--pair", f"no pair {shown}", allowed=f"0 to {len(pairs) - 1}")
     return sweep_request(None, of_a_model(client, {**fields, "pairs": pairs}), kind)
+
+
+COMMANDS = (sweep, attribute)

@@ -31,6 +31,7 @@ from ..records.sweeps import (
     TEXTS,
     PairResult,
     PairSpan,
+    PatchPlace,
     PatchWindow,
     SweepPair,
     SweepRequest,
@@ -466,7 +467,7 @@ def _zoomed_axis(result: SweepResult, columns: Sequence[str | int] | None) -> di
     return {"axis": "head_position", "heads": sorted({pair.heads[number] for number in numbers})}
 
 
-def _places(pair_result: PairResult, columns: Iterable[int]) -> list[tuple[int, int]]:
+def _places(pair_result: PairResult, columns: Iterable[int]) -> list[PatchPlace]:
     """Return (position in the patched prompt, position of the source row) pairs, ascending.
 
     Raises MidstreamError if a position gets rows of two source positions.

@@ -20,7 +20,7 @@ from ..records.sweep_units import SweepWork
 from ..records.sweeps import UnitRecord
 from ..results.attribution_result import estimated_pair
 from ..results.ledger_sweeps import unit_row, units_key
-from ..results.sweep_result import chosen_cells, sweep_start, sweep_summary
+from ..results.sweep_result import PairRecords, chosen_cells, sweep_start, sweep_summary
 from ..run.verdict import unverified
 
 
@@ -99,7 +99,7 @@ class AttributionAttempt:
             return replace(record, reason=why)
         # Stored with the estimates, so that a later attempt on either worker goes on with the same
         # cells.
-        chosen = chosen_cells(self._sweep, pair, estimate)
+        chosen = chosen_cells(PairRecords(self._sweep, pair, {}), estimate)
         return replace(record, estimate=replace(estimate, chosen=chosen), receipts=receipts)
 
     def _shown(self, record: UnitRecord) -> UnitRow:

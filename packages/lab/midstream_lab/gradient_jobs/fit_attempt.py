@@ -31,7 +31,7 @@ from midstream.storage.formats.lens_files import lens_of
 from midstream.workers.serving.attempt import Attempt, Bench, Run
 from midstream.workers.serving.redis_retry import patiently
 
-from ..gradients.protocol import GradientEngine
+from ..gradients.protocol import GradientEngine, StopCheck
 from ..records.fits import (
     FitOutcome,
     FitResult,
@@ -69,7 +69,7 @@ class FitAttempt:
         emission = self._attempt.report(self._ledger, "fit", data)
         self._events.append(asyncio.run_coroutine_threadsafe(emission, self._loop))
 
-    async def _computed(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
+    async def _computed(self, work: Callable[[Any, StopCheck], T]) -> T:
         """Return what the engine computes, after the events of it are written. `work` imports
         transformers: in the engine's thread, as heartbeats go on meanwhile.
         """
@@ -88,7 +88,7 @@ class FitAttempt:
         path = f"{wanted.folder}/{job.id}-{self._attempt.number}"
         folder = new_folder(root, path, "artifacts_dir/lenses")
 
-        def computed(points: Any, check: Callable[[], None]) -> None:
+        def computed(points: Any, check: StopCheck) -> None:
             from ..gradients.jacobian import fit_to_folder
 
             fit_to_folder(points, wanted, folder, check, self._report)
@@ -117,7 +117,7 @@ class FitAttempt:
         return LensFitResult(lens=lens)
 
     async def _module(self, wanted: StoredModuleFit) -> FitResult:
-        def learned(points: Any, check: Callable[[], None]) -> "Fitted":
+        def learned(points: Any, check: StopCheck) -> "Fitted":
             from ..gradients import learn
 
             return learn.fit(points, wanted, self._report, check)

@@ -13,7 +13,7 @@ section 3.1.1) recomputes the attention probabilities with the patched query or 
 only in what they do afterwards: Σ_j (p'_ij − p_ij) · ∂m/∂p_ij, with ∂m/∂p_ij = ∂m/∂z_i · v_j.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,13 +24,18 @@ from midstream.schemas.prompts.selectors import Hook
 from ..records.sweeps import StoredSweep
 from ..results.sweep_metrics import unchanged
 from .pairs import PairRuns, require_finite
-from .points import Attended, ForwardPass, Points, SiteKey, repeated, scores
+from .points import Attended, ForwardPass, Points, RowsBySite, SiteKey, repeated, scores
+from .protocol import StopCheck
 
 #: Hook points before the attention of their own layer; the rows of all others are next read by the
 #: attention of the following layer.
 _BEFORE_ATTENTION: frozenset[Hook] = frozenset({"pre_attn", "q_proj", "k_proj", "q", "k"})
 #: Hook points with a QK correction.
 KINDS: tuple[Hook, ...] = ("q", "k")
+#: Site → the cells of its columns, in nats.
+SiteCells = dict[SiteKey, np.ndarray]
+#: Hook → cells, `[layers, columns]` in the metric's units.
+HookCells = dict[Hook, np.ndarray]
 #: Bytes of scores at a time: heads are computed in chunks of about this size.
 CHUNK_BYTES = 64 << 20
 
@@ -47,10 +52,10 @@ class PairEstimate:
     base: float
     source: float | None
     unpatched: float  # value of a cell without an effect, in the metric's units
-    effects: dict[Hook, np.ndarray]
-    doubts: dict[Hook, np.ndarray] = field(default_factory=dict)
+    effects: HookCells
+    doubts: HookCells = field(default_factory=dict)
 
-    def values(self) -> dict[Hook, np.ndarray]:
+    def values(self) -> HookCells:
         """Return the estimates of the cells themselves, as a sweep's grids have them."""
         return {hook: self.unpatched + effects for hook, effects in self.effects.items()}
 
@@ -64,7 +69,7 @@ def estimate_pair(
     doubtful: bool = False,
     batch: int = 8,
     mask: torch.Tensor | None = None,
-    check: Callable[[], None] = lambda: None,
+    check: StopCheck = lambda: None,
 ) -> PairEstimate:
     """Return the estimates of all cells of pair `number`: of integrated gradients in so many
     `steps`, or of first order with the QK correction, and with `doubts` if they are `doubtful`.
@@ -76,7 +81,7 @@ def estimate_pair(
     UnsupportedArchitectureError for a hook point that the model lacks.
     """
     pair = PairRuns(points, sweep, number, mask)
-    doubts: dict[Hook, np.ndarray] = {}
+    doubts: HookCells = {}
     if steps:
         run = pair.run(grad=False)
         check()
@@ -98,9 +103,7 @@ def estimate_pair(
     return PairEstimate(pair.base, pair.source, unpatched, _by_hook(pair, effects, scale), doubts)
 
 
-def _by_hook(
-    pair: PairRuns, cells: dict[SiteKey, np.ndarray], scale: float
-) -> dict[Hook, np.ndarray]:
+def _by_hook(pair: PairRuns, cells: SiteCells, scale: float) -> HookCells:
     """Return hook → cells of its layers, summed over the window. `cells`: in nats, by site."""
     layers = pair.sweep.layers
     return {
@@ -110,8 +113,8 @@ def _by_hook(
 
 
 def _integrated(
-    pair: PairRuns, run: ForwardPass, steps: int, batch: int, check: Callable[[], None]
-) -> dict[SiteKey, np.ndarray]:
+    pair: PairRuns, run: ForwardPass, steps: int, batch: int, check: StopCheck
+) -> SiteCells:
     """Return the cells of each site, in nats, `[columns]`."""
     shares = [(step + 0.5) / steps for step in range(steps)]
     # from the last layer to the first: sites that share a backward pass are close together
@@ -119,7 +122,7 @@ def _integrated(
     moves = [(site, share) for site in ordered for share in shares]
     copies = len(pair.metric.suffixes)
     size = max(1, batch // copies)
-    cells: dict[SiteKey, np.ndarray] = {}
+    cells: SiteCells = {}
     slope: torch.Tensor | float = 0.0
     for start in range(0, len(moves), size):
         check()
@@ -151,7 +154,7 @@ def _reader(site: SiteKey) -> int:
 
 
 def _corrected(
-    pair: PairRuns, run: ForwardPass, gradients: dict[SiteKey, torch.Tensor], site: SiteKey
+    pair: PairRuns, run: ForwardPass, gradients: RowsBySite, site: SiteKey
 ) -> np.ndarray:
     """Return the cells at `q` or `k` of one layer, in nats, with the softmax computed exactly."""
     kind, layer = site
@@ -171,9 +174,7 @@ def _corrected(
     return cells
 
 
-def _doubts(
-    pair: PairRuns, run: ForwardPass, gradients: dict[SiteKey, torch.Tensor]
-) -> dict[SiteKey, np.ndarray]:
+def _doubts(pair: PairRuns, run: ForwardPass, gradients: RowsBySite) -> SiteCells:
     """Return Σ over heads and places of |exact − first order| of the queries and of the keys that
     the source prompt has at a cell's places, in the attention that next reads them.
     """

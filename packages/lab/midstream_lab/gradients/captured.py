@@ -17,7 +17,8 @@ from midstream.workers.runner.files.finished_rows import BankColumns, FinishedCa
 from midstream.workers.runner.readings.sae import Autoencoder
 
 from .pairs import loss, require_finite
-from .points import Points, SiteKey
+from .points import Points, RowsBySite, SiteKey
+from .protocol import StopCheck
 
 
 def sites_of(captures: Sequence[StoredCapture]) -> list[SiteKey]:
@@ -32,7 +33,7 @@ def finished(
     worker: str,
     tensors: Mapping[str, torch.Tensor],
     load_sae: Callable[[StoredSae], Autoencoder],
-    check: Callable[[], None],
+    check: StopCheck,
 ) -> list[FinishedCapture]:
     """Return the captures of a request, with their gradient rows; those with the same scalar share
     a backward pass. `tensors`: those of probes, by name.
@@ -43,7 +44,7 @@ def finished(
     spec = rank_spec(ask)
     result = []
     assert spec is not None, "the request has captures"
-    gradients: list[tuple[StoredScalar, dict[SiteKey, torch.Tensor]]] = []
+    gradients: list[tuple[StoredScalar, RowsBySite]] = []
     for capture in ask.captures:
         stored = capture.gradient
         assert stored is not None, "a gradient job captures gradients only"
@@ -140,7 +141,7 @@ def scalar_of(
 
 def gradient_rows(
     points: Points, tokens: Sequence[int], scalar: Scalar, sites: Sequence[SiteKey]
-) -> tuple[float, dict[SiteKey, torch.Tensor]]:
+) -> tuple[float, RowsBySite]:
     """Return a scalar's value, and site → d scalar / d row, `[tokens, width]` in the model's dtype.
 
     Raises UnsupportedArchitectureError for a hook point that the model lacks, and

@@ -8,7 +8,7 @@ between the two prompts' embeddings: EAP-IG, Hanna et al. 2024 (arXiv:2403.17806
 takes left endpoints.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,7 +23,8 @@ from ..records.estimates import Edge, EdgeEnd
 from ..records.sweeps import StoredSweep
 from .attribution import CHUNK_BYTES
 from .pairs import PairRuns, require_finite, rows_at
-from .points import ForwardPass, Points, SiteKey, weight_of
+from .points import ForwardPass, Points, RowsBySite, SiteKey, weight_of
+from .protocol import StopCheck
 
 _EMBEDDING: SiteKey = ("pre_attn", 0)
 EdgeReader = Literal["head", "q", "k", "v"]
@@ -58,7 +59,7 @@ def edge_scores(
     sweep: StoredSweep,
     number: int,
     steps: int = 1,
-    check: Callable[[], None] = lambda: None,
+    check: StopCheck = lambda: None,
 ) -> EdgeScores:
     """Return the scores of all edges of pair `number`, at all positions of its columns together.
 
@@ -145,7 +146,7 @@ def _sent(pair: PairRuns, run: ForwardPass, where: slice) -> Iterator[torch.Tens
 def _received(
     points: Points,
     run: ForwardPass,
-    gradients: dict[SiteKey, torch.Tensor],
+    gradients: RowsBySite,
     at: list[int],
     into_mlp: Hook,
 ) -> Iterator[torch.Tensor]:

@@ -55,12 +55,10 @@ from ..records.estimates import Estimate
 from . import agreement, captured, estimates
 from .loading import Footprint, bare_points, free_on, give_back_memory, load_points, refused
 from .points import Points
-from .protocol import EstimateRequest
+from .protocol import EstimateRequest, StopCheck
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-#: Called between steps of a computation; raises if its job was stopped.
-StopCheck = Callable[[], None]
 
 _IDLE_LOOKS = 8  # within `gradients_idle_s`
 FLUSH_S = 5.0  # the longest that the end waits for the relay

@@ -25,7 +25,7 @@ from .edges import edge_scores
 from .loading import GIB, Footprint, refused
 from .pairs import PairRuns, require_finite, rows_at
 from .points import Points, SiteKey
-from .protocol import EstimateRequest
+from .protocol import EstimateRequest, StopCheck
 
 #: Rows that are encoded at a time for their mean.
 _ROWS = 64
@@ -137,7 +137,7 @@ def estimate(
     ask: EstimateRequest,
     free: int,
     load_sae: Callable[[StoredSae], Autoencoder],
-    check: Callable[[], None],
+    check: StopCheck,
 ) -> Estimate:
     """Return the estimates of a pair. `free`: bytes for activations.
 

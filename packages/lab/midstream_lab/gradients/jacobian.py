@@ -20,6 +20,7 @@ from ..records.fits import LensProgress
 from .estimates import at_once
 from .loading import GIB, Footprint, free_on, refused
 from .points import ForwardPass, Points, SiteKey
+from .protocol import StopCheck
 
 #: Random vectors on which the error of a sketch is measured; each costs every prompt one more
 #: vector-Jacobian product.
@@ -42,7 +43,7 @@ def fit_jacobian_lens(
     prompts: Iterable[Sequence[int]],
     layers: Sequence[int],
     fit: JacobianFit,
-    check: Callable[[], None] = lambda: None,
+    check: StopCheck = lambda: None,
     batch: int = BATCH,
 ) -> tuple[dict[int, torch.Tensor], JacobianRecord]:
     """Return J of each of `layers`, float32 `[hidden, hidden]` on the host, and the fit's record.
@@ -123,7 +124,7 @@ def fit_to_folder(
     points: Points,
     stored: StoredLensFit,
     folder: Path,
-    check: Callable[[], None] = lambda: None,
+    check: StopCheck = lambda: None,
     report: Callable[[LensProgress], None] = lambda done: None,
 ) -> JacobianRecord:
     """Fit a lens and write it to `folder`, with the model's output matrix in its own dtype; the

@@ -21,6 +21,7 @@ from ..records.fits import FitTokens, StoredModuleFit
 from .estimates import at_once
 from .loading import Footprint, free_on
 from .points import ForwardPass, Points, SiteKey
+from .protocol import StopCheck
 
 #: scikit-learn's C, as in `midstream.probes.fit`.
 STRENGTH = 1.0
@@ -33,6 +34,8 @@ PATIENCE = 4
 
 #: Field of a steering entry → float32 tensor: `vector` of op `add`, or those of op `lowrank`.
 EntryTensors = Mapping[str, Tensor]
+#: Layer → its edit.
+Edits = Mapping[int, EntryTensors]
 FitTexts = Sequence[FitTokens]
 
 
@@ -40,7 +43,7 @@ FitTexts = Sequence[FitTokens]
 class Fitted:
     """A learned module, and its effect on held-out examples."""
 
-    tensors: Mapping[int, EntryTensors]  # by layer
+    tensors: Edits
     examples: int
     sites: list[FitSite]
     effect: FitEffect
@@ -160,7 +163,7 @@ def orthonormal(basis: Tensor) -> Tensor:
     return (columns * factor.diagonal().sign()).T
 
 
-def edits_of(parameters: Mapping[int, EntryTensors]) -> dict[int, EntryTensors]:
+def edits_of(parameters: Edits) -> dict[int, EntryTensors]:
     """Return the edit of each layer as a module has it."""
     return {
         layer: {
@@ -178,7 +181,7 @@ def fit(
     points: Points,
     wanted: StoredModuleFit,
     report: Callable[[FitPoint], None] = lambda point: None,
-    check: Callable[[], None] = lambda: None,
+    check: StopCheck = lambda: None,
 ) -> Fitted:
     """Learn a module, and measure its effect on the held-out examples.
 
@@ -203,7 +206,7 @@ def fit(
 
 
 class _Fit:
-    def __init__(self, points: Points, wanted: StoredModuleFit, check: Callable[[], None]) -> None:
+    def __init__(self, points: Points, wanted: StoredModuleFit, check: StopCheck) -> None:
         self.points = points
         self.wanted = wanted
         self.check = check
@@ -251,7 +254,7 @@ class _Fit:
         interval = -(-request.steps // LOOKS)
         losses = list[FitPoint]()
         recent = list[float]()
-        best: tuple[float, int, Mapping[int, EntryTensors]] = (float("inf"), 0, {})
+        best: tuple[float, int, Edits] = (float("inf"), 0, {})
         for step in range(request.steps + 1):
             if step:
                 optimizer.zero_grad()
@@ -301,9 +304,7 @@ class _Fit:
                 means[site[1]].append(chosen.sum(1) / places.sum(1))
         return {layer: torch.cat(parts) for layer, parts in means.items()}
 
-    def _loss(
-        self, examples: FitTexts, parameters: Mapping[int, EntryTensors], backward: bool
-    ) -> float:
+    def _loss(self, examples: FitTexts, parameters: Edits, backward: bool) -> float:
         """Return the mean loss in nats per target token; `backward` adds its gradient to the
         parameters.
         """
@@ -324,7 +325,7 @@ class _Fit:
     def _effect(
         self,
         examples: FitTexts,
-        edits: Mapping[int, EntryTensors],
+        edits: Edits,
         doses: Mapping[int, list[Tensor]] | None = None,
     ) -> FitEffect:
         """Return the effect of edits on the targets. `doses`: gets the relative size of each edited
@@ -340,7 +341,7 @@ class _Fit:
     def _log_probabilities(
         self,
         chunk: FitTexts,
-        edits: Mapping[int, EntryTensors],
+        edits: Edits,
         doses: Mapping[int, list[Tensor]] | None = None,
         grad: bool = False,
     ) -> Tensor:

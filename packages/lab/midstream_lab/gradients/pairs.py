@@ -17,7 +17,7 @@ from midstream.schemas.prompts.selectors import resolve_layers
 from ..records.sweep_units import Units
 from ..records.sweeps import Metric, StoredPair, StoredSweep
 from ..results.sweep_metrics import LEAST_DIFFERENCE
-from .points import ForwardPass, Points, SiteKey
+from .points import ForwardPass, Points, RowsBySite, SiteKey
 
 
 class PairError(KindError):
@@ -186,7 +186,7 @@ class PairRuns:
         self.columns = PairColumns(sweep, number, mask)
         self.metric = PairMetric(sweep.metric, self.stored)
         self.sites = list(sites) or sweep.sites
-        self._source: dict[SiteKey, torch.Tensor] = {}
+        self._source: RowsBySite = {}
 
     def run(self, extra: Collection[SiteKey] = (), *, grad: bool = True) -> ForwardPass:
         """Run both prompts, keep the source's rows, and set `value`, and the metric of the patched
@@ -236,7 +236,7 @@ class PairRuns:
         run: ForwardPass,
         moves: Sequence[tuple[SiteKey, float]],
         read: Collection[SiteKey] = (),
-    ) -> tuple[ForwardPass, dict[SiteKey, torch.Tensor]]:
+    ) -> tuple[ForwardPass, RowsBySite]:
         """Run the prompt once for each move, in one batch: with the rows of its site that share of
         the way to the patched ones. Return the run, and site → gradient of the metrics' sum.
 

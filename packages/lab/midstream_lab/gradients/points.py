@@ -32,11 +32,13 @@ from midstream.workers.runner.hooks.architectures import (
     describe,
 )
 
+from ..records.sweep_paths import SiteKey as SiteKey
+
 #: The name under which models use the attention of this module.
 ATTENTION = "midstream_gradients"
 _WATCHED: tuple[Hook, ...] = ("q", "k", "v")
-#: (hook, layer of the model)
-SiteKey = tuple[Hook, int]
+#: Site → its rows, or what has their shape.
+RowsBySite = dict[SiteKey, torch.Tensor]
 #: Receives a site and its rows `[batch, tokens, width]`; returns the rows with which the model
 #: continues.
 SiteEdit = Callable[[SiteKey, torch.Tensor], torch.Tensor]
@@ -152,7 +154,7 @@ class ForwardPass:
     places: dict[Hook, HookPoint]
     shape: torch.Size  # [batch, tokens]
     logits: torch.Tensor = field(init=False)  # [batch, kept positions, vocabulary]
-    raw: dict[SiteKey, torch.Tensor] = field(default_factory=dict)  # as the model has them
+    raw: RowsBySite = field(default_factory=dict)  # as the model has them
     attended: dict[int, Attended] = field(default_factory=dict)  # by layer
 
     def rows(self, site: SiteKey) -> torch.Tensor:
@@ -163,7 +165,7 @@ class ForwardPass:
         """Return the rows of a site in a tensor like `raw[site]`, `[batch, tokens, width]`."""
         return self.places[site[0]].rows(raw).reshape(*self.shape, -1)
 
-    def gradients(self, scalar: torch.Tensor) -> dict[SiteKey, torch.Tensor]:
+    def gradients(self, scalar: torch.Tensor) -> RowsBySite:
         """Return site → d scalar / d rows, `[batch, tokens, width]` in the model's dtype; frees the
         graph.
         """
@@ -335,7 +337,7 @@ def _register(
     module: nn.Module,
     tap: Tap,
     site: SiteKey,
-    visit: Callable[[SiteKey, torch.Tensor], torch.Tensor],
+    visit: SiteEdit,
 ) -> Any:
     """Register a hook that passes a site's tensor to `visit`."""
 

@@ -11,6 +11,8 @@ from ..records.estimates import Estimate
 from ..records.sweeps import StoredSweep
 
 T = TypeVar("T")
+#: Called between steps of a computation; raises if its job was stopped.
+StopCheck = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class EstimateRequest:
 class GradientEngine(PublishingEngine, Protocol):
     """An engine that computes gradients."""
 
-    async def run(self, work: Callable[[Any, Callable[[], None]], T]) -> T:
+    async def run(self, work: Callable[[Any, StopCheck], T]) -> T:
         """Call `work` with the model's hook points and a check, in the engine's thread. The check
         raises when the caller is cancelled.
         """

@@ -10,10 +10,10 @@ import msgspec
 
 from midstream.schemas.base.limits import MAX_ATTRIBUTION_STEPS, MAX_LISTED_SCORES, Index, Reference
 from midstream.schemas.base.records import Record
-from midstream.schemas.prompts.selectors import Hook, KeyedByHook
+from midstream.schemas.prompts.selectors import KeyedByHook
 
 from .estimates import Edge, EstimateMethod, FeatureScore, Verify, Why
-from .sweeps import CellPlace, SweepRequest, SweepResult
+from .sweeps import CellPlace, GridValues, SweepRequest, SweepResult
 
 
 class AttributionRequest(SweepRequest, kw_only=True):
@@ -90,7 +90,7 @@ class PairAttribution(KeyedByHook, Record):
     """The estimates of one pair, beside its `PairResult`, which has the exact values."""
 
     # `[layers][columns]`, in the metric's units; null: skipped, not finite, or not known yet
-    estimates: dict[Hook, list[list[float | None]]]
+    estimates: GridValues
     base: float | None  # of the patched prompt on the gradient worker, as `Baseline.value`
     source: float | None
     checked: list[CheckedCell] = []

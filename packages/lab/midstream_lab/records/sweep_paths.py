@@ -15,6 +15,8 @@ from midstream.schemas.base.limits import MAX_RECEIVERS
 from midstream.schemas.base.records import Record
 from midstream.schemas.prompts.selectors import FORWARD, Hook, HookName, LayerNumber
 
+#: A hook, and a layer of the model.
+SiteKey = tuple[Hook, int]
 #: A branch of every layer, and the hook at which its output is frozen.
 Branch = Literal["attn", "mlp"]
 BRANCH_HOOK: dict[Branch, Hook] = {"attn": "attn_out", "mlp": "mlp_out"}
@@ -65,9 +67,8 @@ class StoredEnd(Record):
     head: int = -1
 
     @property
-    def site(self) -> tuple[int, Hook]:
-        """Its (layer, hook), as `reaches` takes them."""
-        return self.layer, self.hook
+    def site(self) -> SiteKey:
+        return self.hook, self.layer
 
 
 class StoredPath(Record):
@@ -84,10 +85,15 @@ class StoredPath(Record):
         """The number of passes of a cell."""
         return 2 if self.receivers else 1
 
-    def frozen_sites(self, layer: int, hook: Hook, top: int) -> dict[Hook, list[int]]:
-        """Return the sites to freeze, up to layer `top`, if the sender is at `hook` of `layer`: the
-        frozen branches that its change reaches.
+    def senders(self, cells: list[SiteKey]) -> list[SiteKey]:
+        """Return the sites that send: the sender's, or else those of the `cells`."""
+        return cells if self.sender is None else [self.sender.site]
+
+    def frozen_sites(self, sender: SiteKey, top: int) -> dict[Hook, list[int]]:
+        """Return the sites to freeze, up to layer `top`: the frozen branches that a change at the
+        site `sender` reaches.
         """
+        hook, layer = sender
         sites = {}
         for branch in self.frozen:
             past = place_of(hook) >= place_of(_PAST[branch])
@@ -112,9 +118,9 @@ def place_of(hook: Hook) -> int:
     return FORWARD.index(hook)
 
 
-def reaches(sender: tuple[int, Hook], receiver: tuple[int, Hook]) -> bool:
-    """Return whether one (layer, hook) comes before another in the forward pass."""
-    return (sender[0], place_of(sender[1])) < (receiver[0], place_of(receiver[1]))
+def reaches(sender: SiteKey, receiver: SiteKey) -> bool:
+    """Return whether one site comes before another in the forward pass."""
+    return (sender[1], place_of(sender[0])) < (receiver[1], place_of(receiver[0]))
 
 
 def _end(stored: StoredEnd) -> PathEnd:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from midstream.schemas.jobs.works import Work, WorkFacts
 
 from .estimates import FeatureScore
-from .sweeps import StoredPair, StoredSweep, Unit
+from .sweeps import PatchPlace, StoredPair, StoredSweep, Unit
 
 
 class Node(NamedTuple):
@@ -155,9 +155,9 @@ class Units:
         pair, hook = divmod(remaining, len(self._sweep.hooks))
         return Unit(number, "cell", pair, hook, layer, column)
 
-    def patched(self, unit: Unit) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the layers of the model and the places (as in `Column`) that a cell or a noise
-        unit patches: its own, and those within the sweep's window around it; ascending.
+    def patched(self, unit: Unit) -> tuple[list[int], list[PatchPlace]]:
+        """Return the layers of the model and the places that a cell or a noise unit patches: its
+        own, and those within the sweep's window around it; ascending.
 
         There are no places if the unit's column is skipped.
         """

@@ -40,7 +40,7 @@ from midstream.schemas.prompts.selectors import (
 )
 
 from .estimates import Estimate, StoredAttribution
-from .sweep_paths import StoredPath, SweepPath
+from .sweep_paths import SiteKey, StoredPath, SweepPath
 
 #: `logprob`: log-probability of the answer. `logit_diff`: log-probability of the answer minus that
 #: of the foil (for single tokens, the difference of their logits). `recovered`: (m − m_base) /
@@ -55,6 +55,10 @@ Ablation = Literal["zeros", "mean"]
 #: How positions of the two prompts correspond. `auto`: by their tokens, and tokens without a
 #: counterpart are left out; `left`, `right`: counted from the beginning or the end.
 Alignment = Literal["auto", "left", "right"]
+#: A position in the patched prompt, and that in the source; −1 in an ablation.
+PatchPlace = tuple[int, int]
+#: Hook → `[layers][columns]`; null: a cell without a value.
+GridValues = dict[Hook, list[list[float | None]]]
 
 
 #: The columns of a grid. `position`: one for each token or span. `together`: a single column, all
@@ -170,14 +174,10 @@ class SweepRequest(Adapted, kw_only=True):
 
 
 class Column(Record):
-    """A column of the grid.
-
-    `places`: (position in the patched prompt, position in the source; −1 in an ablation),
-    ascending.
-    """
+    """A column of the grid."""
 
     label: str  # the token's text, or the span's name
-    places: list[tuple[int, int]]  # empty: the column is skipped
+    places: list[PatchPlace]  # ascending; empty: the column is skipped
     reason: str = ""  # why the column is skipped
     head: int = -1  # −1: the column is not a head's
     dims: str = ""  # dimensions to write, such as `64-127`; empty: all, unless `ranks` is set
@@ -206,7 +206,7 @@ class StoredPair(Record):
     answer_text: str = ""
     foil_text: str = ""
     notes: list[str] = []  # remarks on the alignment
-    sender: list[tuple[int, int]] = []  # places of a path's sender, as in `Column.places`
+    sender: list[PatchPlace] = []  # of a path's sender
 
     @property
     def longest(self) -> int:
@@ -254,7 +254,7 @@ class StoredSweep(SweepTerms, kw_only=True):
         return self.attributed is not None and self.attributed.method == "adaptive"
 
     @property
-    def sites(self) -> list[tuple[Hook, int]]:
+    def sites(self) -> list[SiteKey]:
         """The (hook, layer) of its cells."""
         return [(hook, layer) for hook in self.hooks for layer in self.layers]
 
@@ -351,7 +351,7 @@ class PairResult(KeyedByHook, Record):
     source: Baseline | None  # the prompt whose rows are written
     # the largest change by a no-op patch, in the metric's units
     noise_floor: float | None
-    grids: dict[Hook, list[list[float | None]]]
+    grids: GridValues
     notes: list[str] = []
     # of each column, in the patched prompt; empty for a skipped column
     positions: list[list[int]] = []
@@ -403,9 +403,9 @@ class SweepResult(KeyedByHook, Plotted, SweepReport, kw_only=True):
     pairs: list[PairResult]
     #: Mean over the pairs with a value, `[layers][columns]`; null where no pair has one. With one
     #: pair: that pair's values.
-    mean: dict[Hook, list[list[float | None]]]
+    mean: GridValues
     #: Sample standard deviation over the pairs; null with fewer than two.
-    spread: dict[Hook, list[list[float | None]]]
+    spread: GridValues
     summary: SweepSummary
 
 

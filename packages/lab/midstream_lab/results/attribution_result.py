@@ -18,19 +18,15 @@ from ..records.attributions import (
     Recall,
 )
 from ..records.estimates import Estimate
-from ..records.sweep_units import SweepWork, Units
+from ..records.sweep_units import SweepWork
 from ..records.sweeps import StoredSweep, SweepResult, Unit, UnitRecord
 from .sweep_metrics import unchanged
 from .sweep_result import (
     KnownUnits,
+    PairRecords,
     adaptive_round,
-    effects,
-    estimate_of,
-    estimated_values,
-    exact_units,
-    grid_of,
     known_units,
-    noise_floor_of,
+    pairs_of,
     place_of,
     sweep_result,
 )
@@ -62,30 +58,28 @@ def attribution_result(
         steps=attribution.steps,
         seed=attribution.seed,
         verify=attribution.verify,
-        estimated=[pair_attribution(sweep, pair, records) for pair in range(len(sweep.pairs))],
+        estimated=[pair_attribution(pair) for pair in pairs_of(sweep, records)],
     )
 
 
 def estimated_pair(sweep: StoredSweep, pair: int, record: UnitRecord) -> EstimatedPair:
     """Return a pair's estimates as readers get them before any cell is computed."""
-    return EstimatedPair(
-        pair=pair, attribution=pair_attribution(sweep, pair, {record.unit: record})
-    )
+    known = PairRecords(sweep, pair, {record.unit: record})
+    return EstimatedPair(pair=pair, attribution=pair_attribution(known))
 
 
-def pair_attribution(sweep: StoredSweep, pair: int, records: KnownUnits) -> PairAttribution:
-    """Return the estimates of a pair, and how they agree with the cells in `records`."""
-    units = Units(sweep)
-    record = records.get(units.estimate(pair).number)
-    estimate = estimate_of(sweep, pair, records)
-    reason = (record.reason if record else "") or _withheld(sweep, pair, records)
+def pair_attribution(pair: PairRecords) -> PairAttribution:
+    """Return the estimates of a pair, and how they agree with its exact cells."""
+    record = pair.records.get(pair.units.estimate(pair.number).number)
+    estimate = pair.estimate
+    reason = (record.reason if record else "") or _withheld(pair)
     values = [] if estimate is None or reason else estimate.values
-    value_of = dict(zip(units.cells_of(pair), values, strict=False))
-    estimates = grid_of(sweep, pair, value_of.get)
+    value_of = dict(zip(pair.cells, values, strict=False))
+    estimates = pair.grid(value_of.get)
     if estimate is None or reason:
         return PairAttribution(estimates=estimates, base=None, source=None, reason=reason)
-    comparison = _Comparison(sweep, pair, estimate, records)
-    left = adaptive_round(sweep, pair, estimate, records).left if sweep.adaptive else None
+    comparison = _Comparison(pair, estimate)
+    left = adaptive_round(pair, estimate).left if pair.sweep.adaptive else None
     return PairAttribution(
         estimates=estimates,
         base=estimate.base,
@@ -101,69 +95,64 @@ def pair_attribution(sweep: StoredSweep, pair: int, records: KnownUnits) -> Pair
     )
 
 
-def _withheld(sweep: StoredSweep, pair: int, records: KnownUnits) -> str:
+def _withheld(pair: PairRecords) -> str:
     """Return why a pair's estimates are not shown, because a sweep gives no values either: a prompt
     failed, or policies have not read it yet. Empty: they are shown.
     """
-    if sweep.attributed is None or not sweep.attributed.watched:
+    attribution = pair.sweep.attributed
+    if attribution is None or not attribution.watched:
         return ""
-    units = Units(sweep)
-    controls = [units.base(pair), *([units.source(pair)] if sweep.ablation is None else [])]
-    for unit in controls:
-        record = records.get(unit.number)
+    controls = {"patched": pair.base}
+    if pair.sweep.ablation is None:
+        controls["source"] = pair.source
+    for prompt, number in controls.items():
+        record = pair.records.get(number)
         if record is None or record.value is None:
             why = "policies have not read it yet" if record is None else f"failed: {record.reason}"
-            return f"the {'source' if unit.kind == 'source' else 'patched'} prompt: {why}"
+            return f"the {prompt} prompt: {why}"
     return ""
 
 
 class _Comparison:
     """The chosen cells of a pair: estimates and exact values."""
 
-    def __init__(
-        self, sweep: StoredSweep, pair: int, estimate: Estimate, records: KnownUnits
-    ) -> None:
-        self._sweep = sweep
+    def __init__(self, pair: PairRecords, estimate: Estimate) -> None:
+        sweep = pair.sweep
         self._pair = pair
-        self._records = records
-        self._units = Units(sweep)
-        numbers = self._units.cells_of(pair)
-        self._estimates = estimated_values(sweep, pair, estimate)
-        self._sizes = effects(sweep, pair, estimate)
+        self._records = pair.records
+        self._estimates = pair.estimated_values(estimate)
+        self._sizes = pair.effects(estimate)
         #: number of the cell → why it was chosen
         self.whys = by_key(
             (number, why) for why, chosen in estimate.chosen.items() for number in chosen
         )
         self._verify = None if sweep.attributed is None else sweep.attributed.verify
         if sweep.adaptive:
-            self.whys = {number: ["adaptive"] for number in numbers if number in records}
-        self._noise = noise_floor_of(sweep, records, pair) or 0.0
-        base = records.get(self._units.base(pair).number)
+            looked = (number for number in pair.cells if number in self._records)
+            self.whys = {number: ["adaptive"] for number in looked}
+        self._noise = pair.noise_floor or 0.0
+        base = pair.value(pair.base)
         # an effect is a difference to the base of the same worker
         self._estimated_nothing = unchanged(sweep.metric, estimate.base)
-        self._nothing = (
-            self._estimated_nothing
-            if base is None or base.value is None
-            else unchanged(sweep.metric, base.value)
-        )
+        self._nothing = self._estimated_nothing if base is None else unchanged(sweep.metric, base)
 
     def checked(self) -> list[CheckedCell]:
         if self._verify is None:
             return []
         limit = self._noise + self._verify.tolerance
-        units = exact_units(self._sweep, self._pair, self._records)
+        units = self._pair.exact_units()
         return [self._cell(unit, limit) for unit in units if unit.number in self.whys]
 
     def _cell(self, unit: Unit, limit: float) -> CheckedCell:
         number = unit.number
         record = self._records.get(unit.number)
         estimate = self._estimates.get(number)
-        exact = None if record is None else record.value
+        exact = self._pair.value(number)
         estimated = None if estimate is None else estimate - self._estimated_nothing
         effect = None if exact is None else exact - self._nothing
         difference = None if estimated is None or effect is None else estimated - effect
         return CheckedCell(
-            **place_of(self._sweep, unit),
+            **place_of(self._pair.sweep, unit),
             why=self.whys[number],
             estimate=estimate,
             exact=exact,
@@ -179,9 +168,7 @@ class _Comparison:
         return {
             number: abs(value - self._nothing)
             for number in numbers
-            if number in self._sizes
-            and (record := self._records.get(number)) is not None
-            and (value := record.value) is not None
+            if number in self._sizes and (value := self._pair.value(number)) is not None
         }
 
     def agreement(self, numbers: Iterable[int]) -> EstimateAgreement | None:

@@ -21,6 +21,7 @@ from ..records.sweep_units import Units
 from ..records.sweeps import (
     HEAD_AXES,
     Baseline,
+    GridValues,
     PairResult,
     Skipped,
     StoredSweep,
@@ -35,7 +36,6 @@ from ..records.sweeps import (
 from .sweep_metrics import noise_floor, unchanged
 
 V = TypeVar("V")
-CellValues = list[list[float | None]]  # [layers][columns]
 
 KnownUnits = Mapping[int, UnitRecord]
 _decoder = msgspec.msgpack.Decoder(UnitRecord)
@@ -52,18 +52,99 @@ def known_units(packed: Iterable[bytes]) -> dict[int, UnitRecord]:
     return {record.unit: record for record in map(_decoder.decode, packed)}
 
 
+class PairRecords:
+    """One pair of a sweep, and the records of its finished units, by number."""
+
+    def __init__(self, sweep: StoredSweep, number: int, records: KnownUnits) -> None:
+        self.sweep = sweep
+        self.number = number
+        self.records = records
+        self.stored = sweep.pairs[number]
+        self.units = Units(sweep)
+        self.cells = self.units.cells_of(number)
+        self.base = self.units.base(number).number
+        self.source = self.units.source(number).number
+
+    def value(self, number: int) -> float | None:
+        record = self.records.get(number)
+        return None if record is None else record.value
+
+    def grid(self, value: Callable[[int], V]) -> dict[Hook, list[list[V]]]:
+        """Return the pair's grids `[layers][columns]`. `value`: number of a cell → what the grid
+        has.
+        """
+        sweep = self.sweep
+        shape = len(sweep.hooks), len(sweep.layers), sweep.num_columns
+        numbers = np.reshape(self.cells, shape)
+        return {
+            hook: [[value(number) for number in row] for row in rows]
+            for hook, rows in zip(sweep.hooks, numbers.tolist(), strict=True)
+        }
+
+    @property
+    def estimate(self) -> Estimate | None:
+        """The estimates of the pair; None: there are none, or none yet."""
+        record = self.records.get(self.units.estimate(self.number).number)
+        return None if record is None else record.estimated
+
+    @property
+    def noise(self) -> list[float]:
+        """The values of its noise units."""
+        values = [self.value(unit.number) for unit in self.units.noise(self.number)]
+        return [value for value in values if value is not None]
+
+    @property
+    def noise_floor(self) -> float | None:
+        """`PairResult.noise_floor`."""
+        return noise_floor(self.sweep.metric, self.noise, self.value(self.base))
+
+    def exact_units(self) -> Iterable[Unit]:
+        """Return the units with exact values: its cells, or with `sae` the chosen features."""
+        attribution = self.sweep.attributed
+        if attribution is None or attribution.sae is None:
+            return self.units.cells(self.number)
+        estimate = self.estimate
+        scores = attribution.checked_features(estimate) if estimate else []
+        return self.units.features(self.number, scores)
+
+    def estimated_values(self, estimate: Estimate) -> dict[int, float | None]:
+        """Return the number of each of these units → the estimate of its value."""
+        attribution = self.sweep.attributed
+        if attribution is None or attribution.sae is None:
+            return dict(zip(self.cells, estimate.values, strict=False))
+        nothing = unchanged(self.sweep.metric, estimate.base)
+        scores = attribution.checked_features(estimate)
+        return {
+            unit.number: nothing + score.score
+            for unit, score in zip(self.units.features(self.number, scores), scores, strict=True)
+        }
+
+    def effects(self, estimate: Estimate) -> dict[int, float]:
+        """Return the number of each cell with an estimate → the size of its estimated effect, in
+        the metric's units; strongest first.
+        """
+        nothing = unchanged(self.sweep.metric, estimate.base)
+        sizes = {
+            number: abs(value - nothing)
+            for number, value in self.estimated_values(estimate).items()
+            if value is not None
+        }
+        return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
+
+
+def pairs_of(sweep: StoredSweep, records: KnownUnits) -> list[PairRecords]:
+    return [PairRecords(sweep, pair, records) for pair in range(len(sweep.pairs))]
+
+
 def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepResult:
     """Return the result so far. `records`: number of the unit → its record, for all finished units.
 
     `seconds`: duration of the sweep; None: not ended.
     """
-
-    def value(number: int) -> float | None:
-        return _value(records, number)
-
-    grids = [grid_of(sweep, pair, value) for pair in range(len(sweep.pairs))]
-    mean: dict[Hook, CellValues] = {}
-    spread: dict[Hook, CellValues] = {}
+    pairs = pairs_of(sweep, records)
+    grids = [pair.grid(pair.value) for pair in pairs]
+    mean: GridValues = {}
+    spread: GridValues = {}
     for hook in sweep.hooks:
         cells = [
             [_over_pairs(values) for values in zip(*rows, strict=True)]
@@ -75,7 +156,7 @@ def sweep_result(sweep: StoredSweep, records: KnownUnits, seconds: float | None)
         **_terms(sweep),
         window=sweep.window,
         alpha=sweep.alpha,
-        pairs=[_pair_result(sweep, records, pair, grids[pair]) for pair in range(len(sweep.pairs))],
+        pairs=[_pair_result(pair, grid) for pair, grid in zip(pairs, grids, strict=True)],
         mean=mean,
         spread=spread,
         skipped=_skipped(sweep, records),
@@ -91,9 +172,8 @@ def _terms(sweep: StoredSweep) -> dict[str, Any]:
 
 def sweep_summary(sweep: StoredSweep, records: KnownUnits, seconds: float | None) -> SweepSummary:
     """Return the progress of the sweep; arguments as for `sweep_result`."""
-    units = Units(sweep)
-    pairs = range(len(sweep.pairs))
-    cells = units.cell_numbers
+    pairs = pairs_of(sweep, records)
+    cells = Units(sweep).cell_numbers
     known = [record for number, record in records.items() if number in cells]
     with_value = sum(record.value is not None for record in known)
     return SweepSummary(
@@ -102,9 +182,9 @@ def sweep_summary(sweep: StoredSweep, records: KnownUnits, seconds: float | None
         total=sweep.num_cells,
         seconds=seconds,
         metric=sweep.metric,
-        base=[_value(records, units.base(pair).number) for pair in pairs],
-        source=[_value(records, units.source(pair).number) for pair in pairs],
-        noise_floor=[noise_floor_of(sweep, records, pair) for pair in pairs],
+        base=[pair.value(pair.base) for pair in pairs],
+        source=[pair.value(pair.source) for pair in pairs],
+        noise_floor=[pair.noise_floor for pair in pairs],
     )
 
 
@@ -156,40 +236,16 @@ def place_of(sweep: StoredSweep, unit: Unit) -> dict[str, Any]:
     }
 
 
-def grid_of(sweep: StoredSweep, pair: int, value: Callable[[int], V]) -> dict[Hook, list[list[V]]]:
-    """Return a pair's grids `[layers][columns]`. `value`: number of a cell → what the grid has."""
-    numbers = np.reshape(
-        Units(sweep).cells_of(pair), (len(sweep.hooks), len(sweep.layers), sweep.num_columns)
-    )
-    return {
-        hook: [[value(number) for number in row] for row in rows]
-        for hook, rows in zip(sweep.hooks, numbers.tolist(), strict=True)
-    }
-
-
-def _neurons(
-    sweep: StoredSweep, records: KnownUnits, pair: int
-) -> dict[Hook, list[list[list[int]]]]:
+def _neurons(pair: PairRecords) -> dict[Hook, list[list[list[int]]]]:
     """Return the neurons of each cell whose column selects them by rank; empty on other axes."""
-    if all(column.ranks is None for column in sweep.pairs[pair].columns):
+    if all(column.ranks is None for column in pair.stored.columns):
         return {}
 
     def neurons(number: int) -> list[int]:
-        record = records.get(number)
+        record = pair.records.get(number)
         return record.neurons if record else []
 
-    return grid_of(sweep, pair, neurons)
-
-
-def _value(records: KnownUnits, number: int) -> float | None:
-    record = records.get(number)
-    return None if record is None else record.value
-
-
-def estimate_of(sweep: StoredSweep, pair: int, records: KnownUnits) -> Estimate | None:
-    """Return the estimates of a pair; None: there are none, or none yet."""
-    record = records.get(Units(sweep).estimate(pair).number)
-    return None if record is None else record.estimated
+    return pair.grid(neurons)
 
 
 def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float | None]:
@@ -202,13 +258,11 @@ def _over_pairs(values: tuple[float | None, ...]) -> tuple[float | None, float |
     return mean, math.sqrt(math.fsum((value - mean) ** 2 for value in present) / (len(present) - 1))
 
 
-def _pair_result(
-    sweep: StoredSweep, records: KnownUnits, pair: int, grids: dict[Hook, CellValues]
-) -> PairResult:
-    units = Units(sweep)
-    stored = sweep.pairs[pair]
-    base = _baseline(records.get(units.base(pair).number))
-    source = _baseline(records.get(units.source(pair).number))
+def _pair_result(pair: PairRecords, grids: GridValues) -> PairResult:
+    sweep = pair.sweep
+    stored = pair.stored
+    base = _baseline(pair.records.get(pair.base))
+    source = _baseline(pair.records.get(pair.source))
     notes = stored.notes
     clean, corrupt = (base, source) if sweep.patches_clean else (source, base)
     if sweep.metric == "recovered" and clean and corrupt and clean.value < corrupt.value:
@@ -226,12 +280,12 @@ def _pair_result(
         foil=stored.foil_text,
         base=base,
         source=source,
-        noise_floor=noise_floor_of(sweep, records, pair),
-        noise_probes=sum(_value(records, unit.number) is not None for unit in units.noise(pair)),
+        noise_floor=pair.noise_floor,
+        noise_probes=len(pair.noise),
         grids=grids,
         notes=notes,
         heads=[column.head for column in stored.columns] if sweep.axis in HEAD_AXES else [],
-        neurons=_neurons(sweep, records, pair),
+        neurons=_neurons(pair),
     )
 
 
@@ -239,17 +293,6 @@ def _baseline(record: UnitRecord | None) -> Baseline | None:
     if record is None or record.value is None:
         return None
     return Baseline(value=record.value, logprob=record.logprob, foil_logprob=record.foil_logprob)
-
-
-def noise_floor_of(sweep: StoredSweep, records: KnownUnits, pair: int) -> float | None:
-    """Return `PairResult.noise_floor`."""
-    units = Units(sweep)
-    values = [_value(records, unit.number) for unit in units.noise(pair)]
-    return noise_floor(
-        sweep.metric,
-        [value for value in values if value is not None],
-        _value(records, units.base(pair).number),
-    )
 
 
 def _skipped(sweep: StoredSweep, records: KnownUnits) -> list[Skipped]:
@@ -281,69 +324,32 @@ SAMPLE = 2
 FAINT = 0.1
 
 
-def exact_units(sweep: StoredSweep, pair: int, records: KnownUnits) -> Iterable[Unit]:
-    """Return the pair's units with exact values: its cells, or with `sae` the chosen features."""
-    units = Units(sweep)
-    attribution = sweep.attributed
-    if attribution is None or attribution.sae is None:
-        return units.cells(pair)
-    estimate = estimate_of(sweep, pair, records)
-    return units.features(pair, attribution.checked_features(estimate) if estimate else [])
-
-
-def estimated_values(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[int, float | None]:
-    """Return the number of each of these units → the estimate of its value."""
-    units = Units(sweep)
-    attribution = sweep.attributed
-    if attribution is None or attribution.sae is None:
-        return dict(zip(units.cells_of(pair), estimate.values, strict=False))
-    nothing = unchanged(sweep.metric, estimate.base)
-    scores = attribution.checked_features(estimate)
-    return {
-        unit.number: nothing + score.score
-        for unit, score in zip(units.features(pair, scores), scores, strict=True)
-    }
-
-
-def effects(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[int, float]:
-    """Return the number of each cell with an estimate → the size of its estimated effect, in the
-    metric's units; strongest first.
-    """
-    nothing = unchanged(sweep.metric, estimate.base)
-    sizes = {
-        number: abs(value - nothing)
-        for number, value in estimated_values(sweep, pair, estimate).items()
-        if value is not None
-    }
-    return dict(sorted(sizes.items(), key=lambda item: (-item[1], item[0])))
-
-
-def chosen_cells(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[Why, list[int]]:
+def chosen_cells(pair: PairRecords, estimate: Estimate) -> dict[Why, list[int]]:
     """Return the numbers of the pair's cells to be computed exactly; none for `adaptive`, which
     chooses later. A cell may be chosen for several reasons.
 
     The random cells are drawn from all cells that can be patched, the top ones among them, so that
     what is found in them holds for the grid. Random features are drawn where they are estimated.
     """
-    attribution = sweep.attributed
-    if attribution is None or attribution.verify is None or sweep.adaptive:
+    attribution = pair.sweep.attributed
+    if attribution is None or attribution.verify is None or pair.sweep.adaptive:
         return {}
     verify = attribution.verify
-    numbers = Units(sweep).cells_of(pair)
     if attribution.sae is not None:
-        features = Units(sweep).features(pair, attribution.checked_features(estimate))
+        features = pair.units.features(pair.number, attribution.checked_features(estimate))
         number_of = {(unit.column, unit.feature): unit.number for unit in features}
         top, drawn = (
             [number_of[score.column, score.feature] for score in scores]
             for scores in (estimate.features[: verify.top], estimate.drawn)
         )
         return {"top": top, "random": sorted(drawn)}
-    sizes = effects(sweep, pair, estimate)
-    columns = sweep.pairs[pair].columns
-    possible = [unit.number for unit in Units(sweep).cells(pair) if columns[unit.column].places]
+    sizes = pair.effects(estimate)
+    columns = pair.stored.columns
+    cells = pair.units.cells(pair.number)
+    possible = [unit.number for unit in cells if columns[unit.column].places]
     top = list(sizes)[: verify.top]
-    doubtful = [numbers[place] for place in estimate.doubtful if numbers[place] in sizes]
-    draw = random.Random(f"{attribution.seed}/{pair}")
+    doubtful = [pair.cells[place] for place in estimate.doubtful if pair.cells[place] in sizes]
+    draw = random.Random(f"{attribution.seed}/{pair.number}")
     return {
         "top": top,
         "random": sorted(draw.sample(possible, min(verify.random, len(possible)))),
@@ -351,18 +357,18 @@ def chosen_cells(sweep: StoredSweep, pair: int, estimate: Estimate) -> dict[Why,
     }
 
 
-def cells_to_compute(sweep: StoredSweep, pair: int, records: KnownUnits) -> set[int] | None:
+def cells_to_compute(pair: PairRecords) -> set[int] | None:
     """Return the numbers of the pair's cells to compute now; None: all of them.
 
     For `adaptive` the next round, from what the records say; empty once it is over.
     """
-    if sweep.attributed is None:
+    if pair.sweep.attributed is None:
         return None
-    estimate = estimate_of(sweep, pair, records)
+    estimate = pair.estimate
     if estimate is None:
         return set()
-    if sweep.adaptive:
-        return set(adaptive_round(sweep, pair, estimate, records).cells)
+    if pair.sweep.adaptive:
+        return set(adaptive_round(pair, estimate).cells)
     return {number for numbers in estimate.chosen.values() for number in numbers}
 
 
@@ -371,7 +377,7 @@ class Round(NamedTuple):
     left: NotLookedAt  # as it is before this round
 
 
-def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: KnownUnits) -> Round:
+def adaptive_round(pair: PairRecords, estimate: Estimate) -> Round:
     """Return the next round of the method `adaptive`. It depends on the records alone, so that an
     attempt after a killed worker continues.
 
@@ -382,16 +388,16 @@ def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: K
     asked of a random sample of the cells that nothing singled out, from each part. It is over when
     that changes nothing, or the budget is used up.
     """
-    attribution = sweep.attributed
-    units = Units(sweep)
+    attribution = pair.sweep.attributed
+    records = pair.records
     assert attribution is not None
     assert attribution.verify is not None
     top = attribution.verify.top
     budget = attribution.budget
-    sizes = effects(sweep, pair, estimate)
-    part_of = _parts(sweep, top)
-    looked = [number for number in units.cells_of(pair) if number in records]
-    nothing = unchanged(sweep.metric, _value(records, units.base(pair).number) or 0.0)
+    sizes = pair.effects(estimate)
+    part_of = _parts(pair.sweep, top)
+    looked = [number for number in pair.cells if number in records]
+    nothing = unchanged(pair.sweep.metric, pair.value(pair.base) or 0.0)
     exact = {
         number: abs(value - nothing)
         for number in looked
@@ -419,7 +425,7 @@ def adaptive_round(sweep: StoredSweep, pair: int, estimate: Estimate, records: K
         for number in unseen
     }
     reaching = [number for number in unseen if last is None or raised[number] >= last]
-    picked, sample = _begun(sizes, part_of, attribution, top, pair)
+    picked, sample = _begun(sizes, part_of, attribution, top, pair.number)
     left = NotLookedAt(
         cells=len(unseen),
         largest=max((sizes[number] for number in unseen), default=None),

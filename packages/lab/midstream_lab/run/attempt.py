@@ -27,7 +27,7 @@ from midstream.workers.serving.source_run_leases import StoreUnavailable
 
 from ..records.sweep_units import SweepWork
 from ..records.sweeps import Unit, UnitRecord
-from ..results.sweep_result import cells_to_compute, exact_units, sweep_start, sweep_summary
+from ..results.sweep_result import PairRecords, cells_to_compute, sweep_start, sweep_summary
 from .features import FeatureRows
 from .neurons import order_by_difference
 from .records import SweepRecords
@@ -320,11 +320,12 @@ class SweepAttempt:
         share of, must be larger than the noise.
         """
         noise = [unit for unit in self._units.noise(pair) if unit.number not in self._known]
-        columns = self._sweep.pairs[pair].columns
-        wanted = cells_to_compute(self._sweep, pair, self._known)
+        known = PairRecords(self._sweep, pair, self._known)
+        columns = known.stored.columns
+        wanted = cells_to_compute(known)
         cells = [
             unit
-            for unit in exact_units(self._sweep, pair, self._known)
+            for unit in known.exact_units()
             if columns[unit.column].places
             and unit.number not in self._known
             and (wanted is None or unit.number in wanted)

@@ -8,29 +8,26 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from midstream.schemas.base.errors import MidstreamError, Translated
-from midstream.schemas.prompts.selectors import Hook
 from midstream.schemas.requests.source_runs import RunFiles
 from midstream.storage.store import ArtifactStore
 
+from ..records.sweep_paths import SiteKey
+from ..records.sweeps import PatchPlace
+
 if TYPE_CHECKING:
     import torch
-
-#: (hook, layer)
-NeuronSite = tuple[Hook, int]
 
 
 def order_by_difference(
     store: ArtifactStore,
     base: RunFiles,
     source: RunFiles,
-    sites: Sequence[NeuronSite],
-    places: Sequence[tuple[int, int]],
+    sites: Sequence[SiteKey],
+    places: Sequence[PatchPlace],
     most: int,
-) -> dict[NeuronSite, list[int]]:
+) -> dict[SiteKey, list[int]]:
     """Returns for each site the `most` dimensions with the largest Σ |base row − source row| over
-    `places`, in float64; of equal dimensions the lower comes first.
-
-    `places`: (position in the patched prompt, position in the other prompt). Raises MidstreamError.
+    `places`, in float64; of equal dimensions the lower comes first. Raises MidstreamError.
     """
     of_base = rows_of_run(store, base, sites)
     of_source = rows_of_run(store, source, sites)
@@ -45,8 +42,8 @@ def order_by_difference(
 
 
 def rows_of_run(
-    store: ArtifactStore, files: RunFiles, sites: Sequence[NeuronSite]
-) -> "dict[NeuronSite, torch.Tensor]":
+    store: ArtifactStore, files: RunFiles, sites: Sequence[SiteKey]
+) -> "dict[SiteKey, torch.Tensor]":
     """Return site → the whole rows of a run, joined from all ranks, `[positions, width]` in the
     dtype of the capture. Call it off the event loop; it imports torch. Raises MidstreamError for
     rows that are missing or damaged.

@@ -12,7 +12,7 @@ from midstream.workers.serving.units import UnitRecords
 from ..records.sweep_units import SweepWork
 from ..records.sweeps import Unit, UnitRecord
 from ..results.ledger_sweeps import unit_row, units_key
-from ..results.sweep_result import exact_units, sweep_cell
+from ..results.sweep_result import pairs_of, sweep_cell
 
 
 class SweepRecords(UnitRecords[UnitRecord]):
@@ -59,6 +59,6 @@ class SweepRecords(UnitRecords[UnitRecord]):
     @cached_property
     def _cells(self) -> dict[int, Unit]:
         """All cells by number; the features among them are known once `load` has run."""
-        pairs = range(len(self._sweep.pairs))
-        cells = (unit for pair in pairs for unit in exact_units(self._sweep, pair, self.known))
+        pairs = pairs_of(self._sweep, self.known)
+        cells = (unit for pair in pairs for unit in pair.exact_units())
         return {unit.number: unit for unit in cells}

@@ -27,9 +27,9 @@ from midstream.schemas.requests.specs import (
 from midstream.workers.engine.protocol import EngineRequest
 from midstream.workers.engine.requests import unit_request
 
-from ..records.sweep_paths import StoredEnd, StoredPath, place_of, reaches
+from ..records.sweep_paths import SiteKey, StoredEnd, StoredPath, place_of, reaches
 from ..records.sweep_units import Node, SweepWork
-from ..records.sweeps import Unit
+from ..records.sweeps import PatchPlace, Unit
 
 # tags of captures; FIRST: what the receivers of a path compute in its first pass
 BASE = "base"
@@ -62,7 +62,7 @@ class SweepRequests:
         self._for_entry: dict[int, bool] = {}
         #: pair → (hook, layer) → dimensions, the one in which the rows of its two prompts differ
         #: most first; of pairs with columns by rank
-        self.ranked: dict[int, Mapping[tuple[Hook, int], list[int]]] = {}
+        self.ranked: dict[int, Mapping[SiteKey, list[int]]] = {}
         #: number of a unit that patches a feature → the names of the rows that it writes
         self.rows: dict[int, list[str]] = {}
         self._captured = {BASE: sum(map(len, self.units.nodes)), SOURCE: len(work.sweep.pairs)}
@@ -130,40 +130,38 @@ class SweepRequests:
         path: StoredPath,
         unit: Unit,
         layers: list[int],
-        places: list[tuple[int, int]],
+        places: list[PatchPlace],
         base: str,
     ) -> list[StoredSteering]:
         """Return the patches of a path's cell: of its second pass, or of its only pass."""
         sweep = self._sweep
         (layer,) = layers
-        hook = self._sweep.hooks[unit.hook]
+        site = sweep.hooks[unit.hook], layer
         if path.sender is not None:
             sender = self.units.sender(unit.pair)
             assert sender is not None
             run = self.first_key(sender)
             mask = self._mask(unit)
-            return [_row(RunRow(run, hook, layer, to), to, mask) for to, _ in places]
+            return [_row(RunRow(run, *site, to), to, mask) for to, _ in places]
         if not path.receivers:
             return [
                 *self._patches(unit, layers, places, base),
-                *self._frozen(path, unit.pair, (layer, hook), places, base),
+                *self._frozen(path, unit.pair, site, places, base),
             ]
         run = self.first_key(unit)
         # A receiver's output is replaced instead of its input, on which alone it depends.
-        reached = [end for end in path.receivers if reaches((layer, hook), end.site)]
+        reached = [end for end in path.receivers if reaches(site, end.site)]
         after = range(places[0][0], len(sweep.pairs[unit.pair].base))
         return [
-            _row(RunRow(run, end.hook, end.layer, to), to, _dims_of(end))
-            for to in after
-            for end in reached
+            _row(RunRow(run, *end.site, to), to, _dims_of(end)) for to in after for end in reached
         ]
 
     def _frozen(
         self,
         path: StoredPath,
         pair: int,
-        sender: tuple[int, Hook],
-        places: list[tuple[int, int]],
+        sender: SiteKey,
+        places: list[PatchPlace],
         base: str,
     ) -> list[StoredSteering]:
         """Return patches that hold the frozen branches as they are in the run `base`, wherever the
@@ -171,13 +169,9 @@ class SweepRequests:
         """
         # To hold a branch's output is to hold all its heads, with a fraction of the rows that the
         # `z` of each would take.
-        sites = path.frozen_sites(*sender, self._top(path))
+        sites = path.frozen_sites(sender, self._top(path))
         after = range(places[0][0], len(self._sweep.pairs[pair].base))
-        return [
-            _row(RunRow(base, hook, layer, to), to)
-            for to in after
-            for hook, layer in hook_layers(sites)
-        ]
+        return [_row(RunRow(base, *site, to), to) for to in after for site in hook_layers(sites)]
 
     def _top(self, path: StoredPath) -> int:
         """Return the highest layer that affects the receivers."""
@@ -196,14 +190,14 @@ class SweepRequests:
         if path.sender is None:
             (layer,), places = self.units.patched(unit)
             steering = self._patches(unit, [layer], places, base)
-            hook = self._sweep.hooks[unit.hook]
+            site = self._sweep.hooks[unit.hook], layer
         else:
-            layer, hook = path.sender.site
+            site = path.sender.site
             places = pair.sender
             source = self._key(self.units.source(unit.pair), 0, SOURCE)
             mask = _dims_of(path.sender)
-            steering = [_row(RunRow(source, hook, layer, of), to, mask) for to, of in places]
-        steering += self._frozen(path, unit.pair, (layer, hook), places, base)
+            steering = [_row(RunRow(source, *site, of), to, mask) for to, of in places]
+        steering += self._frozen(path, unit.pair, site, places, base)
         (node,) = self.units.nodes[unit.pair]
         return self._ask(
             unit,
@@ -222,9 +216,9 @@ class SweepRequests:
         if sweep.path.sender is None:
             (layer,), places = self.units.patched(unit)
             first = places[0][0]
-            sender = layer, sweep.hooks[unit.hook]
-            ends = [end for end in sweep.path.receivers if reaches(sender, end.site)]
-            needed = [(end.hook, end.layer) for end in ends]
+            sender = sweep.hooks[unit.hook], layer
+            receivers = [end.site for end in sweep.path.receivers]
+            needed = [receiver for receiver in receivers if reaches(sender, receiver)]
         positions = list(range(first, len(sweep.pairs[unit.pair].base)))
         return StoredCapture(sites=_sites(needed), positions=positions, tag=FIRST)
 
@@ -359,7 +353,7 @@ class SweepRequests:
         return run_key(self._job.id, self.units.request(unit, place), tag)
 
     def _patches(
-        self, unit: Unit, layers: list[int], places: list[tuple[int, int]], base: str
+        self, unit: Unit, layers: list[int], places: list[PatchPlace], base: str
     ) -> list[StoredSteering]:
         """Return the unit's patches. `base`: the key of the unpatched run of the same tokens."""
         sweep = self._sweep
@@ -441,7 +435,7 @@ class SweepRequests:
         sweep = self._sweep
         path = sweep.path
         columns = sweep.pairs[pair].columns
-        needed: set[tuple[Hook, int]] = set()
+        needed: set[SiteKey] = set()
         positions: set[int] = set()
         for unit in self.units.noise(pair):
             layers, places = self.units.patched(unit)
@@ -454,11 +448,8 @@ class SweepRequests:
             needed.update(sweep.sites)
             positions.update(to for column in columns for to, _ in column.places)
         if path is not None:
-            sent = sweep.sites
-            if path.sender is not None:
-                sent = [(path.sender.hook, path.sender.layer)]
-            for hook, layer in sent:
-                needed.update(hook_layers(path.frozen_sites(layer, hook, self._top(path))))
+            for sender in path.senders(sweep.sites):
+                needed.update(hook_layers(path.frozen_sites(sender, self._top(path))))
         if for_entry:
             entered = [end.layer for end in path.receivers] if path is not None else []
             needed.update(("pre_attn", layer) for layer in (*sweep.layers, *entered) if layer > 0)
@@ -469,7 +460,7 @@ class SweepRequests:
         return StoredCapture(sites=_sites(needed), positions=every, tag=BASE)
 
 
-def _sites(needed: Iterable[tuple[Hook, int]]) -> dict[Hook, list[int]]:
+def _sites(needed: Iterable[SiteKey]) -> dict[Hook, list[int]]:
     """Return hook → layers, in the order of the forward pass."""
     return by_key(sorted(needed, key=lambda site: (place_of(site[0]), site[1])))
 

@@ -6,12 +6,12 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from midstream.client.render.jobs import Cell, lines
+from midstream.client.render.jobs import Cells, lines
 
 from ..records.doses import DoseCell, DoseEffect, DoseResult
 
 #: Column of a dose → its cell.
-_CELL: dict[str, Cell] = {
+_CELL: Cells = {
     "layer": lambda cell: _layer(cell),
     "scale": "{scale:g}",
     "effect": "{effect:.3g}",
@@ -23,7 +23,7 @@ _CELL: dict[str, Cell] = {
 
 
 #: The column of whole texts.
-_WHOLE: dict[str, Cell] = {"text": lambda cell: escape(" ".join(cell.text.split()))}
+_WHOLE: Cells = {"text": lambda cell: escape(" ".join(cell.text.split()))}
 
 
 def measure(effect: DoseEffect) -> str:
@@ -41,7 +41,7 @@ def drawn(result: DoseResult, whole: bool = False) -> Iterator[RenderableType]:
     """
     every = [result.unsteered, *result.cells]
     title = escape(f"Dose: effect is the {measure(result.dose.effect)}")
-    rows = lines(title, _CELL | _WHOLE if whole else _CELL, every)
+    rows = lines(title, {**_CELL, **_WHOLE} if whole else _CELL, every)
     for row, cell in zip(rows.rows, every, strict=True):
         row.style = None if cell.safe else "red"
     yield rows

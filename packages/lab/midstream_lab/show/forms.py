@@ -1,4 +1,4 @@
-"""How results of each class are drawn and written."""
+"""How results of each class are drawn, written and printed."""
 
 from collections.abc import Iterable
 from itertools import zip_longest
@@ -8,7 +8,7 @@ from msgspec.structs import asdict
 from rich.markup import escape
 
 from midstream.client.render.forms import Form, Shown
-from midstream.client.render.records import effect, training
+from midstream.client.render.records import effect, one, parts, training
 from midstream.client.render.steering import DIGEST
 from midstream.schemas.artifacts.probes import Probe
 
@@ -19,7 +19,7 @@ from ..client.probes import Fit
 from ..records.doses import DoseResult
 from ..records.fits import FitResult, LensFitResult
 from ..records.sweeps import SweepResult
-from . import notebook, probes
+from . import attributions, doses, notebook, probes, sweeps
 from .dose_figure import dose_figure
 from .figures import attribution_figure, grid_figure, heatmap
 
@@ -38,11 +38,14 @@ def _registered(result: FitResult) -> str:
 
 #: Class → its form.
 FORMS: dict[type, Form] = {
-    Attribution: Form(plot=attribution_figure),
+    Attribution: Form(
+        plot=attribution_figure, printed=lambda attribution: [attributions.report(attribution)]
+    ),
     DoseResult: Form(
         plot=dose_figure,
         lines=lambda result: map(asdict, [result.unsteered, *result.cells]),
         html=notebook.dose_html,
+        printed=doses.drawn,
     ),
     Fit: Form(plot=probes.training_figure, lines=probes.held_out),
     FitResult: Form(
@@ -55,14 +58,19 @@ FORMS: dict[type, Form] = {
                 "reason": "{reason}",
             }
         ),
+        printed=parts,
     ),
     Grid: Form(plot=grid_figure, html=notebook.grid_html),
-    LensFitResult: Form(lines=_lens_fit),
+    LensFitResult: Form(lines=_lens_fit, printed=lambda result: [one(result.lens)]),
     Mapped: Form(
         lines=lambda item, **options: item.result.to_pandas(**options), html=notebook.mapped_html
     ),
     Probe: Form(plot=probes.training_figure, lines=probes.held_out),
     SweepResult: Form(
-        plot=heatmap, lines=records, html=notebook.sweep_html, png=notebook.sweep_png
+        plot=heatmap,
+        lines=records,
+        html=notebook.sweep_html,
+        png=notebook.sweep_png,
+        printed=lambda result: [sweeps.report(result)],
     ),
 }

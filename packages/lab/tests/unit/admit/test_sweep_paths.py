@@ -55,27 +55,27 @@ def asks(sweep: StoredSweep, info: ModelInfo = INFO) -> SweepRequests:
 @pytest.mark.parametrize(
     ("sender", "held"),
     [
-        ((1, "pre_attn"), {"attn_out": [1, 2], "mlp_out": [1, 2]}),
-        ((1, "attn_out"), {"attn_out": [2], "mlp_out": [1, 2]}),
-        ((1, "mlp_out"), {"attn_out": [2], "mlp_out": [2]}),
-        ((2, "post_block"), {}),
-        ((1, "z"), {"attn_out": [2], "mlp_out": [1, 2]}),
-        ((1, "post_attn"), {"attn_out": [2], "mlp_out": [1, 2]}),
-        ((1, "mlp_in"), {"attn_out": [2], "mlp_out": [2]}),
-        ((1, "mlp_act"), {"attn_out": [2], "mlp_out": [2]}),
+        (("pre_attn", 1), {"attn_out": [1, 2], "mlp_out": [1, 2]}),
+        (("attn_out", 1), {"attn_out": [2], "mlp_out": [1, 2]}),
+        (("mlp_out", 1), {"attn_out": [2], "mlp_out": [2]}),
+        (("post_block", 2), {}),
+        (("z", 1), {"attn_out": [2], "mlp_out": [1, 2]}),
+        (("post_attn", 1), {"attn_out": [2], "mlp_out": [1, 2]}),
+        (("mlp_in", 1), {"attn_out": [2], "mlp_out": [2]}),
+        (("mlp_act", 1), {"attn_out": [2], "mlp_out": [2]}),
     ],
 )
 def test_branches_that_read_what_the_sender_changes_are_held(sender, held) -> None:
-    assert StoredPath(frozen=["attn", "mlp"]).frozen_sites(*sender, 2) == held
+    assert StoredPath(frozen=["attn", "mlp"]).frozen_sites(sender, 2) == held
 
 
 @pytest.mark.parametrize(
     ("sender", "receiver", "reached"),
     [
-        ((1, "z"), (1, "attn_out"), True),
-        ((1, "post_block"), (2, "q"), True),
-        ((1, "z"), (1, "z"), False),
-        ((1, "z"), (1, "v"), False),
+        (("z", 1), ("attn_out", 1), True),
+        (("post_block", 1), ("q", 2), True),
+        (("z", 1), ("z", 1), False),
+        (("z", 1), ("v", 1), False),
     ],
 )
 def test_a_sender_reaches_what_is_computed_after_it(sender, receiver, reached) -> None:

@@ -11,7 +11,12 @@ from midstream_lab.records.estimates import Estimate, FeatureScore, StoredAttrib
 from midstream_lab.records.sweep_units import Units
 from midstream_lab.records.sweeps import Column, StoredPair, StoredSweep, UnitRecord
 from midstream_lab.results.attribution_result import pair_attribution, spearman
-from midstream_lab.results.sweep_result import adaptive_round, cells_to_compute, chosen_cells
+from midstream_lab.results.sweep_result import (
+    PairRecords,
+    adaptive_round,
+    cells_to_compute,
+    chosen_cells,
+)
 
 LAYERS = 6
 COLUMNS = 8
@@ -59,17 +64,18 @@ def records(asked: StoredSweep, stored: Estimate, exact: dict[int, float]) -> di
 def test_top_random_and_doubtful_cells_are_chosen() -> None:
     asked = sweep(Verify(top=2, random=5, doubtful=2))
     stored = estimate({3: -4.0, 9: 2.0, 20: 1.0}, doubtful=[9, 20, 7, 30, 31])
-    chosen = chosen_cells(asked, 0, stored)
+    chosen = chosen_cells(PairRecords(asked, 0, {}), stored)
     first = Units(asked).first_cell
     assert chosen["top"] == [first + 3, first + 9]
     assert chosen["doubtful"] == [first + 20, first + 30], "7 is skipped, 9 is a top cell"
     assert len({*chosen["random"]}) == 5
     assert all((number - first) % COLUMNS != COLUMNS - 1 for number in chosen["random"])
-    assert chosen_cells(asked, 0, stored) == chosen, "the seed decides"
+    assert chosen_cells(PairRecords(asked, 0, {}), stored) == chosen, "the seed decides"
 
 
 def test_random_cells_are_drawn_from_the_whole_grid() -> None:
-    chosen = chosen_cells(sweep(Verify(top=3, random=CELLS, doubtful=0)), 0, estimate({3: -4.0}))
+    asked = sweep(Verify(top=3, random=CELLS, doubtful=0))
+    chosen = chosen_cells(PairRecords(asked, 0, {}), estimate({3: -4.0}))
     assert {*chosen["top"]} <= {*chosen["random"]}
     assert len(chosen["random"]) == LAYERS * (COLUMNS - 1)
 
@@ -77,11 +83,11 @@ def test_random_cells_are_drawn_from_the_whole_grid() -> None:
 def test_only_chosen_cells_are_computed() -> None:
     asked = sweep(Verify(top=2, random=0, doubtful=0))
     first = Units(asked).first_cell
-    assert cells_to_compute(asked, 0, {}) == set(), (
+    assert cells_to_compute(PairRecords(asked, 0, {})) == set(), (
         "without estimates nothing is known to be wanted"
     )
     kept = records(asked, Estimate(base=10.0, chosen={"top": [first + 3]}), {})
-    assert cells_to_compute(asked, 0, kept) == {first + 3}
+    assert cells_to_compute(PairRecords(asked, 0, kept)) == {first + 3}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +118,7 @@ def test_a_cell_is_off_beyond_noise_floor_and_tolerance(apart: float) -> None:
     stored = estimate({3: 4.0, 9: 2.0})
     values = [value and value + apart for value in stored.values]
     chosen = Estimate(base=10.0 + apart, values=values, chosen={"top": [first + 3, first + 9]})
-    found = pair_attribution(asked, 0, records(asked, chosen, {3: 4.59, 9: 2.61}))
+    found = pair_attribution(PairRecords(asked, 0, records(asked, chosen, {3: 4.59, 9: 2.61})))
     assert [(cell.layer, cell.column, cell.off) for cell in found.checked] == [
         (0, 3, False),
         (1, 1, True),
@@ -129,9 +135,9 @@ def test_recall_is_of_known_cells_and_needs_others_than_the_top() -> None:
     top = {"top": [first + 3, first + 9]}
     alone = Estimate(base=10.0, values=values, chosen=top)
     exact = {3: 4.0, 9: 2.0}
-    assert pair_attribution(asked, 0, records(asked, alone, exact)).recall is None
+    assert pair_attribution(PairRecords(asked, 0, records(asked, alone, exact))).recall is None
     more = Estimate(base=10.0, values=values, chosen=top | {"random": [first + 1, first + 2]})
-    found = pair_attribution(asked, 0, records(asked, more, exact | {1: 0.0, 2: -3.0}))
+    found = pair_attribution(PairRecords(asked, 0, records(asked, more, exact | {1: 0.0, 2: -3.0})))
     recall = found.recall
     assert recall.known == 4
     assert recall.found == 1
@@ -149,7 +155,7 @@ def run_adaptive(
     exact = dict[int, float]()
     rounds = 0
     while True:
-        following = adaptive_round(asked, 0, stored, records(asked, stored, exact))
+        following = adaptive_round(PairRecords(asked, 0, records(asked, stored, exact)), stored)
         if not following.cells:
             return {*exact}, following.left, rounds
         assert not {number - first for number in following.cells} & {*exact}
@@ -223,7 +229,7 @@ def test_features_are_chosen_compared_and_kept_apart_from_the_grid() -> None:
     stored = Estimate(
         base=10.0, features=scores[:8], drawn=[scores[number] for number in (1, 5, 8)]
     )
-    chosen = chosen_cells(asked, 0, stored)
+    chosen = chosen_cells(PairRecords(asked, 0, {}), stored)
     first = units.estimate(0).number + 1
     assert chosen == {
         "top": [first, first + 1, first + 2],
@@ -233,10 +239,10 @@ def test_features_are_chosen_compared_and_kept_apart_from_the_grid() -> None:
     assert asked.num_exact == 7
     stored = replace(stored, chosen=chosen)
     kept = records(asked, stored, {})
-    assert cells_to_compute(asked, 0, kept) == {*range(first, first + 5)}
+    assert cells_to_compute(PairRecords(asked, 0, kept)) == {*range(first, first + 5)}
     exact = dict(enumerate((9.0, 8.0, 1.0, 4.0, 3.0), first))  # of estimates 9, 8, 7, 4 and 1
     kept |= {n: UnitRecord(unit=n, value=10.0 + effect) for n, effect in exact.items()}
-    found = pair_attribution(asked, 0, kept)
+    found = pair_attribution(PairRecords(asked, 0, kept))
     assert [(cell.column, cell.feature, cell.estimate, cell.off) for cell in found.checked] == [
         (0, -1, 19.0, False),
         (1, 0, 18.0, False),
