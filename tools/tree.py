@@ -22,14 +22,14 @@ PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pypro
 #: lines or statements. Each may grow by `ROOM`; a commit that raises a figure says what the
 #: addition is worth.
 NODES = {
-    "core": 484_830,
+    "core": 483_210,
     "bridges": 19_451,
     "harvest": 41_117,
-    "lab": 98_681,
-    "ops": 34_065,
+    "lab": 97_860,
+    "ops": 34_035,
     "page": 7_465,
     "s3": 5_902,
-    "webhooks": 6_590,
+    "webhooks": 6_460,
 }
 #: Bytes of what browsers load of a package: scripts, styles and documents of ours. Likewise. About
 #: 57,000 are the white space of lines that can be read.

@@ -12,7 +12,7 @@ import sqlite3
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,7 +105,8 @@ class Ranks:
         died = not armed or self._until(lambda: False, rank, 0.3)
         self.deaths[point] += died
         self.kill("rank" if not died else "")
-        self._end(rank, victim if died else "rank", point, served=served)
+        # what has not come to its point may do so just before it is killed
+        self._end(rank, {victim} if died else {"rank", victim}, point, served=served)
         return died
 
     def close(self) -> dict[str, Any]:
@@ -180,16 +181,19 @@ class Ranks:
                     found.append(int(process.name))
         return found
 
-    def _end(self, rank: Any, victim: str, point: str, *, served: bool) -> None:
-        """Check that neither process survives the other, and note what the outbox has then."""
-        codes = [-signal.SIGKILL] if victim == "rank" else [EXIT_NO_RECEIPTS]
-        # without its process a rank cannot begin, and says so
-        codes += [1] if victim == "rowd" and not served else []
+    def _end(self, rank: Any, victims: Set[str], point: str, *, served: bool) -> None:
+        """Check that neither process survives the other, and note what the outbox has then.
+        `victims`: any of them may have died first.
+        """
+        codes = {"rank": [-signal.SIGKILL], "rowd": [EXIT_NO_RECEIPTS]}
+        if not served:  # without its process a rank cannot begin, and says so
+            codes["rowd"].append(1)
+        expected = [code for victim in victims for code in codes[victim]]
         gone = wait_for(
             lambda: not (rank.is_alive() or self._started()), killed_rank.PATIENCE_S, step=0.01
         )
-        assert gone, f"{victim} died at {point!r}: {rank}, {self._started()} still run"
-        assert rank.exitcode in codes, f"{victim} died at {point!r}"
+        assert gone, f"{victims} died at {point!r}: {rank}, {self._started()} still run"
+        assert rank.exitcode in expected, f"{victims} died at {point!r}"
         # from a copy: to open the outbox would repair it
         copy = shutil.copytree(self.folder / "outbox", self.folder / f"outbox{self.boots}")
         for file in copy.glob("*.sqlite"):
