@@ -11,9 +11,9 @@ import resource
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO, Any, BinaryIO
@@ -61,8 +61,11 @@ class HelperProcess:
         self._command = ["-m", module, *map(str, arguments)]
         self._environment = environment
         self.process: subprocess.Popen[bytes] | None = None
-        self._ready = False  # it has reported that it is ready
-        self._turn = threading.Lock()
+        # which has reported that it is ready: one that is being ended may do so late
+        self._ready: subprocess.Popen[bytes] | None = None
+        # Of its own: an answer may take minutes, and other work of the process has few threads. It
+        # takes one question at a time.
+        self._thread = ThreadPoolExecutor(1, "helper")
 
     async def ask(self, question: bytes, patience_s: float | None = None) -> bytes:
         """Return the answer to a question; empty if the helper lacks what the question names.
@@ -71,44 +74,49 @@ class HelperProcess:
         HelperEnded, also after `patience_s`. If it is cancelled, the process is ended.
         """
         process = self.start()
-        exchange = asyncio.create_task(asyncio.to_thread(self._exchange, process, question))
+        loop = asyncio.get_running_loop()
+        exchange = loop.run_in_executor(self._thread, self._exchange, process, question)
         try:
             await asyncio.wait([exchange], timeout=patience_s)
         except asyncio.CancelledError:
-            exchange.cancel()
+            self._kill(process)
+            exchange.cancel()  # nobody asks how it ends
             raise
-        finally:
-            if not exchange.done():
-                self.process = None
-                process.kill()
+        if not exchange.done():
+            self._kill(process)
         reply = await exchange
         if reply.problem is not None:
             raise error_of(reply.problem)
         return reply.answer
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        """Kill a process, which ends the exchange with it."""
+        if self.process is process:
+            self.process = None
+        process.kill()
 
     def _exchange(self, process: subprocess.Popen[bytes], question: bytes) -> HelperReply:
         """Send a question and wait for its answer. Raises HelperEnded."""
         assert process.stdin is not None
         assert process.stdout is not None
         reply = HelperReply()
-        with self._turn:
-            try:
-                if not self._ready:
-                    _read(process.stdout)
-                    self._ready = True
-                process.stdin.write(len(question).to_bytes(_LENGTH, "big"))
-                process.stdin.write(question)
-                process.stdin.flush()
-                while (received := _read(process.stdout)).at:
-                    reply = received
-            except (EOFError, OSError) as error:
-                raise HelperEnded(_ended(process, ENDING_S), reply.at, self._ready) from error
+        try:
+            if self._ready is not process:
+                _read(process.stdout)
+                self._ready = process
+            process.stdin.write(len(question).to_bytes(_LENGTH, "big"))
+            process.stdin.write(question)
+            process.stdin.flush()
+            while (received := _read(process.stdout)).at:
+                reply = received
+        except (EOFError, OSError) as error:
+            ready = self._ready is process
+            raise HelperEnded(_ended(process, ENDING_S), reply.at, ready) from error
         return received
 
     def start(self) -> subprocess.Popen[bytes]:
         """Start the process if it does not run; its first question need not wait for it then."""
         if self.process is None or self.process.poll() is not None:
-            self._ready = False
             self.process = subprocess.Popen(
                 [sys.executable, *self._command, str(os.getpid())],
                 stdin=subprocess.PIPE,

@@ -127,4 +127,4 @@ class PreparedRows:
         finally:
             with self._lock:
                 self._under_way = ""
-                self._lock.notify()
+                self._lock.notify_all()
