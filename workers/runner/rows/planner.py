@@ -306,13 +306,14 @@ class Planner:
     def _plan_capture(self, tokens: StepTokens, drops: Set[WriterWork]) -> None:
         """`drops`: kinds of work whose rows are not recorded."""
         runs = self._runs_of(tokens)
+        self._whole = not drops
         if drops:
             runs = self._without(runs, tokens, drops)
         if not len(runs.lanes):
             return
         several = (runs.counts > FEW) | self._lanes.scattered[runs.lanes]
-        self._whole = not (drops or several.any())
         if several.any():
+            self._whole = False
             runs = self._cut(runs, several, tokens)
         numbers = self._lanes.mask[runs.lanes]
         placed = np.stack([numbers, runs.tokens, runs.counts])
