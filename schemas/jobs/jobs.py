@@ -26,7 +26,6 @@ from ..base.limits import (
     MAX_STOP_TEXT,
     MAX_STOP_TOKENS,
     MAX_STOPS,
-    Count,
     Index,
     Metadata,
     Name,
@@ -102,7 +101,8 @@ class StructuredRequest(Record, omit_defaults=True):
 class Sampling(Record, omit_defaults=True):  # older workers can read it if new fields are unset
     """vLLM's sampling parameters that a job may set; defaults are greedy."""
 
-    max_tokens: Annotated[int, msgspec.Meta(ge=1)] = 16
+    # 0: no token is computed, see `RankSpec.depth`
+    max_tokens: Annotated[int, msgspec.Meta(ge=0)] = 16
     temperature: Annotated[float, msgspec.Meta(ge=0, le=100)] = 0.0
     top_p: TopP = 1.0
     top_k: Annotated[int, msgspec.Meta(ge=0)] = 0  # 0: all
@@ -133,7 +133,7 @@ class SamplingRequest(Sampling):
     Jobs that were accepted under wider limits are read as `Sampling`.
     """
 
-    max_tokens: Count = 16
+    max_tokens: Index = 16
     top_k: TopK = 0
     seed: Seed | None = None
     stop: StopTexts = []

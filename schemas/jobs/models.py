@@ -24,6 +24,9 @@ class ModelFacts(Started, kw_only=True):
     """Describes a served model to users and jobs."""
 
     num_layers: int
+    # a request that needs no token computes only the layers that its rows need; not in a compiled
+    # engine, which computes every prompt in whole
+    exits: bool = False
     hidden_size: int
     vocab_size: int
     max_model_len: int  # tokens, prompt and generated together

@@ -455,13 +455,32 @@ class StoredCapture(Record, omit_defaults=True):
 
         Takes constant time for names and ranges.
         """
-        chosen = select(self.positions, 0, prompt_tokens + max_tokens - 1, prompt_tokens)
+        fed = max(max_tokens - 1, 0)  # tokens that are computed again as inputs
+        chosen = select(self.positions, 0, prompt_tokens + fed, prompt_tokens)
         if self.every_n == 1 or not isinstance(chosen, range):
             return len(chosen)  # a list has only prompt positions, which `every_n` keeps
         of_prompt = range(chosen.start, min(chosen.stop, prompt_tokens))
         skipped = max(chosen.start - prompt_tokens, 0)  # generated tokens before the range
         first = prompt_tokens + -(-skipped // self.every_n) * self.every_n
         return len(of_prompt) + len(range(first, chosen.stop, self.every_n))
+
+
+def depth_of(captures: Sequence[StoredCapture]) -> int:
+    """Return how many layers, counted from the first, must be computed for these rows."""
+    layers = (layer for capture in captures for held in capture.sites.values() for layer in held)
+    return 1 + max(layers, default=-1)
+
+
+def within(steering: Iterable[StoredSteering], depth: int) -> list[StoredSteering]:
+    """Return the entries as they act in the first `depth` layers: no row there depends on later
+    ones.
+    """
+    reaching = []
+    for entry in steering:
+        layers = [layer for layer in entry.layers if layer < depth]
+        if layers:
+            reaching.append(msgspec.structs.replace(entry, layers=layers))
+    return reaching
 
 
 def probe_captures(probes: Sequence[StoredProbe]) -> list[StoredCapture]:
@@ -569,6 +588,9 @@ class RankSpec(Published):
     probes: list[StoredProbe] = []  # score its tokens; their rows are among `captures`
     stream_scores: bool = False  # the probes' scores are sent with the tokens
     tenant: str = ""  # whose turn its readings take
+    # layers that its rows need, counted from the first: it needs no token, and a step may end
+    # there; 0: it needs the whole forward
+    depth: int = 0
 
     @property
     def steering(self) -> tuple[StoredSteering, ...]:

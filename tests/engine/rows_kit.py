@@ -33,7 +33,7 @@ def check_rows(
     for output in outputs:
         prompt = job.prompts[output.index].token_ids
         capture = job.captures[output.index][0]
-        tokens = (prompt + output.token_ids)[:-1]
+        tokens = prompt + output.token_ids[:-1]
         positions = reader.positions(output.index)
         assert positions == list(capture.select(0, len(tokens), len(prompt))), job.id
         assert reader.token_ids(output.index) == [tokens[position] for position in positions]

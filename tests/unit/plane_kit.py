@@ -35,7 +35,7 @@ from midstream.workers.runner.base.config import RankPlace
 from midstream.workers.runner.base.engine_step import Finish, NewRequest
 from midstream.workers.runner.base.row_index import Keeping
 from midstream.workers.runner.plane.data_plane import DataPlane
-from midstream.workers.runner.plane.reentry import ReentryGate
+from midstream.workers.runner.plane.layer_gate import LayerGate
 from midstream.workers.runner.rows.delivery import RowConnection
 
 CAPACITY = 64
@@ -67,7 +67,7 @@ class Rig:
         rank: int = 0,
         world: int = 1,
         traced: bool = False,
-        gate: ReentryGate | None = None,
+        gate: LayerGate | None = None,
         loras: Any = None,
         connect: RowConnection = nearby,
         **options: Any,

@@ -230,6 +230,7 @@ class VllmEngine(RankControl):
                 row_limit * len(self._stages),
             ),
             grades=True,
+            exits=all(item.exits for item in of_ranks),
             readings=readings,
             extensions=extensions,
             absent=absent,
@@ -332,7 +333,7 @@ class VllmEngine(RankControl):
 
     async def generate(self, ask: EngineRequest) -> AsyncGenerator[NewOutput, None]:
         ask, prompt = await self._prompt(ask)
-        spec = rank_spec(ask)
+        spec = rank_spec(ask, exits=self.info.exits)
         request_id = f"{ask.job}.{ask.request}.{ask.attempt}"
         live = self._live.setdefault((ask.job, ask.attempt), set())
         live.add(request_id)

@@ -26,6 +26,16 @@ LEAST_LOGPROB = -9999.0
 
 def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams:
     """Returns vLLM's parameters, named as in `Sampling`, with the spec for the ranks."""
+    if not sampling.max_tokens:
+        # vLLM ends no request without a token: `OutputJoiner` leaves it out
+        return SamplingParams(
+            max_tokens=1,
+            temperature=0.0,
+            prompt_logprobs=sampling.prompt_logprobs,
+            detokenize=sampling.prompt_logprobs is not None,
+            output_kind=RequestOutputKind.DELTA,
+            extra_args=pack(spec) if spec else None,
+        )
     names = (name for name in sampling.__struct_fields__ if name != "structured_outputs")
     form = sampling.structured_outputs
     return SamplingParams(
@@ -79,6 +89,7 @@ class OutputJoiner:
         """
         self._request = ask.request
         self._stream = ask.stream
+        self._silent = not ask.sampling.max_tokens
         self._reader = reader
         self._prompt = prompt
         self._begun = False
@@ -90,6 +101,9 @@ class OutputJoiner:
 
     def add(self, output: RequestOutput) -> NewOutput | None:
         part = output.outputs[0]
+        if self._silent:
+            part.text = ""
+            part.token_ids = []
         scores = self._scores(output)
         self._text.append(part.text)
         self._token_ids += part.token_ids

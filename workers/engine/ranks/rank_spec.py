@@ -6,17 +6,21 @@ from ....schemas.requests.specs import (
     RankSpec,
     StoredSteering,
     content_key,
+    depth_of,
     occurrences,
     steering_digest,
     steering_rows,
     with_columns,
+    within,
 )
 from ..protocol import EngineRequest
 
 
-def rank_spec(ask: EngineRequest) -> RankSpec | None:
+def rank_spec(ask: EngineRequest, *, exits: bool = False) -> RankSpec | None:
     """Returns the spec of a request; None if neither user nor operator requests anything of the
     ranks, which then report nothing.
+
+    `exits`: a forward pass may end before the last layer.
     """
     own_steering = ask.steering
     captures = ask.captures
@@ -31,6 +35,10 @@ def rank_spec(ask: EngineRequest) -> RankSpec | None:
         return None
     prompt_tokens = len(ask.token_ids)
     global_rows = global_steering.at(prompt_tokens)
+    depth = needed_depth(ask) if exits else 0
+    if depth:
+        global_rows = within(global_rows, depth)
+        own_steering = within(own_steering, depth)
     # Global entries travel as if the user had written them first. Digest, first affected position
     # and prefix cache need no second rule, and ranks no state that would have to follow the ledger.
     steering = [*global_rows, *own_steering]
@@ -67,7 +75,16 @@ def rank_spec(ask: EngineRequest) -> RankSpec | None:
         probes=ask.probes,
         stream_scores=ask.stream and any(probe.policy is None for probe in ask.probes),
         tenant=ask.tenant,
+        depth=depth,
     )
+
+
+def needed_depth(ask: EngineRequest) -> int:
+    """Returns `RankSpec.depth` of a request."""
+    sampling = ask.sampling
+    if sampling.max_tokens or sampling.prompt_logprobs is not None or ask.grade is not None:
+        return 0
+    return depth_of(ask.captures)
 
 
 def _digest(

@@ -60,6 +60,7 @@ class Found(Record):
     readings: dict[str, str] = {}  # kind of reading → why it is not served; empty: it is served
     extensions: list[Extension] = []  # loaded extensions
     enters: bool = False  # forwards may begin above the first layer
+    exits: bool = False  # forwards may end below the last layer
     attention: list[AttentionKind] = []  # kinds of the layers that the rank's stage holds
 
 

@@ -45,8 +45,9 @@ from ..rows.overload import overloads
 from ..rows.planner import Tracked
 from ..rows.streams import Streams
 from .grading import Grading
+from .layer_gate import WHOLE_FORWARD, LayerGate
 from .probe_scores import Scorer
-from .reentry import Reentry, ReentryGate
+from .reentry import Reentry
 from .reports import Reports
 from .requests import Requests
 from .step_edits import EditsPart
@@ -82,7 +83,8 @@ class DataPlane:
         *,
         num_layers: int,
         traced: bool,
-        gate: ReentryGate | None = None,
+        gate: LayerGate | None = None,
+        enters: bool = False,
         loras: "LoadedAdapters | None" = None,
         readers: Mapping[type, Reader] | None = None,
         inside: Sequence[BankPart] = (),
@@ -91,9 +93,10 @@ class DataPlane:
         """`sites`, `buffers`: of the residual bank; `inside`: the other banks. `num_layers`: of the
         whole model.
 
-        `traced`: the forward is compiled or graph-captured. `gate`: None if forwards may not begin
-        above the first layer. `loras`: None if no adapters are served. `readers`: by the type of
-        `StoredCapture.reading`. `connect`: where what is recorded goes.
+        `traced`: the forward is compiled or graph-captured. `gate`: None if forwards always compute
+        all layers. `enters`: they may begin above the first one. `loras`: None if no adapters are
+        served. `readers`: by the type of `StoredCapture.reading`. `connect`: where what is recorded
+        goes.
         """
         self._config = config
         self._place = place
@@ -141,9 +144,10 @@ class DataPlane:
         self._view: StepView | None = None  # the planned step, until it has run
         self.entering = (
             Reentry(requests, gate, self.runs, hidden_size, dtype, device)
-            if gate is not None
+            if gate is not None and enters
             else None
         )
+        self._gate = gate
         self.loras = loras
         self._rows = RowsPart(
             requests=requests,
@@ -276,7 +280,7 @@ class DataPlane:
             "requests": len(self._tracked) + len(self._requests.finished),
             "preemptions": self._preemptions,
             "token_rows": self._token_rows,
-            "skipped_rows": self.entering.skipped if self.entering is not None else 0,
+            "skipped_rows": self._gate.skipped if self._gate is not None else 0,
             "schedule": f"{self._schedule:08x}",
             "tainted": len(self._requests.taints),
             "kept_row_bytes": self._rows.store.held,
@@ -306,6 +310,7 @@ class DataPlane:
         resumed: dict[str, int] | None = None,
         ends: Sequence[RequestEnd] = (),
         waiting: Sequence[bytes] = (),
+        depth: int = 0,
     ) -> None:
         """Begin a step: finish ended requests, then admit new ones, so that table rows are released
         before they are acquired.
@@ -313,10 +318,12 @@ class DataPlane:
         `preempted`: number of requests that lost their KV cache before this step; their rows stay
         recorded. `resumed`: request that resumes now → tokens that the prefix cache serves. `ends`:
         arguments of `Requests.end`. `waiting`: packed specs of requests that will begin in a later
-        step.
+        step. `depth`: its forward ends after so many layers; 0: after all.
         """
         requests = self._requests
         requests.step += 1
+        if depth and self._gate is not None:
+            self._gate.end = depth
         if self._delivery.held:
             self._delivery.turn()
         self._preemptions += preempted
@@ -411,6 +418,24 @@ class DataPlane:
             batch = self._batch_of(view, lost)
         for plan in self._plans:
             plan(batch, view)
+        if self._gate is not None and (self._gate.begin or self._gate.end < WHOLE_FORWARD):
+            self._close_layers(self._gate, batch, view)
+
+    def _close_layers(self, gate: LayerGate, batch: StepBatch, view: StepView) -> None:
+        """Account for a step that skips layers; fail requests that need one above its end."""
+        gate.count(view.num_rows)
+        if gate.end == WHOLE_FORWARD:
+            return
+        for _, tracked in batch.members:
+            if not 0 < tracked.spec.depth <= gate.end:
+                self._requests.fail(
+                    tracked,
+                    (
+                        f"internal error: its step ended after {gate.end} layers on rank "
+                        f"{self._place.rank}"
+                    ),
+                    BY_REQUEST,
+                )
 
     def _batch_of(self, view: StepView, without: Sequence[str] = ()) -> StepBatch:
         requests = self._requests
@@ -442,6 +467,8 @@ class DataPlane:
         """
         step = RanStep(self._view, hidden)
         self._view = None
+        if self._gate is not None:
+            self._gate.end = WHOLE_FORWARD
         for drain in self._drains:
             drain(step)
         for settle in self._settles:

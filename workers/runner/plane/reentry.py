@@ -1,111 +1,27 @@
 """Re-entry: starts a step's forward above the first layer, with rows of a source run.
 
-Only forwards that run as Python can. Reasons, design and gain:
-`docs/decisions/0006-reentry-and-grading.md`.
+Reasons, design and gain: `docs/decisions/0006-reentry-and-grading.md`.
 """
 
-import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
 
 import torch
-from torch import nn
 
 from ....schemas.base.records import by_key
 from ....schemas.requests.specs import RankSpec
 from ..base.engine_step import RequestRows, StepView
 from ..base.host_memory import locked_copy
 from ..edits.source_runs import RunStore
-from ..hooks.architectures import ARCHITECTURES, Adapter
-from ..hooks.sites import held_layers, places
 from ..rows.finite_check import all_finite
 from ..rows.planner import Tracked
+from .layer_gate import LayerGate
 from .requests import Requests
 from .step_parts import RanStep, StepBatch, StepPart
 
 #: A tracked request and its rows of the step.
 _Member = tuple[Tracked, RequestRows]
-
-
-@dataclass(eq=False)
-class ReentryGate:
-    """The entry layer of the rank's next forward; layers below it only return their input."""
-
-    layers: Sequence[int]  # absolute numbers of the layers that the rank holds, ascending
-    begin: int = 0  # absolute number of the first computed layer; 0: all are computed
-    # the stream that enters this layer, `[rows of the step, hidden_size]`, if the rank holds it
-    stream: torch.Tensor | None = None
-
-    def open(self, begin: int) -> int:
-        """Have the next forward begin at a layer; return how many of the rank's layers it skips."""
-        self.begin = begin
-        return sum(layer < begin for layer in self.layers)
-
-    def close(self) -> None:
-        """Have the next forward begin at the first layer again."""
-        self.begin = 0
-        self.stream = None
-
-    def entering(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor with the stream that enters the first computed layer, in the shape of
-        `hidden` (`[…, rows, hidden_size]`, perhaps padded).
-
-        Missing rows are zeros; their requests have failed.
-        """
-        stream = torch.zeros_like(hidden, memory_format=torch.contiguous_format)
-        if self.stream is not None:
-            stream.view(-1, hidden.shape[-1])[: len(self.stream)] = self.stream
-        return stream
-
-
-def enters_above(adapter: Adapter) -> bool:
-    """Return whether a forward may begin above the first layer: the table of architectures has the
-    model, so that its layers are known to pass on the stream and nothing else.
-
-    False for models with layers of several kinds, since recurrent layers keep their own state.
-    """
-    return adapter.architecture in ARCHITECTURES and not adapter.kinds
-
-
-def install_gate(model: nn.Module, adapter: Adapter) -> ReentryGate:
-    """Wrap the decoder layers that this rank holds.
-
-    Called after `sites.install`, because the sites of a skipped layer must not run.
-    """
-    held = held_layers(model, adapter)
-    gate = ReentryGate([number for number, _ in held])
-    for number, layer in held:
-        _wrap(gate, number, layer, pair=adapter.tap("pre_attn", 1).kind == "pair")
-    return gate
-
-
-def _wrap(gate: ReentryGate, number: int, layer: nn.Module, *, pair: bool) -> None:
-    """Wrap a layer's forward. `pair`: the layer takes and returns `(hidden, residual)`, whose sum
-    is the stream; else one tensor.
-    """
-    forward = layer.forward
-    bare = type(layer).forward.__get__(layer)
-    signature = inspect.signature(bare)
-    hidden_name = [*signature.parameters][places(bare)[0]]
-
-    def with_gate(*args: Any, **kwargs: Any) -> Any:
-        if number > gate.begin or not gate.begin:
-            return forward(*args, **kwargs)
-        call = signature.bind(*args, **kwargs)
-        hidden = call.arguments[hidden_name]
-        if number < gate.begin:
-            # A later stage expects two tensors, although nothing is computed here.
-            return (hidden, hidden) if pair else hidden
-        stream = gate.entering(hidden)
-        # −0 + x is x, bit for bit, even if x is a zero; a replaced row is stored the same way.
-        call.arguments[hidden_name] = torch.full_like(hidden, -0.0) if pair else stream
-        if pair:
-            call.arguments["residual"] = stream
-        return forward(*call.args, **call.kwargs)
-
-    layer.forward = with_gate
 
 
 def first_layer(step: Sequence[tuple[RankSpec | None, RequestRows]], block_size: int) -> int:
@@ -143,13 +59,12 @@ class Reentry(StepPart):
     """Step part for re-entry: opens the gate before the forward, closes it after."""
 
     _requests: Requests
-    _gate: ReentryGate
+    _gate: LayerGate
     _runs: RunStore
     _hidden_size: int  # of the stream, as its dtype and device
     _dtype: torch.dtype
     _device: torch.device
     block_size: int = 1  # tokens of a KV cache block; set once it is known
-    skipped: int = 0  # (token row, layer of this rank) pairs that were not computed
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
         """Open the gate; fail the requests whose rows this rank lacks."""
@@ -162,13 +77,13 @@ class Reentry(StepPart):
             step = [(specs.get(rows.id), rows) for rows in view.requests]
             if not (begin := first_layer(step, self.block_size)):
                 return
-            self.skipped += self._gate.open(begin) * view.num_rows
+            self._gate.begin = begin
             if begin in self._gate.layers:  # ranks of other stages need no rows
                 self._gate.stream = self._stream(begin, tracked_rows, view.num_rows)
 
     def drain(self, step: RanStep) -> None:
         if self._gate.begin:
-            self._gate.close()
+            self._gate.begin_at_first()
 
     def _stream(self, layer: int, tracked_rows: Sequence[_Member], num_rows: int) -> torch.Tensor:
         """Return the stream that enters `layer`: `[num_rows, hidden_size]`."""

@@ -109,6 +109,7 @@ class _Adapter:
                 resumed=_resumed(scheduler_output),
                 ends=orders.ends,
                 waiting=orders.waiting,
+                depth=orders.depth,
             )
             chosen = self.midstream.choose(_windows(scheduler_output))
         return in_family(chosen)

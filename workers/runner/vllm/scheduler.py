@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence, Set
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -32,6 +33,7 @@ from .cell_steps import CellSteps, RepeatedPrompt
 from .kept_blocks import KeptBlocks
 from .quarantine import Quarantine, non_finite_in, private
 from .ring_budget import RingBudget
+from .shallow_steps import ShallowSteps
 from .stages import stage_layers
 
 _KEY = "midstream"
@@ -53,6 +55,8 @@ _epoch = 0
 _HASHED_IN = "midstream_hashed_in"
 #: Attribute of a request: its decoded spec, or None.
 _SPEC = "midstream_spec"
+#: Attribute of a shallow request: the hashes that its blocks had if all layers were computed.
+_WHOLE_HASHES = "midstream_whole_hashes"
 
 idle_sleep.install()
 zeroed_blocks.install()
@@ -78,6 +82,7 @@ class StepOrders(NamedTuple):
     # that ranks can lay out their rows ahead
     waiting: Sequence[bytes] = ()
     load: EngineLoad = EngineLoad()  # sent to ranks because the worker polls them anyway
+    depth: int = 0  # the forward ends after so many layers; 0: after all of them, with the head
 
 
 def orders_of(scheduler_output: Any) -> StepOrders:
@@ -108,6 +113,8 @@ class _Midstream:
         # of prompts is done for these alone
         self._midstream_filling: set[str] = set()
         self._midstream_limited: Set[str] = frozenset()  # those, and requests that wait
+        self._midstream_shallow = ShallowSteps()
+        self._midstream_held_out: Set[str] = frozenset()  # by it, of this step
         manager = self.kv_cache_manager  # type: ignore[attr-defined]
         vllm_config = self.vllm_config  # type: ignore[attr-defined]
         config = plane_config()
@@ -142,7 +149,7 @@ class _Midstream:
         )
         self._midstream_quarantine = Quarantine(manager)
         self._midstream_probes = ProbeNews()
-        manager.get_computed_blocks = self._capped(manager.get_computed_blocks)
+        manager.get_computed_blocks = self._capped(manager.get_computed_blocks, block)
 
     def add_request(self, request: Any) -> None:
         if (spec := _spec(request)) is not None:
@@ -155,6 +162,8 @@ class _Midstream:
     def _join(self, request: Any, spec: RankSpec) -> None:
         """Record what later steps need from the spec."""
         self._fill(request)
+        if spec.depth and spec.version == __version__:
+            self._midstream_shallow.join(request.request_id, spec.depth, request.num_tokens)
         if spec.captures and spec.version == __version__:
             self._midstream_ring.join(
                 request.request_id,
@@ -237,8 +246,10 @@ class _Midstream:
             self._midstream_bases.pop(request.request_id, None)
             self._midstream_chunks.pop(request.request_id, None)
             self._midstream_filling.discard(request.request_id)
+            self._midstream_shallow.leave(request.request_id)
             if (
                 spec.keep_blocks
+                and not spec.depth
                 and not spec.digest
                 and not aborted
                 and self._midstream_quarantine.is_clean(request)
@@ -251,12 +262,15 @@ class _Midstream:
         running = self.running  # type: ignore[attr-defined]
         filling = self._midstream_filling
         waits = self._midstream_ring.look()
-        self._bind("_reserve_prefill_lookahead", ours=bool(filling or waits))
-        self._midstream_limited = filling | waits if waits else filling
+        held_out = self._midstream_shallow.held_out(self.requests)  # type: ignore[attr-defined]
+        self._midstream_held_out = held_out
+        kept_back = waits | held_out if held_out else waits
+        self._bind("_reserve_prefill_lookahead", ours=bool(filling or kept_back))
+        self._midstream_limited = filling | kept_back if kept_back else filling
         with self._midstream_cells.composing(
             running,
             self.waiting,  # type: ignore[attr-defined]
-            waits | self._midstream_long if running else waits,
+            kept_back | self._midstream_long if running else kept_back,
         ):
             if filling or waits:
                 self._midstream_ring.begin(
@@ -294,7 +308,11 @@ class _Midstream:
         running, queued = self.get_request_counts()  # type: ignore[attr-defined]
         usage = self.kv_cache_manager.usage  # type: ignore[attr-defined]
         load = EngineLoad(running, queued, usage)
-        setattr(output, _ORDERS, StepOrders(ended, ends, keeping, waiting, load))
+        depth = self._midstream_shallow.take(
+            output.num_scheduled_tokens,
+            self.requests,  # type: ignore[attr-defined]
+        )
+        setattr(output, _ORDERS, StepOrders(ended, ends, keeping, waiting, load, depth))
         return output
 
     def _bind(self, name: str, *, ours: bool) -> None:
@@ -322,7 +340,11 @@ class _Midstream:
             num_new_tokens = min(
                 num_new_tokens, self._midstream_chunks.get(request.request_id, num_new_tokens)
             )
-        tokens = self._midstream_ring.take(request.request_id, num_computed_tokens, num_new_tokens)
+        tokens = (
+            0
+            if request.request_id in self._midstream_held_out
+            else self._midstream_ring.take(request.request_id, num_computed_tokens, num_new_tokens)
+        )
         if num_new_tokens > 0 and not tokens:
             # vLLM's runner finds drafts of the step before only
             request.spec_token_ids = []
@@ -379,6 +401,7 @@ class _Midstream:
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
         self._midstream_quarantine.leaving(request.request_id)
         self._fill(request)
+        self._midstream_shallow.left(request.request_id, request.num_tokens)
         super()._preempt_request(request, *args, **kwargs)  # type: ignore[misc]
         _rehash(request)
 
@@ -390,7 +413,7 @@ class _Midstream:
                 keeping.serve += rows.serve(
                     data.req_id,
                     captures,
-                    self.requests[data.req_id].block_hashes,  # type: ignore[attr-defined]
+                    _row_hashes(self.requests[data.req_id]),  # type: ignore[attr-defined]
                     data.num_computed_tokens,
                 )
         filling = self._midstream_filling
@@ -401,20 +424,22 @@ class _Midstream:
             stop = request.num_computed_tokens  # already includes the tokens of this step
             if captures is not None:
                 start = stop - scheduled[request_id]
-                keeping.keep += rows.keep(request_id, captures, request.block_hashes, start, stop)
+                keeping.keep += rows.keep(request_id, captures, _row_hashes(request), start, stop)
             if stop >= request.num_tokens:  # a preempted request computes more than its prompt
                 filling.discard(request_id)
         keeping.drop = rows.dropped()
         return keeping
 
-    def _capped(self, original: Any) -> Any:
-        """Return `get_computed_blocks` with limits on the blocks that a request may reuse.
+    def _capped(self, original: Any, block: int) -> Any:
+        """Return `get_computed_blocks` with limits on the blocks that a request may reuse. `block`:
+        tokens of a hash.
 
         A request that captures reuses cached blocks only as far as their captured rows are kept. A
         sweep cell reuses the kept blocks of its base, the sweep's unpatched prompt, up to the first
         position that the cell edits. A request whose forward may begin above the first layer reuses
         only blocks before the first position that it edits, which other requests computed. Blocks
-        that it filled itself, before it was preempted, may lack the lower layers.
+        that it filled itself, before it was preempted, may lack the lower layers. A shallow request
+        reuses blocks of its depth, or those of requests that computed all layers.
         """
 
         def get_computed_blocks(request: Any, max_cache_hit_length: int | None = None) -> Any:
@@ -433,9 +458,17 @@ class _Midstream:
                 limits.append(
                     captures.lowest_captured
                     if request.num_preemptions
-                    else self._midstream_rows.reach(captures, request.block_hashes)
+                    else self._midstream_rows.reach(captures, _row_hashes(request))
                 )
-            return original(_Shortened(request, min(limits)) if limits else request)
+            if not (spec := _spec(request)) or not spec.depth:
+                return original(_Shortened(request, min(limits)) if limits else request)
+            # Blocks of whole forwards have all that a shallow request reads.
+            limit = min(limits, default=request.num_tokens)
+            whole = _row_hashes(request)
+            found = original(_Shortened(request, limit, whole))
+            blocks = found[1] // block
+            own = request.block_hashes[blocks:]
+            return original(_Shortened(request, limit, whole[:blocks] + own)) if own else found
 
         return get_computed_blocks
 
@@ -447,12 +480,44 @@ class _Shortened:
     last, so here the request has fewer.
     """
 
-    def __init__(self, request: Any, limit: int) -> None:
+    def __init__(self, request: Any, limit: int, hashes: list[Any] | None = None) -> None:
+        """`hashes`: of its blocks, if not its own."""
         self._request = request
         self.num_tokens = min(request.num_tokens, limit + 1)
+        if hashes is not None:
+            self.block_hashes = hashes
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._request, name)
+
+
+class _Whole:
+    """A shallow request as vLLM hashes the blocks of one that computes all layers."""
+
+    def __init__(self, request: Any) -> None:
+        self._request = request
+        self.block_hashes = list[Any]()
+        spec = _spec(request)
+        assert spec is not None, "a shallow request has one"
+        setattr(self, _SPEC, replace(spec, depth=0))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+def _row_hashes(request: Any) -> list[Any]:
+    """Return the hashes of a request's blocks, for a shallow one those as if it computed all
+    layers: a row is the same in both.
+    """
+    spec = _spec(request)
+    hashes: list[Any] = request.block_hashes
+    if spec is None or not spec.depth or not hashes:
+        return hashes
+    known: list[Any] | None = getattr(request, _WHOLE_HASHES, None)
+    if known is None or len(known) != len(hashes):
+        known = request._block_hasher(_Whole(request))
+        setattr(request, _WHOLE_HASHES, known)
+    return known
 
 
 class MidstreamScheduler(_Midstream, Scheduler):
@@ -485,6 +550,7 @@ def _rehash(request: Any, *, always: bool = False) -> None:
     spec = _spec(request)
     if (always or (spec is not None and spec.digest)) and request.block_hashes:
         request.block_hashes.clear()
+        setattr(request, _WHOLE_HASHES, None)
         request.update_block_hashes()
 
 
@@ -508,6 +574,8 @@ def _install_block_keys() -> None:
                 spec.prompt_tokens if spec.by_prompt and end_token_idx >= spec.prompt_tokens else 0
             )
             keys = (*(keys or ()), (_KEY, spec.digest, prompt_tokens, _epoch))
+        if spec is not None and spec.depth:
+            keys = (*(keys or ()), (_KEY, spec.depth))
         if owner := private(request, end_token_idx):
             keys = (*(keys or ()), (_KEY, owner))
         return keys, next_mm_idx

@@ -50,8 +50,8 @@ from ..hooks.sites import (
 from ..plane.data_plane import DataPlane, RankAnswer, answer
 from ..plane.grading import tap
 from ..plane.inside_hooks import Group, install_inside
+from ..plane.layer_gate import enters_above, exits_below, install_gate
 from ..plane.loras import LoadedAdapters
-from ..plane.reentry import enters_above, install_gate
 from ..readings.features import FeatureReader
 from ..readings.installed_readers import LoadedReader, load_readers
 from ..readings.readers import readers_of
@@ -219,6 +219,7 @@ class MidstreamWorker(PlatformWorker):
             stages=pp.world_size,
         )
         enters = config.sweep_entry and not traced and "pre_attn" in hooks and enters_above(adapter)
+        exits = not traced and exits_below(adapter)
         installed: dict[str, LoadedReader] = {}
         ops: list[Extension] = []
         try:
@@ -247,9 +248,10 @@ class MidstreamWorker(PlatformWorker):
             readings=readings,
             extensions=extensions,
             enters=enters,
+            exits=exits,
             attention=kinds,
         )
-        gate = install_gate(loaded, adapter) if enters else None
+        gate = install_gate(loaded, adapter) if enters or exits else None
         with threads_elsewhere(set(config.cores)):
             learn_records()
             self._plane = DataPlane(
@@ -260,6 +262,7 @@ class MidstreamWorker(PlatformWorker):
                 num_layers=adapter.num_layers,
                 traced=traced,
                 gate=gate,
+                enters=enters,
                 loras=loras,
                 readers=readers,
                 inside=inside,

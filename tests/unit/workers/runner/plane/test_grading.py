@@ -26,12 +26,8 @@ from midstream.schemas.requests.specs import (
 )
 from midstream.workers.runner.base.engine_step import RequestRows, StepView
 from midstream.workers.runner.plane.grading import KEPT, Grading, tap
-from midstream.workers.runner.plane.reentry import (
-    Reentry,
-    ReentryGate,
-    first_layer,
-    install_gate,
-)
+from midstream.workers.runner.plane.layer_gate import LayerGate, install_gate
+from midstream.workers.runner.plane.reentry import Reentry, first_layer
 from midstream.workers.runner.plane.reports import lacking
 from midstream.workers.runner.plane.step_parts import RanStep, StepBatch
 from midstream.workers.runner.rows.planner import Tracked
@@ -353,7 +349,7 @@ class Model(nn.Module):
         return hidden, residual
 
 
-def gated(kind: type[nn.Module], layers: range = range(6)) -> tuple[Model, ReentryGate]:
+def gated(kind: type[nn.Module], layers: range = range(6)) -> tuple[Model, LayerGate]:
     model = Model(kind, layers)
     adapter = SimpleNamespace(
         variant=SimpleNamespace(layers="layers"),
@@ -392,7 +388,7 @@ class Failures:
         self.reasons.append(f"{tracked.spec.request}: {why}")
 
 
-def entering(gate: ReentryGate, *keys: str) -> Reentry:
+def entering(gate: LayerGate, *keys: str) -> Reentry:
     cpu = torch.device("cpu")
     made = Reentry(Failures(), gate, Runs(*keys), HIDDEN, torch.float32, cpu)  # type: ignore[arg-type]
     made.block_size = BLOCK
@@ -432,7 +428,7 @@ def test_reentry_skips_lower_layers_and_restores_rows_exactly(kind: type[nn.Modu
     ]
     # −0: a zero of the stream keeps its sign
     assert residual is None or bool(hidden.signbit().all())
-    assert forward.skipped == 3 * rows
+    assert gate.skipped == 0  # the plane counts
     forward.drain(RanStep(None, None))
     model(torch.randn(rows, HIDDEN))
     assert [len(layer.seen) for layer in model.held] == [1, 1, 1, 2, 2, 2]

@@ -19,8 +19,9 @@ from midstream.workers.runner.edits.prepared_rows import PreparedRows
 from midstream.workers.runner.edits.steering_tables import Tables
 from midstream.workers.runner.files.writer import CaptureWriter
 from midstream.workers.runner.plane.grading import Grading
+from midstream.workers.runner.plane.layer_gate import LayerGate
 from midstream.workers.runner.plane.probe_scores import Scorer
-from midstream.workers.runner.plane.reentry import Reentry, ReentryGate
+from midstream.workers.runner.plane.reentry import Reentry
 from midstream.workers.runner.plane.reports import Reports
 from midstream.workers.runner.rows.banks import Banks
 from midstream.workers.runner.rows.overload import Overload
@@ -44,7 +45,7 @@ ACTORS: dict[type, tuple[str, ...]] = {
     RowStore: ("serve", "keep", "drop"),
     Overload: ("check",),
     Reentry: ("plan",),
-    ReentryGate: ("close",),
+    LayerGate: ("begin_at_first",),
     Grading: ("plan", "take"),
     Reports: ("over",),
     Rank: ("forward",),
@@ -78,8 +79,8 @@ class Whole(Rig):
     """A rank with all parts, whose forward begins above the first layer and returns logits."""
 
     def __init__(self, folder: Path) -> None:
-        self.gate = ReentryGate([0, 1])
-        super().__init__(folder, gate=self.gate, loras=Adapters())
+        self.gate = LayerGate([0, 1])
+        super().__init__(folder, gate=self.gate, enters=True, loras=Adapters())
         forward = self._rank.forward
 
         def with_logits(*windows: tuple[Request, int, int]) -> None:
@@ -111,8 +112,8 @@ def step(rig: Rig, log: list[str], *windows: tuple[Request, int, int], **given: 
 
 def without_gate(calls: list[str]) -> list[str]:
     """The gate closes after the forward; no other part depends on when."""
-    assert calls.index("ReentryGate.close") > calls.index("Rank.forward")
-    return [call for call in calls if call != "ReentryGate.close"]
+    assert calls.index("LayerGate.begin_at_first") > calls.index("Rank.forward")
+    return [call for call in calls if call != "LayerGate.begin_at_first"]
 
 
 CHECKS = ["Overload.check"] * len(WORKS)
