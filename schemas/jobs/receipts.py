@@ -87,6 +87,9 @@ class Receipt(Wire):
     scores: list[ProbeScore] = []  # of the probes in the stage's layers, from its first rank
     identity: str = ""  # of the model that the rank has loaded
     sizes: list[EditSizes] = []  # of its edits, from the stage's first rank
+    # layers, counted from the first, after which its forward passes could end, on whatever stage
+    # they are; 0: they computed all
+    depth: int = 0
 
     @property
     def attempt_id(self) -> str:

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import Annotated, Literal, Self
@@ -465,10 +465,16 @@ class StoredCapture(Record, omit_defaults=True):
         return len(of_prompt) + len(range(first, chosen.stop, self.every_n))
 
 
-def depth_of(captures: Sequence[StoredCapture]) -> int:
+def captured_layers(captures: Iterable[StoredCapture]) -> Iterator[int]:
+    """Yield the layers of the captures' sites; one may come several times."""
+    for capture in captures:
+        for layers in capture.sites.values():
+            yield from layers
+
+
+def depth_of(captures: Iterable[StoredCapture]) -> int:
     """Return how many layers, counted from the first, must be computed for these rows."""
-    layers = (layer for capture in captures for held in capture.sites.values() for layer in held)
-    return 1 + max(layers, default=-1)
+    return 1 + max(captured_layers(captures), default=-1)
 
 
 def within(steering: Iterable[StoredSteering], depth: int) -> list[StoredSteering]:

@@ -116,6 +116,7 @@ def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[...
         "chunked",
         "decoding",
         "mixed",
+        "ends early",
     ]
     assert [want for want in wanted if want not in names] == []
     assert {law.checked for law in made.laws if law.law.startswith("post_attn = pre_attn")} == {

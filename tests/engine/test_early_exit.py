@@ -10,6 +10,7 @@ from rows_kit import check_rows, direction
 from tiny import LAYERS
 
 from midstream.schemas.jobs.jobs import Job
+from midstream.schemas.requests.specs import EntryPoint
 
 BLOCK = 128
 
@@ -83,7 +84,7 @@ def test_edits_that_no_row_sees_are_left_out_and_others_are_applied(
     outputs = v1.run(job)[job.id]
     check_rows(v1, reference, job, outputs, edits)
     (receipt,) = v1.receipts(job)
-    assert receipt.applied == 2 * 25
+    assert (receipt.applied, receipt.depth) == (2 * 25, 2)
 
 
 def test_blocks_serve_requests_that_need_no_more_layers_than_they_have(
@@ -107,3 +108,21 @@ def test_blocks_serve_requests_that_need_no_more_layers_than_they_have(
     assert hit(LAYERS) == 0
     assert hit(LAYERS) == 2 * BLOCK
     assert hit(1) == 2 * BLOCK
+
+
+def test_a_cell_that_enters_above_and_is_read_below_computes_what_is_between(
+    v1: Host, reference: Reference
+) -> None:
+    """It enters at layer 1, whose edit moves the row of layer 2; layers 0 and 3 are left out."""
+    prompt = prompt_of(20, seed=560)
+    base = v1.job(prompt, max_tokens=1, capture=capture_of([1], "all_prompt", "base", "pre_attn"))
+    v1.run(base)
+    key = v1.keep(base)
+    edit = Edit(1, direction(4), [7], "post_block", "replace")
+    capture = capture_of([2], "all_prompt")
+    job = v1.job(prompt, max_tokens=0, capture=capture, steering=v1.steering(edit))
+    before = skipped(v1)
+    answer = v1.run_any(job, entries={job.id: EntryPoint(key, 1)})
+    assert not answer.errors, answer.errors
+    check_rows(v1, reference, job, answer.outputs[job.id], [edit])
+    assert skipped(v1) - before == 2 * len(prompt)

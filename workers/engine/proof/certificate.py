@@ -442,6 +442,8 @@ class _Run:
 
         async with self._access.holding([name], fetch):
             await self._together(requests)
+            if self._info.exits:
+                plan.copies.append(await self._shallow())
             if "post_block" in self._hooks:
                 last = self._layers[-1]
                 plan.final = LayerEdit(
@@ -458,6 +460,16 @@ class _Run:
         await self._ended(
             [BASE, *([CHUNKED] if self._access.chunked else []), *range(AGAIN, self._number + 1)]
         )
+
+    async def _shallow(self) -> Copy:
+        """Run a request alone whose forward ends at half of the layers."""
+        depth = max(1, len(self._layers) // 2)
+        number = self._next()
+        sites = {hook: self._layers[:depth] for hook in self._hooks}
+        capture = StoredCapture(sites=sites, positions=self._compared, tag="shallow")
+        await self._generate(number, self._prompt, [capture], max_tokens=0)
+        law = "rows of a forward that ends early = those of a whole one"
+        return Copy(law, number, self._compared, depth)
 
     async def _together(self, requests: Sequence[Coroutine[Any, Any, Output]]) -> list[Output]:
         """Run requests that begin in the same step, as far as they fit; returns their outputs."""

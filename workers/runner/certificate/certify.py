@@ -383,6 +383,8 @@ class Certifier:
             got = self._kept.of(copy.request, copy.positions)
             expected = self._kept.of(plan.base, copy.positions)
             for layer in self._layers:
+                if copy.depth and layer >= copy.depth:
+                    break
                 for hook in self._shape.hooks:
                     name = f"{hook}: {copy.law}"
                     self._findings.append(

@@ -86,6 +86,7 @@ class Copy(msgspec.Struct):
     law: str
     request: int
     positions: list[int]
+    depth: int = 0  # only the rows of so many layers, counted from the first; 0: of all
 
 
 class CertificatePlan(msgspec.Struct):

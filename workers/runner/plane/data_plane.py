@@ -84,7 +84,6 @@ class DataPlane:
         num_layers: int,
         traced: bool,
         gate: LayerGate | None = None,
-        enters: bool = False,
         loras: "LoadedAdapters | None" = None,
         readers: Mapping[type, Reader] | None = None,
         inside: Sequence[BankPart] = (),
@@ -94,9 +93,8 @@ class DataPlane:
         whole model.
 
         `traced`: the forward is compiled or graph-captured. `gate`: None if forwards always compute
-        all layers. `enters`: they may begin above the first one. `loras`: None if no adapters are
-        served. `readers`: by the type of `StoredCapture.reading`. `connect`: where what is recorded
-        goes.
+        all layers. `loras`: None if no adapters are served. `readers`: by the type of
+        `StoredCapture.reading`. `connect`: where what is recorded goes.
         """
         self._config = config
         self._place = place
@@ -144,7 +142,7 @@ class DataPlane:
         self._view: StepView | None = None  # the planned step, until it has run
         self.entering = (
             Reentry(requests, gate, self.runs, hidden_size, dtype, device)
-            if gate is not None and enters
+            if gate is not None and gate.enters
             else None
         )
         self._gate = gate

@@ -26,6 +26,7 @@ class LayerGate:
     """The layers that the rank's next forward computes; the others only return their input."""
 
     layers: Sequence[int]  # absolute numbers of the layers that the rank holds, ascending
+    enters: bool = True  # forwards may begin above the first layer
     begin: int = 0  # absolute number of the first computed layer
     # the stream that enters this layer, `[rows of the step, hidden_size]`, if the rank holds it
     stream: torch.Tensor | None = None
@@ -69,13 +70,13 @@ def exits_below(adapter: Adapter) -> bool:
     return adapter.architecture in ARCHITECTURES
 
 
-def install_gate(model: nn.Module, adapter: Adapter) -> LayerGate:
+def install_gate(model: nn.Module, adapter: Adapter, *, enters: bool = True) -> LayerGate:
     """Wrap the decoder layers that this rank holds, and the model's head.
 
     Called after `sites.install`, because the sites of a skipped layer must not run.
     """
     held = held_layers(model, adapter)
-    gate = LayerGate([number for number, _ in held])
+    gate = LayerGate([number for number, _ in held], enters)
     for number, layer in held:
         _wrap(gate, number, layer, pair=adapter.tap("pre_attn", 1).kind == "pair")
     if hasattr(model, "compute_logits"):

@@ -10,7 +10,7 @@ from itertools import chain
 import torch
 
 from ....schemas.base.records import by_key
-from ....schemas.requests.specs import RankSpec
+from ....schemas.requests.specs import RankSpec, captured_layers
 from ..base.engine_step import RequestRows, StepView
 from ..base.host_memory import locked_copy
 from ..edits.source_runs import RunStore
@@ -45,8 +45,10 @@ def first_layer(step: Sequence[tuple[RankSpec | None, RequestRows]], block_size:
 def _may_enter(spec: RankSpec, rows: RequestRows, block_size: int) -> bool:
     """Return whether nothing needs the results of the layers below the entry for these rows."""
     assert spec.entry is not None
+    if any(layer < spec.entry.layer for layer in captured_layers(spec.captures)):
+        return False
     # Part of a prompt is computed in full, because the rest of it may have to be.
-    if spec.captures or rows.first_position + rows.num_rows != spec.prompt_tokens:
+    if rows.first_position + rows.num_rows != spec.prompt_tokens:
         return False
     # Cache blocks that end before the first edited position may serve other requests.
     if rows.first_position < max(spec.first_affected, 0) // block_size * block_size:

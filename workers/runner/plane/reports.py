@@ -141,6 +141,7 @@ class Reports:
             trace=spec.trace,
             scores=_reported_scores(tracked, place),
             identity=self._config.identity,
+            depth=spec.depth,
         )
 
 

@@ -251,7 +251,7 @@ class MidstreamWorker(PlatformWorker):
             exits=exits,
             attention=kinds,
         )
-        gate = install_gate(loaded, adapter) if enters or exits else None
+        gate = install_gate(loaded, adapter, enters=enters) if enters or exits else None
         with threads_elsewhere(set(config.cores)):
             learn_records()
             self._plane = DataPlane(
@@ -262,7 +262,6 @@ class MidstreamWorker(PlatformWorker):
                 num_layers=adapter.num_layers,
                 traced=traced,
                 gate=gate,
-                enters=enters,
                 loras=loras,
                 readers=readers,
                 inside=inside,

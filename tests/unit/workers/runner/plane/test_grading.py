@@ -220,7 +220,9 @@ def test_only_the_first_logits_after_a_plan_are_the_steps() -> None:
 HIDDEN = 8
 BLOCK = 4
 TOKENS = 10
-CAPTURE = StoredCapture(sites={"post_block": [3]}, positions="all", tag="t")
+BELOW, ABOVE = (
+    StoredCapture(sites={"post_block": [layer]}, positions="all", tag="t") for layer in (1, 3)
+)
 
 
 def patch(layers: Sequence[int], positions: PositionSelector = "all") -> StoredSteering:
@@ -281,6 +283,7 @@ FROM_BLOCK = (4, TOKENS - 4)
         ([(cell(5, "j.0.base"), *FROM_BLOCK), (cell(2, "j.7.base"), *FROM_BLOCK)], 2),
         ([(cell(5, "j.0.base"), *FROM_BLOCK), (cell(2, "k.0.base"), *FROM_BLOCK)], 0),
         ([(cell(at, f"{job}.0.base"), *FROM_BLOCK) for job in "jk" for at in (2, 5)], 2),
+        ([(cell(5), *FROM_BLOCK), (cell(captures=[ABOVE]), *FROM_BLOCK)], 2),
         # one request needs the layers below
         *(
             ([(cell(5), *FROM_BLOCK), beside], 0)
@@ -289,7 +292,7 @@ FROM_BLOCK = (4, TOKENS - 4)
                 (cell(entry=None), *FROM_BLOCK),
                 (cell(), 4, 3),  # a chunk
                 (cell(), *WHOLE),  # shared blocks
-                (cell(captures=[CAPTURE]), *FROM_BLOCK),
+                (cell(captures=[BELOW]), *FROM_BLOCK),
                 (cell(at=[2, 1]), *FROM_BLOCK),  # patched below
                 (cell(0), *FROM_BLOCK),
             )

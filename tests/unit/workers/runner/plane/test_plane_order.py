@@ -80,7 +80,7 @@ class Whole(Rig):
 
     def __init__(self, folder: Path) -> None:
         self.gate = LayerGate([0, 1])
-        super().__init__(folder, gate=self.gate, enters=True, loras=Adapters())
+        super().__init__(folder, gate=self.gate, loras=Adapters())
         forward = self._rank.forward
 
         def with_logits(*windows: tuple[Request, int, int]) -> None:
