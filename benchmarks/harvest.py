@@ -29,6 +29,9 @@ from midstream.schemas.settings.settings import load_settings
 from midstream_harvest.records.harvests import HarvestView
 
 LENGTH = 256
+#: Of the model's 30: one at a quarter, one at half, the last, and six up to the last but two. The
+#: layers above the highest are not computed.
+LAYERS = ([7], [14], [29], [2, 7, 12, 17, 22, 27])
 ENGINE = {
     "engine.max_num_seqs": 64,
     "engine.max_num_batched_tokens": 2048,
@@ -97,13 +100,13 @@ def speed(arguments: argparse.Namespace) -> dict[str, Any]:
                 Stack(root / "ours", api=True, start_timeout_s=300, **options) as stack,
                 Client(stack.url) as client,
             ):
-                for layers in ([15], [2, 7, 12, 17, 22, 27]):
+                for layers in LAYERS:
                     rounds = [
                         turn(stock, client, layers, number, arguments.sequences)
                         for number in range(arguments.rounds + 1)
                     ][1:]
                     ratios = [rates["harvest"] / rates["stock"] for rates in rounds]
-                    found[f"{len(layers)} layers"] = {
+                    found[f"layers {layers}"] = {
                         f"{kind}_tokens_s": [round(rates[kind]) for rates in rounds]
                         for kind in ("stock", "harvest")
                     } | {"harvest_to_stock": round(statistics.median(ratios), 3)}
@@ -120,7 +123,7 @@ def turn(
     count: int,
 ) -> dict[str, float]:
     """Tokens/s of each on the same sequences; who is first changes."""
-    lines = sequences(count, 1000 * len(layers) + number)
+    lines = sequences(count, 1000 * sum(layers) + number)
     tokens = sum(map(len, lines))
 
     def ours() -> float:
@@ -131,7 +134,7 @@ def turn(
     order = ["stock", "harvest"][:: 1 if number % 2 else -1]
     kinds = {"stock": lambda: stock.run(lines, 1, 64), "harvest": ours}
     rates = {kind: tokens / kinds[kind]() for kind in order}
-    print(f"{len(layers)} layers, turn {number}: {rates}", file=sys.stderr)
+    print(f"layers {layers}, turn {number}: {rates}", file=sys.stderr)
     return rates
 
 

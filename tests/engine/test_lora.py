@@ -104,7 +104,7 @@ def worst(engine: Adapted, name: str, job, outputs, edits=()) -> float:
     reader = engine.host.capture(job)
     errors = []
     for output in outputs:
-        tokens = job.prompts[output.index].token_ids + output.token_ids
+        tokens = job.prompts[output.index].token_ids + (output.token_ids or [0])
         wanted = engine.truth[name].rows(tokens[:-1], edits)
         positions = reader.positions(output.index)
         for hook, layers in job.captures[output.index][0].sites.items():
@@ -153,6 +153,21 @@ def test_rows_of_mixed_batches_are_those_of_each_requests_own_adapter(llama_lora
     require_right_rows(llama_loras, jobs, answers)
     changed = jobs["one", False]
     assert worst(llama_loras, "", changed, answers[changed.id]) > 0.05, "the adapter changes rows"
+
+
+def test_requests_without_tokens_have_the_rows_of_their_adapters(llama_loras: Adapted) -> None:
+    host = llama_loras.host
+    jobs = {
+        name: host.job(
+            prompt_of(50, seed=70), max_tokens=0, capture=capture_of([0, 1], "all"), lora=lora
+        )
+        for name, lora in llama_loras.loras.items()
+    }
+    before = host.call("midstream_status")[0]["skipped_rows"]
+    outputs = host.run(*jobs.values())
+    for name, job in jobs.items():
+        assert worst(llama_loras, name, job, outputs[job.id]) <= FP32_ROWS
+    assert host.call("midstream_status")[0]["skipped_rows"] - before == 3 * 50 * (LAYERS - 2)
 
 
 @pytest.mark.long

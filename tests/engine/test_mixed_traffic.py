@@ -1,8 +1,9 @@
 """Hundreds of requests at once, on an engine with too little of everything: is any row
 another's?
 
-Random lengths, captures, interventions and cancellations; a KV cache so small that requests preempt
-one another; fewer steering rows than configurations. v1 runner, fp32.
+Random lengths, captures, interventions and cancellations; prompts that share blocks; requests that
+need no token beside others; a KV cache so small that requests preempt one another; fewer steering
+rows than configurations. v1 runner, with drafts, two ranks and two stages too. fp32.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,12 +34,27 @@ REQUESTS = 400
 VECTORS = 6
 
 
-@pytest.fixture(scope="module")
-def crowded(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
+#: Name → checkpoint and settings of an engine.
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "v1": ("llama", {}),
+    "drafts": (
+        "llama",
+        {"speculative_tokens": 3, "engine.max_num_batched_tokens": 384},
+    ),
+    "tp2": ("qwen3", {"engine.tensor_parallel_size": 2}),
+    "pp2": ("qwen3", {"engine.pipeline_parallel_size": 2}),
+}
+
+
+@pytest.fixture(scope="module", params=ENGINES)
+def crowded(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Host]:
+    checkpoint, settings = ENGINES[request.param]
     host = Host(
         tmp_path_factory.mktemp("crowded"),
-        llama,
-        **{"engine.num_gpu_blocks_override": 8, "engine.max_num_batched_tokens": 256},
+        request.getfixturevalue(checkpoint),
+        **{"engine.num_gpu_blocks_override": 8, "engine.max_num_batched_tokens": 256} | settings,
         **{
             "tuning.steering_rows": 2,  # two entries at two places need as many
             "tuning.steering_entries": 24,
@@ -76,16 +92,14 @@ def random_window(rng: np.random.Generator) -> Span | None:
     return None
 
 
-def random_capture(rng: np.random.Generator, prompt: int) -> StoredCapture:
+def random_capture(rng: np.random.Generator, prompt: int, depth: int = LAYERS) -> StoredCapture:
     hooks = [hook for hook in HOOKS if rng.random() < 0.4] or ["post_block"]
     window = random_window(rng)
     return capture_of(
         [],
         "all" if window else resolve_positions(random_positions(rng, prompt), prompt),
         window=window,
-        sites={
-            hook: sorted({int(layer) for layer in rng.integers(0, LAYERS, 3)}) for hook in hooks
-        },
+        sites={hook: sorted({int(layer) for layer in rng.integers(0, depth, 3)}) for hook in hooks},
         at=str(rng.choice(["before", "after"])),
         every_n=int(rng.integers(1, 4)),
         layout=str(rng.choice(["auto", "packed", "per_file", "segment"])),
@@ -181,8 +195,9 @@ def edits_of(specs: list[SteeringSpec], prompt: int, total: int) -> list[Edit]:
 
 
 def test_every_row_of_hundreds_of_mixed_requests_equals_that_of_a_solo_run(
-    crowded: Host, reference: Reference
+    crowded: Host,
 ) -> None:
+    reference = Reference(Path(crowded.settings.model))
     rng = np.random.default_rng(20)  # field cases 1, 6, 24
     vectors = [from_numpy(rng.normal(size=HIDDEN)) for _ in range(VECTORS)]
     matrices = [
@@ -192,6 +207,7 @@ def test_every_row_of_hundreds_of_mixed_requests_equals_that_of_a_solo_run(
         ]
         for rank in (1, 4)
     ]
+    beginnings = [prompt_of(128, seed=1000 + number) for number in range(3)]
     jobs = []
     cancelled = {}
     steered = {}
@@ -200,12 +216,19 @@ def test_every_row_of_hundreds_of_mixed_requests_equals_that_of_a_solo_run(
             int(rng.choice([rng.integers(1, 60), rng.integers(105, 128), rng.integers(128, 220)])),
             seed=number,
         )
-        captures = [random_capture(rng, len(prompt)) for _ in range(rng.integers(0, 2))]
+        if rng.random() < 0.3:
+            prompt = beginnings[rng.integers(len(beginnings))] + prompt[:90]
+        shallow = rng.random() < 0.4
+        depth = int(rng.integers(1, LAYERS + 1)) if shallow else LAYERS
+        captures = [
+            random_capture(rng, len(prompt), depth)
+            for _ in range(1 if shallow else rng.integers(0, 2))
+        ]
         specs = random_steering(rng, vectors, matrices, len(prompt)) if rng.random() < 0.4 else []
         jobs.append(
             crowded.job(
                 prompt,
-                max_tokens=int(rng.integers(1, 28)),
+                max_tokens=0 if shallow else int(rng.integers(1, 28)),
                 capture=captures,
                 steering=crowded.steering(*specs),
             )
@@ -216,12 +239,13 @@ def test_every_row_of_hundreds_of_mixed_requests_equals_that_of_a_solo_run(
     outputs = crowded.run(*jobs, cancel_after=cancelled)
     status = crowded.call("midstream_status")[0]
     assert status["preemptions"] > 0
+    assert status["skipped_rows"] > 0
     compared = worst = 0.0
     for job in jobs:
         if not job.captures or not outputs[job.id]:  # nothing to compare, or cancelled
             continue
         capture = job.captures[0][0]
-        tokens = job.prompts[0].token_ids + outputs[job.id][0].token_ids
+        tokens = job.prompts[0].token_ids + (outputs[job.id][0].token_ids or [0])
         reader = crowded.capture(job)
         wanted_positions = list(capture.select(0, len(tokens) - 1, len(job.prompts[0].token_ids)))
         if capture.window is not None:

@@ -246,6 +246,11 @@ class VllmEngine(RankControl):
             tool_parsers=[] if self._tools or settings.tool_parser else [*candidates(template)],
             image_placeholder=images.placeholder,
         )
+        if not self.info.exits:
+            logger.info(
+                "prompts of requests without tokens are computed in whole: the forward pass is "
+                "compiled, or the architecture is not in the table"
+            )
         source = source_of(settings, config, quantisation.name)
         content = await asyncio.to_thread(
             content_of, digests_in(settings.data_dir), config.model, config
