@@ -515,7 +515,9 @@ def _row_hashes(request: Any) -> list[Any]:
         return hashes
     known: list[Any] | None = getattr(request, _WHOLE_HASHES, None)
     if known is None or len(known) != len(hashes):
-        known = request._block_hasher(_Whole(request))
+        whole = _Whole(request)
+        type(request).update_block_hashes(whole)
+        known = whole.block_hashes
         setattr(request, _WHOLE_HASHES, known)
     return known
 
