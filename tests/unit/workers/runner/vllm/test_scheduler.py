@@ -59,6 +59,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         running: list[Any] = []
         waiting: list[Any] = []
+        requests: dict[str, Any] = {}
         scheduled: dict[str, int] = {}  # request → tokens
         kv_cache_manager = SimpleNamespace(usage=0.0)
         max_num_active_reqs = 8
@@ -89,6 +90,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         "rows": SimpleNamespace(pending=False),
         "ring": SimpleNamespace(begin=lambda *_: None, look=frozenset, take=lambda *_: 0),
         "cells": SimpleNamespace(composing=lambda *_: nullcontext()),
+        "shallow": scheduler.ShallowSteps(),
         "finished": {},
         "capturing": {},
         "filling": set(),
@@ -291,8 +293,12 @@ def test_the_lowest_limit_counts(
         find=lambda run, _, tokens: ("kept", tokens) if run == "r" else None
     )
     request = SimpleNamespace(
-        request_id="a", num_tokens=TOKENS, num_preemptions=preemptions, block_hashes=["hash"]
+        request_id="a",
+        num_tokens=TOKENS,
+        num_preemptions=preemptions,
+        block_hashes=["hash"],
+        midstream_spec=None,
     )
     limits = () if original is without_limit and given is None else (given,)
-    assert scheduler._capped(original)(request, *limits) == expected
+    assert scheduler._capped(original, 16)(request, *limits) == expected
     assert request.num_tokens == TOKENS
