@@ -3,6 +3,7 @@ the whole forward: on both runners, two ranks, two stages, in chunks, beside oth
 the prefix cache. fp32.
 """
 
+import numpy as np
 import pytest
 from host import Host, capture_of, prompt_of
 from reference import Edit, Reference
@@ -126,3 +127,17 @@ def test_a_cell_that_enters_above_and_is_read_below_computes_what_is_between(
     assert not answer.errors, answer.errors
     check_rows(v1, reference, job, answer.outputs[job.id], [edit])
     assert skipped(v1) - before == 2 * len(prompt)
+
+
+def test_rows_are_those_of_the_whole_forward_bit_for_bit(v1: Host) -> None:
+    prompts = [prompt_of(length, seed=570 + length) for length in (9, 30, 20)]
+    capture = capture_of([0, 2], "all_prompt")
+    whole, short = (v1.job(*prompts, max_tokens=tokens, capture=capture) for tokens in (1, 0))
+    for job in (whole, short):
+        v1.run_together(job)
+    for layer in (0, 2):
+        for number in range(len(prompts)):
+            np.testing.assert_array_equal(
+                v1.capture(short).array(layer, request=number),
+                v1.capture(whole).array(layer, request=number),
+            )
