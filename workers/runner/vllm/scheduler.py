@@ -158,7 +158,7 @@ class _Midstream(TenantSteps):
         # vLLM hashes arriving requests in another thread, so a new epoch may have begun since.
         if getattr(request, _HASHED_IN, _epoch) != _epoch:
             _rehash(request)
-        super().add_request(request)  # type: ignore[misc]
+        super().add_request(request)
 
     def _join(self, request: Any, spec: RankSpec) -> None:
         """Record what later steps need from the spec."""
@@ -256,7 +256,7 @@ class _Midstream(TenantSteps):
                 and self._midstream_quarantine.is_clean(request)
             ):
                 self._midstream_blocks.keep(spec.keep_blocks, request)
-        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+        return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._midstream_blocks.make_room(stuck=False)
@@ -282,7 +282,7 @@ class _Midstream(TenantSteps):
                     (request.request_id for request in self.waiting),
                     places,
                 )
-            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            output = super().schedule(*args, **kwargs)
             # An empty step with running requests is no problem: these may all be in a step that is
             # still computed, and waiting ones will be scheduled later.
             idle = not output.total_num_scheduled_tokens
@@ -362,9 +362,7 @@ class _Midstream(TenantSteps):
                 _rehash(request, always=True)
         self._midstream_probes.hear(news_of(model_runner_output))
         self._bind("_update_request_with_output", ours=self._midstream_probes.tell)
-        outputs = super().update_from_output(  # type: ignore[misc]
-            scheduler_output, model_runner_output
-        )
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._midstream_probes.attach(outputs)
         return outputs
 
