@@ -101,6 +101,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         "shallow": scheduler.ShallowSteps(),
         "finished": {},
         "capturing": {},
+        "bases": {},
         "filling": set(),
         "ends": [],
         "arrived": {},

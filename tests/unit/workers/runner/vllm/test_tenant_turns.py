@@ -138,7 +138,8 @@ def test_a_step_without_prompts_looks_at_no_request_of_any_tenant(engine: Make) 
 def test_tokens_that_vllm_pads_by_drafts_are_taken_whole(engine: Make) -> None:
     turns = engine().scheduler._turns
     turns._next_tokens = 4
-    turns.join(cached := waiting_request())
+    cached = waiting_request()
+    turns.join(cached)
     turns.left = {"a": 2}
     assert turns.take(cached, 5, whole=False) == 2
     turns.left = {"a": 2}
