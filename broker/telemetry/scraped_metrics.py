@@ -275,6 +275,16 @@ _OF_RANK: Attributes = {
 }
 #: Metrics of one worker, exposed by its own process.
 OF_WORKER: tuple[ScrapedMetric[WorkerReport], ...] = (
+    ScrapedMetric(
+        "tenant_tokens",
+        CounterMetricFamily,
+        "Tokens of prompts that have begun to generate, and tokens generated, by tenant",
+        ("model", "tenant"),
+        lambda report: (
+            ((report.model, tenant), tokens)
+            for tenant, tokens in report.stats.tenant_tokens.items()
+        ),
+    ),
     *of_attributes("", ("model",), _OF_STATS, _stats),
     *of_attributes("rank_", ("model", "rank"), _OF_RANK, _ranks),
 )

@@ -260,6 +260,7 @@ class Job(Accepted, dict=True, kw_only=True):
     global_captures: list[CaptureSpec] = []
     # that the attempt runs under, from its claim to its end; the stored job has none
     global_steering: GlobalSteering = GlobalSteering()
+    weight: int = 1  # of its tenant when it was claimed; the stored job has none
 
     @cached_property
     def opened(self) -> Work:

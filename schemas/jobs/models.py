@@ -152,6 +152,10 @@ class WorkerStats(RankLoad, kw_only=True):
     prompt_tokens: int  # since the worker started
     generated_tokens: int
     cells: int  # of sweeps
+    # tenant → tokens of its prompts and of what they generated, since the worker started
+    tenant_tokens: dict[str, int] = {}
+    # those of tenants with some since the last heartbeat, per second
+    tenant_tokens_s: dict[str, float] = {}
     desyncs: int
     resyncs: int
     last_desync: str = ""  # what the ranks disagreed on

@@ -86,6 +86,17 @@ async def test_priority_is_capped_by_the_tenant(redis_url: str) -> None:
         assert (await line.ledger.view(job.id)).priority == "low"
 
 
+async def test_a_job_is_claimed_with_the_weight_that_its_tenant_has_then(redis_url: str) -> None:
+    async with opened(redis_url) as line:
+        (job,) = await line.submit(1, tenant="guest")
+        (other,) = await line.submit(1)
+        await line.ledger.tenants.put(Tenant(name="guest", limits=Limits(weight=3)))
+        for each, weight in ((job, 3), (other, 1)):
+            claim = await line.ledger.claim(each.id, WORKER, BOOT, 1, IDENTITY)
+            assert claim is not None
+            assert claim.job.weight == weight
+
+
 async def test_the_sweeper_leaves_waiting_jobs_alone_and_fills_windows_that_have_room(
     redis_url: str,
 ) -> None:

@@ -18,6 +18,8 @@ AT = 1_800_000_000.0
 def stats(**changes: Any) -> WorkerStats:
     numbers = dict.fromkeys(WorkerStats.__struct_fields__, 0) | {
         "rows": 256,
+        "tenant_tokens": {},
+        "tenant_tokens_s": {},
         "last_desync": "",
         "last_desync_at": None,
         "at": AT - 2,

@@ -1,7 +1,8 @@
 """Admission of requests to the engine: limits the distinct steering rows in flight, the memory and
 the step rows of captures, and the cells of sweeps; formats are checked one at a time.
 
-Requests that do not fit yet wait in order of arrival.
+Requests that do not fit yet wait: tenants take turns, and the requests of each are in order of
+arrival.
 """
 
 import asyncio
@@ -18,11 +19,26 @@ from ...schemas.base.errors import MidstreamError
 Demand = TypeVar("Demand")
 
 
-class _Gate(ABC, Generic[Demand]):
-    """First come, first served: waiting requests are never overtaken. One event loop only."""
+class FairTurns:
+    """One holder at a time. Waiting tenants take turns; each tenant's holders come in order."""
 
     def __init__(self) -> None:
         self._turn = asyncio.Lock()
+        # by tenant, while one of its holders waits: of these only the first waits for the turn
+        self._firsts = WeakValueDictionary[str, asyncio.Lock]()
+
+    @asynccontextmanager
+    async def turn(self, tenant: str) -> AsyncIterator[None]:
+        """Hold the turn inside the block."""
+        async with self._firsts.setdefault(tenant, asyncio.Lock()), self._turn:
+            yield
+
+
+class _Gate(ABC, Generic[Demand]):
+    """Waiting requests are never overtaken by others of their tenant. One event loop only."""
+
+    def __init__(self) -> None:
+        self._turns = FairTurns()
         self._freed = asyncio.Event()
         self.waiting = 0
 
@@ -39,20 +55,20 @@ class _Gate(ABC, Generic[Demand]):
     def _give_back(self, demand: Demand) -> None: ...
 
     @asynccontextmanager
-    async def admitted(self, demand: Demand) -> AsyncIterator[None]:
+    async def admitted(self, demand: Demand, tenant: str = "") -> AsyncIterator[None]:
         """Hold the demand inside the block, once it fits. An empty demand never waits."""
         self.check(demand)
         if demand:
-            await self._acquire(demand)
+            await self._acquire(demand, tenant)
         try:
             yield
         finally:
             self._release(demand)
 
-    async def _acquire(self, demand: Demand) -> None:
+    async def _acquire(self, demand: Demand, tenant: str) -> None:
         self.waiting += 1
         try:
-            async with self._turn:  # a lock has its waiters in order
+            async with self._turns.turn(tenant):
                 while not self._fits(demand):
                     self._freed.clear()
                     await self._freed.wait()
@@ -150,29 +166,14 @@ class CellSlots(_Sum):
         super().__init__()
         self._limit = limit
 
-    async def acquire(self) -> None:
-        await self._acquire(1)
+    async def acquire(self, tenant: str) -> None:
+        await self._acquire(1, tenant)
 
     def release(self) -> None:
         self._release(1)
 
     def _fits(self, demand: int) -> bool:
         return self._held + demand <= self._limit()
-
-
-class FairTurns:
-    """One holder at a time. Waiting tenants take turns; each tenant's holders come in order."""
-
-    def __init__(self) -> None:
-        self._turn = asyncio.Lock()
-        # by tenant, while one of its holders waits: of these only the first waits for the turn
-        self._firsts = WeakValueDictionary[str, asyncio.Lock]()
-
-    @asynccontextmanager
-    async def turn(self, tenant: str) -> AsyncIterator[None]:
-        """Hold the turn inside the block."""
-        async with self._firsts.setdefault(tenant, asyncio.Lock()), self._turn:
-            yield
 
 
 class StepRows(CaptureBudget):

@@ -55,6 +55,7 @@ class EngineRequest:
     keep_blocks: str = ""  # see `RankSpec`
     trace: str = ""  # see `RankSpec`
     tenant: str = DEFAULT_TENANT
+    weight: int = 1  # of its tenant
     lora: LoraUse | None = None  # an adapter that `holding_artifacts` has loaded
     chunk: int = 0  # see `RankSpec`
     salt: str = ""  # requests with different salts share no cached blocks

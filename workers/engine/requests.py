@@ -133,6 +133,7 @@ def _build(
         probes=probes,
         global_steering=job.global_steering,
         tenant=job.tenant,
+        weight=job.weight,
         lora=use_of(job.lora),
         **fields,
     )

@@ -43,6 +43,7 @@ from ..runner.base.backlog import WORKS
 from ..runner.base.config import Found, PlaneConfig
 from ..runner.base.engine_step import RequestEnd
 from ..runner.base.extensions import agreed, check_installed, named
+from ..runner.base.packed_spec import TenantShare
 from ..runner.files.consumers import available
 from ..runner.hooks.architectures import UnsupportedArchitectureError, describe
 from ..runner.support import build_errors, seams
@@ -345,7 +346,7 @@ class VllmEngine(RankControl):
         submitted = over = False
         ended: Awaitable[None] | None = None
         try:
-            params = sampling_params(ask.sampling, spec)
+            params = sampling_params(ask.sampling, spec, TenantShare(ask.tenant, ask.weight))
             lora = self._lora_request(ask.lora)
             reader = self._tool_reader(ask, params)
             await self._formats.check(params, ask.tenant, ask.job)
@@ -353,9 +354,9 @@ class VllmEngine(RankControl):
             if spec is not None and captured:  # before it takes room from others
                 await self._keeps_up[spec.work].wait()
             async with (
-                self._rows.admitted(row_demand(spec)),
-                self._step_rows.admitted(self._unsplit_rows(ask)),
-                self._captures.admitted(captured),
+                self._rows.admitted(row_demand(spec), ask.tenant),
+                self._step_rows.admitted(self._unsplit_rows(ask), ask.tenant),
+                self._captures.admitted(captured, ask.tenant),
             ):
                 joiner = OutputJoiner(ask, reader, self._prompted(ask))
                 submitted = True

@@ -15,7 +15,7 @@ from ...schemas.base.errors import MidstreamError, invalid, shortened
 from ...schemas.base.limits import MAX_DETAIL
 from ...schemas.jobs.jobs import Message, Output, Prompted, Sampling, TokenLogprob
 from ...schemas.requests.specs import RankSpec
-from ..runner.base.packed_spec import pack
+from ..runner.base.packed_spec import NOBODY, TenantShare, pack
 from ..runner.probes.probe_news import SCORES, STOPPED_BY, Scored
 from .prompts.tool_calls import ToolReader
 from .protocol import EngineRequest, NewOutput
@@ -24,8 +24,12 @@ from .protocol import EngineRequest, NewOutput
 LEAST_LOGPROB = -9999.0
 
 
-def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams:
-    """Returns vLLM's parameters, named as in `Sampling`, with the spec for the ranks."""
+def sampling_params(
+    sampling: Sampling, spec: RankSpec | None, share: TenantShare = NOBODY
+) -> SamplingParams:
+    """Returns vLLM's parameters, named as in `Sampling`, with the spec for the ranks, and whose
+    share of the engine the request has.
+    """
     if not sampling.max_tokens:
         # vLLM ends no request without a token: `OutputJoiner` leaves it out
         return SamplingParams(
@@ -34,7 +38,7 @@ def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams
             prompt_logprobs=sampling.prompt_logprobs,
             detokenize=sampling.prompt_logprobs is not None,
             output_kind=RequestOutputKind.DELTA,
-            extra_args=pack(spec) if spec else None,
+            extra_args=pack(spec, share),
         )
     names = (name for name in sampling.__struct_fields__ if name != "structured_outputs")
     form = sampling.structured_outputs
@@ -44,7 +48,7 @@ def sampling_params(sampling: Sampling, spec: RankSpec | None) -> SamplingParams
         if form is None
         else StructuredOutputsParams(**msgspec.structs.asdict(form)),
         output_kind=RequestOutputKind.DELTA,
-        extra_args=pack(spec) if spec else None,
+        extra_args=pack(spec, share),
     )
 
 

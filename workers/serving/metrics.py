@@ -45,10 +45,12 @@ class WorkerMetrics:
         self._attempts = attempts
         self._watch = watch
         self._waiting = waiting
-        # when rates were last computed, and prompt and generated tokens at that time
-        self._since = (time.monotonic(), 0, 0)
+        # when rates were last computed, and the tokens at that time: of prompts, generated, and of
+        # each tenant
+        self._since = (time.monotonic(), 0, 0, dict[str, int]())
         self._prompt_tokens_s = 0.0
         self._generated_tokens_s = 0.0
+        self._tenant_tokens_s = dict[str, float]()
         self._readings = ScrapedMetrics(
             OF_WORKER,
             lambda: [WorkerReport(self._model, self.stats(), list(self._watch.ranks))],
@@ -58,12 +60,22 @@ class WorkerMetrics:
         watch = self._watch
         ranks = watch.ranks
         totals = self._attempts.totals
-        at, prompt, generated = self._since
+        at, prompt, generated, tenants = self._since
         passed = time.monotonic() - at
         if passed >= SHORTEST_WINDOW_S:
             self._prompt_tokens_s = (totals.prompt_tokens - prompt) / passed
             self._generated_tokens_s = (totals.generated_tokens - generated) / passed
-            self._since = (time.monotonic(), totals.prompt_tokens, totals.generated_tokens)
+            self._tenant_tokens_s = {
+                tenant: round((tokens - tenants.get(tenant, 0)) / passed, 1)
+                for tenant, tokens in totals.tenants.items()
+                if tokens > tenants.get(tenant, 0)
+            }
+            self._since = (
+                time.monotonic(),
+                totals.prompt_tokens,
+                totals.generated_tokens,
+                dict(totals.tenants),
+            )
         first = ranks[0] if ranks else None
         return WorkerStats(
             at=now(),
@@ -75,6 +87,8 @@ class WorkerMetrics:
             prompt_tokens=totals.prompt_tokens,
             generated_tokens=totals.generated_tokens,
             cells=totals.cells,
+            tenant_tokens=dict(totals.tenants),
+            tenant_tokens_s=self._tenant_tokens_s,
             kv_cache=round(first.kv_cache, 4) if first else 0.0,
             **{name: max((getattr(rank, name) for rank in ranks), default=0) for name in _LARGEST},
             **{name: sum(getattr(rank, name) for rank in ranks) for name in _SUMS},

@@ -6,14 +6,18 @@ It runs in the attempt's own coroutines; a token costs one addition.
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ...broker.ledger.jobs.ledger import Claim
 from ...broker.telemetry import logs, metrics, traces
+from ...schemas.base.recent import Recent
 from ...schemas.base.records import now
 from ...schemas.jobs.jobs import State
 
 logger = logging.getLogger(__name__)
+
+#: Tenants whose tokens a worker counts.
+MOST_TENANTS = 100
 
 
 @dataclass
@@ -23,6 +27,12 @@ class Totals:
     prompt_tokens: int = 0  # of prompts with a first token, and of submitted sweep requests
     generated_tokens: int = 0
     cells: int = 0
+    # tenant → tokens of its prompts and of what they generated, of those that came last
+    tenants: Recent[str, int] = field(default_factory=lambda: Recent(MOST_TENANTS))
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Count tokens of a tenant."""
+        self.tenants[tenant] = self.tenants.get(tenant, 0) + tokens
 
 
 @dataclass(eq=False)
@@ -40,11 +50,13 @@ class PromptProgress:
         if tokens and self.first is None:
             self.first = now()
             totals.prompt_tokens += self._tokens
+            totals.charge(self._attempt.tenant, self._tokens)
             metrics.FIRST_TOKEN.labels(self._attempt.model).observe(
                 max(0.0, self.first - self._attempt.claimed)
             )
             self._span.event("first token")
         totals.generated_tokens += tokens
+        totals.charge(self._attempt.tenant, tokens)
 
 
 class AttemptProgress:
@@ -56,6 +68,7 @@ class AttemptProgress:
     def __init__(self, claim: Claim, worker: str, totals: Totals) -> None:
         job = self._job = claim.job
         self.model = job.model
+        self.tenant = job.tenant
         self.totals = totals
         self.claimed = now()
         self._attempt = claim.attempt

@@ -347,6 +347,7 @@ class Ledger(Fleet):
             await self._written()
         try:
             job = _steered(await self._decode_job(job_id, rest[1]), int(rest[4]), rest[5])
+            job = msgspec.structs.replace(job, weight=int(rest[6]))
             _ = job.opened  # not later: the worker could not say why it cannot run it
         except MidstreamError as error:
             log.error("%s", error.detail)

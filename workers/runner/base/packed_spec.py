@@ -1,5 +1,6 @@
 """Packs the `RankSpec` of a request into vLLM's sampling parameters, and unpacks it: once in the
-scheduler's process, and once on each rank.
+scheduler's process, and once on each rank. Beside it is whose request it is, which the scheduler
+needs of every request.
 """
 
 from typing import Any, NamedTuple
@@ -10,6 +11,18 @@ from ....schemas.base.records import Published, from_msgpack, to_msgpack
 from ....schemas.requests.specs import RankSpec
 
 _KEY = "midstream"
+_SHARE = "midstream_share"
+
+
+class TenantShare(NamedTuple):
+    """The tenant of a request, and the weight of its share of the engine."""
+
+    tenant: str = ""
+    weight: int = 1
+
+
+#: Of requests that no job makes.
+NOBODY = TenantShare()
 
 
 class ReadSpec(NamedTuple):
@@ -30,9 +43,16 @@ class _Names(Published):
     attempt: int = 0
 
 
-def pack(spec: RankSpec) -> dict[str, bytes]:
-    """Return `SamplingParams.extra_args` with the spec, which vLLM passes on unchanged."""
-    return {_KEY: to_msgpack(spec)}
+def pack(spec: RankSpec | None, share: TenantShare = NOBODY) -> dict[str, Any]:
+    """Return `SamplingParams.extra_args` with both, which vLLM passes on unchanged."""
+    shared: dict[str, Any] = {_SHARE: [*share]}
+    return shared if spec is None else shared | {_KEY: to_msgpack(spec)}
+
+
+def share_of(params: Any) -> TenantShare:
+    """Return the share that `pack` put into vLLM's `SamplingParams`."""
+    extra = params.extra_args if params is not None else None
+    return TenantShare(*(extra or {}).get(_SHARE, ()))
 
 
 def packed_spec(params: Any) -> bytes | None:

@@ -35,6 +35,7 @@ from .quarantine import Quarantine, non_finite_in, private
 from .ring_budget import RingBudget
 from .shallow_steps import ShallowSteps
 from .stages import stage_layers
+from .tenant_steps import TenantSteps
 
 _KEY = "midstream"
 _ID = attrgetter("request_id")
@@ -91,7 +92,7 @@ def orders_of(scheduler_output: Any) -> StepOrders:
     return orders
 
 
-class _Midstream:
+class _Midstream(TenantSteps):
     """Mix-in of vLLM's schedulers."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -157,7 +158,7 @@ class _Midstream:
         # vLLM hashes arriving requests in another thread, so a new epoch may have begun since.
         if getattr(request, _HASHED_IN, _epoch) != _epoch:
             _rehash(request)
-        super().add_request(request)  # type: ignore[misc]
+        super().add_request(request)
 
     def _join(self, request: Any, spec: RankSpec) -> None:
         """Record what later steps need from the spec."""
@@ -255,7 +256,7 @@ class _Midstream:
                 and self._midstream_quarantine.is_clean(request)
             ):
                 self._midstream_blocks.keep(spec.keep_blocks, request)
-        return super()._free_request(request, *args, **kwargs)  # type: ignore[misc]
+        return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         self._midstream_blocks.make_room(stuck=False)
@@ -265,21 +266,23 @@ class _Midstream:
         held_out = self._midstream_shallow.held_out(self.requests)  # type: ignore[attr-defined]
         self._midstream_held_out = held_out
         kept_back = waits | held_out if held_out else waits
-        self._bind("_reserve_prefill_lookahead", ours=bool(filling or kept_back))
+        places = self.free_places()
         self._midstream_limited = filling | kept_back if kept_back else filling
         with self._midstream_cells.composing(
             running,
-            self.waiting,  # type: ignore[attr-defined]
+            self.waiting,
             kept_back | self._midstream_long if running else kept_back,
         ):
+            divided = self.divide(places, kept_back)
+            self._bind("_reserve_prefill_lookahead", ours=bool(filling or kept_back or divided))
             if filling or waits:
                 self._midstream_ring.begin(
                     list(map(_ID, running)),
                     list(map(_COMPUTED, running)),
-                    (request.request_id for request in self.waiting),  # type: ignore[attr-defined]
-                    self.max_num_active_reqs - len(running),  # type: ignore[attr-defined]
+                    (request.request_id for request in self.waiting),
+                    places,
                 )
-            output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+            output = super().schedule(*args, **kwargs)
             # An empty step with running requests is no problem: these may all be in a step that is
             # still computed, and waiting ones will be scheduled later.
             idle = not output.total_num_scheduled_tokens
@@ -334,17 +337,19 @@ class _Midstream:
         request's tokens. A running request without tokens is left out of the step.
         """
         reserve = super()._reserve_prefill_lookahead  # type: ignore[misc]
+        whole = request.request_id in self._midstream_bases
+        share = self.share(request, num_new_tokens, whole=whole)
         if request.request_id not in self._midstream_limited:
-            return int(reserve(request, num_computed_tokens, num_new_tokens))
+            return int(reserve(request, num_computed_tokens, share))
+        tokens = share
         if not self.need_mamba_block_aligned_split:  # type: ignore[attr-defined]
-            num_new_tokens = min(
-                num_new_tokens, self._midstream_chunks.get(request.request_id, num_new_tokens)
-            )
+            tokens = min(tokens, self._midstream_chunks.get(request.request_id, tokens))
         tokens = (
             0
             if request.request_id in self._midstream_held_out
-            else self._midstream_ring.take(request.request_id, num_computed_tokens, num_new_tokens)
+            else self._midstream_ring.take(request.request_id, num_computed_tokens, tokens)
         )
+        self.give_back(request, share - tokens)
         if num_new_tokens > 0 and not tokens:
             # vLLM's runner finds drafts of the step before only
             request.spec_token_ids = []
@@ -357,9 +362,7 @@ class _Midstream:
                 _rehash(request, always=True)
         self._midstream_probes.hear(news_of(model_runner_output))
         self._bind("_update_request_with_output", ours=self._midstream_probes.tell)
-        outputs = super().update_from_output(  # type: ignore[misc]
-            scheduler_output, model_runner_output
-        )
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._midstream_probes.attach(outputs)
         return outputs
 

@@ -4,7 +4,7 @@
 --       serves), crowded (whether it holds as many surveys as it may: the job, if it is a survey, is sent again after a while)
 -- returns {'unknown'} | {'refused', state} | {'desynced', reason}
 --         | {'claimed', attempt, spec, time of queueing, latches of its conversation: {policy, job that set it, ...},
---            version of the global steering, its packed entries ('': none)}
+--            version of the global steering, its packed entries ('': none), weight of the tenant}
 local id, worker = args.id, args.worker
 local hash = key('job', id)
 
@@ -24,7 +24,7 @@ local function claimed(job)
     copy_for_job(name)
   end
   local spec, queued = unpack(redis.call('HMGET', hash, 'spec', 'queued'))
-  return {'claimed', job.attempt, spec, queued, latched(job), version or '0', entries or ''}
+  return {'claimed', job.attempt, spec, queued, latched(job), version or '0', entries or '', limits_of(job.tenant).weight or 1}
 end
 
 local job = read(id)

@@ -572,7 +572,7 @@ class HarvestAttempt:
     async def _sequence(self, ask: EngineRequest) -> int:
         """Run a sequence in the engine; returns how many tokens were generated."""
         generated = 0
-        async with self._slots.admitted(1):
+        async with self._slots.admitted(1, ask.tenant):
             with self._attempt.progress.prompt(ask.request, len(ask.token_ids)) as report:
                 async with aclosing(self._engine.generate(ask)) as stream:
                     async for progress in stream:

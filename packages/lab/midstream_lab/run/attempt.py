@@ -422,7 +422,7 @@ class SweepAttempt:
         await self._unread.acquire()
         running = []
         for ask in asks:
-            await self._slots.acquire()
+            await self._slots.acquire(self._attempt.job.tenant)
             running.append(group.create_task(self._request(ask)))
             # a callback releases the slot even if the task never runs
             running[-1].add_done_callback(lambda _: self._slots.release())

@@ -209,8 +209,8 @@ async def test_sweep_cells_yield_rows_to_other_requests() -> None:
     limit = 3
     slots = CellSlots(lambda: limit)
     for _ in range(3):
-        await slots.acquire()
-    turns = [asyncio.ensure_future(slots.acquire()) for _ in range(3)]
+        await slots.acquire("t")
+    turns = [asyncio.ensure_future(slots.acquire("t")) for _ in range(3)]
     limit = 1
     for _ in range(2):
         slots.release()
@@ -272,3 +272,20 @@ async def test_a_rank_gives_up_on_its_writing_process_before_its_jobs_have_faile
     with pytest.raises(Planned) as found:
         await VllmEngine(Settings(model="m", capture_timeout_s=12.0)).start()
     assert found.value.args[0] < 12.0 / 2
+
+
+async def test_tenants_that_wait_for_room_take_turns() -> None:
+    """A tenant's requests come in order, and none of them twice before another tenant's."""
+    budget = CaptureBudget(1)
+    order = []
+
+    async def use(tenant: str, number: int) -> None:
+        async with budget.admitted(1, tenant):
+            order.append(f"{tenant}{number}")
+            await asyncio.sleep(0)
+
+    names = [("a", 1), ("a", 2), ("a", 3), ("a", 4), ("b", 1), ("b", 2)]
+    await asyncio.gather(*(use(*name) for name in names))
+    assert order.index("b1") <= 2
+    assert order.index("b2") <= 4
+    assert [name for name in order if name[0] == "a"] == ["a1", "a2", "a3", "a4"]

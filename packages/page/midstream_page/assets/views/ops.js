@@ -62,6 +62,14 @@ function Ranks({ dynamic }) {
   `;
 }
 
+/** What part of a worker's tokens, of prompts and generated, each tenant has just got. */
+function shares(speeds) {
+  const whole = Object.values(speeds || {}).reduce((sum, speed) => sum + speed, 0);
+  return Object.entries(speeds || {})
+    .map(([tenant, speed]) => `${tenant}: ${percent(speed / whole)}`)
+    .join(", ");
+}
+
 function Service({ status }) {
   // as in the bar: gradient workers serve no model
   const serving = status.workers.filter((worker) => !worker.queue);
@@ -110,8 +118,18 @@ function Service({ status }) {
     <${Fold} title="Workers" short=${count(status.workers.length, "worker")}>
       <${Table}
         label="Workers"
-        spare=${["Identity", "Outbox"]}
-        heads=${["Worker", "Model", "Identity", "Health", "Jobs", "Tokens/s", "Outbox", "Uptime"]}
+        spare=${["Identity", "Outbox", "By tenant"]}
+        heads=${[
+          "Worker",
+          "Model",
+          "Identity",
+          "Health",
+          "Jobs",
+          "Tokens/s",
+          "By tenant",
+          "Outbox",
+          "Uptime",
+        ]}
         rows=${status.workers.map((worker) => [
           worker.worker,
           worker.model,
@@ -121,6 +139,7 @@ function Service({ status }) {
             : html`<strong class="bad">${worker.detail || "not healthy"}</strong>`,
           worker.stats ? number(worker.stats.jobs) : "–",
           worker.stats ? number(worker.stats.generated_tokens_s) : "–",
+          worker.stats ? shares(worker.stats.tenant_tokens_s) : "–",
           worker.stats ? number(worker.stats.outbox) : "–",
           age(worker.started),
         ])}

@@ -59,6 +59,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         running: list[Any] = []
         waiting: list[Any] = []
+        _inflight_prefills: set[Any] = set()
         requests: dict[str, Any] = {}
         scheduled: dict[str, int] = {}  # request → tokens
         kv_cache_manager = SimpleNamespace(usage=0.0)
@@ -84,6 +85,13 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
             return 0
 
     made: Any = object.__new__(type("Made", (scheduler._Midstream, Stock), {}))
+    made._turns = SimpleNamespace(
+        join=lambda _: None,
+        crowding=lambda *_: None,
+        divide=lambda *_: False,
+        end=lambda: None,
+        left=None,
+    )
     made.rooms = []  # whether each call for room said that nothing else helps
     parts = {
         "blocks": SimpleNamespace(make_room=lambda stuck: made.rooms.append(stuck)),
@@ -93,6 +101,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> Any:
         "shallow": scheduler.ShallowSteps(),
         "finished": {},
         "capturing": {},
+        "bases": {},
         "filling": set(),
         "ends": [],
         "arrived": {},
