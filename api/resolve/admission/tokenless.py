@@ -22,6 +22,7 @@ OF_TOKENS = (
     "bad_words",
     "structured_outputs",
 )
+#: What a job may ask for in place of tokens.
 WITHOUT_TOKENS = "capture, probes, policies, lens, features, readers or sampling.prompt_logprobs"
 
 

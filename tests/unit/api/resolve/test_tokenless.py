@@ -3,16 +3,21 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 from model_kit import bounds, model
 from refusal_kit import refuses
+from tokenizers import Tokenizer, models
 
 from midstream.api.resolve.admission.admission import admit
 from midstream.api.resolve.admission.tokenless import OF_TOKENS, check_tokenless, layers_of
 from midstream.api.resolve.positions.captures import resolve_captures
 from midstream.api.resolve.prompts.request_parsing import parse_job
+from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.schemas.base.records import from_json, to_json
+from midstream.schemas.base.tensors import from_numpy
 from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling, SamplingRequest
+from midstream.schemas.jobs.models import TokenizerBundle
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 
 CAPTURE = {"layers": 1}
@@ -32,8 +37,12 @@ def parsed(sampling: dict[str, Any] | None = None, **body: Any) -> Any:
 
 def admitted(sampling: dict[str, Any] | None = None, exits: bool = True, **body: Any) -> Job:
     asked = parsed(sampling, **body)
-    made: Any = admit(asked, model(exits=exits), None, "job_x")  # type: ignore[arg-type]
-    return asyncio.run(made).job
+    words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    bundle = TokenizerBundle(
+        tokenizer_json=words.to_str(), chat_template="", special_tokens={}, eos_token_ids=[]
+    )
+    served = model(exits=exits, readings={"lens": ""})
+    return asyncio.run(admit(asked, served, Codec(bundle, 64), "job_x")).job
 
 
 @pytest.mark.parametrize(
@@ -88,7 +97,7 @@ def test_rows_of_generated_tokens_alone_are_refused() -> None:
     with refuses("max_tokens is 0", "all_prompt", field="capture.positions"):
         resolve_captures(alone, bounds(6, max_tokens=0))
     with refuses("out of range", field="capture.positions.start"):
-        resolve_captures(CaptureSpec(positions={"start": 6}), bounds(6, max_tokens=0))  # type: ignore[arg-type]
+        admitted(capture={"positions": {"start": 6}})
     ((found,),) = resolve_captures(CaptureSpec(positions="all"), bounds(6, max_tokens=0))
     assert found.count_stored(6, 0) == found.count_stored(6, 1) == 6
     with refuses("max_tokens is 0", field="lens.positions"):
@@ -96,7 +105,7 @@ def test_rows_of_generated_tokens_alone_are_refused() -> None:
 
 
 def test_a_patch_reaches_the_whole_prompt_without_tokens() -> None:
-    body = {"layers": 1, "source": {"vector": [0.0] * 8}}
+    body = {"layers": 1, "source": {"vector": from_numpy(np.ones(8, np.float32))}}
     for positions, found in (("all", [0, 1, 2]), ([-1], [2])):
         job = admitted(capture=CAPTURE, patch=[body | {"positions": positions}])
         assert list(job.steering[0][0].positions) == found
