@@ -218,7 +218,8 @@ class Accepted(Record, omit_defaults=True, kw_only=True):
     contents: dict[str, str] = {}
     # hook point → the name that its request gave it, if that is TransformerLens'
     hook_names: dict[Hook, HookName] = {}
-    # how many layers, counted from the first, its prompts compute; null: the whole model
+    # how many layers, counted from the first, its prompts compute; null: the whole model, or it
+    # makes its prompts itself
     layers: int | None = None
     # the queue that it enters first; in `JobView`, the one that it is in: that of vLLM's workers,
     # or `gradients`
