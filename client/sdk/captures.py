@@ -105,7 +105,7 @@ class Captures(Calls[M]):
         for name in ("capture", "sampling", *Sampling.__struct_fields__):
             if name in own:
                 raise invalid(name, "is not valid for rows", hint="use run(max_tokens=0, …)")
-        job = own | _prompts(prompts) | {"capture": capture, "sampling": {"max_tokens": 0}}
+        job: Any = own | _prompts(prompts) | {"capture": capture, "sampling": {"max_tokens": 0}}
         return await self.open(await Jobs[Awaits](self._io).run(**job))
 
     @call

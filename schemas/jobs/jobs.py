@@ -405,6 +405,8 @@ class RankReport(Record):
     applied: int
     status: str
     message: str = ""
+    # layers, counted from the first, that the request needed; 0: the whole model
+    depth: int = 0
 
 
 class StageReport(Record):
