@@ -216,9 +216,11 @@ class HookedModel:
         *,
         bwd_hooks: Sequence[Any] = (),
         prepend_bos: bool | None = None,
+        stop_at_layer: int | None = None,
         **fields: Unpack[ReadingFields],
     ) -> Any:
-        """Run with edits, and return the logits.
+        """Run with edits, and return the logits; with `stop_at_layer`, the residual stream that
+        enters this layer, as `run_with_cache` does.
 
         `fwd_hooks`: pairs of an activation's name and an op of `midstream.lens.ops`. Python
         functions are rejected: the forward pass takes no code from requests. `return_type`:
@@ -227,6 +229,8 @@ class HookedModel:
         if bwd_hooks:
             raise invalid("bwd_hooks", _GRADIENTS, allowed="fwd_hooks")
         run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, dict(fields))
+        if stop_at_layer is not None:
+            return run.stopped(stopping.layer_of(stop_at_layer, self.card), [])[0]
         run.first()
         return run.answer(return_type)
 
