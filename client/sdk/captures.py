@@ -94,10 +94,11 @@ class Captures(Calls[M]):
         is generated, and no layer computed above the highest one.
 
         `prompts`: a text, token ids or a conversation; or a list of texts, of token ids or of
-        conversations. `layers`: by default all; `hook`: by default post_block; `hooks`: in place of
-        both, hook points with their layers. `at`: before (default) or after edits at the same site.
-        `fields`: other fields of the job, such as `model`, `steering` or `lora`. The rows stay on
-        the server until `captures.delete(reader.job)`. Raises what the job and `open` raise.
+        conversations. `layers`: by default all; `hook`: by default post_block; `hooks`: several,
+        all at `layers`, or each with its own. `at`: before (default) or after edits at the same
+        site. `fields`: other fields of the job, such as `model`, `steering` or `lora`. The rows
+        stay on the server until `captures.delete(reader.job)`. Raises what the job and `open`
+        raise.
         """
         capture = wire.given(layers=layers, hook=hook, hooks=hooks, positions=positions, at=at)
         own = {"progress": False, **fields}
