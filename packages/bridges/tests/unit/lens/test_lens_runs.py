@@ -180,7 +180,8 @@ def test_a_run_that_stops_at_a_layer_asks_for_the_layers_below_alone(
     assert stream.shape == (1, 2, 2)
     assert list(cache) == cached or len(cache) == cached
     assert model("a", stop_at_layer=stop).shape == (1, 2, 2)
-    entry = {name: layers[-1:] for name, layers in [*hooks.items()][-1:]}
+    name, layers = [*hooks.items()][-1]
+    entry = {name: layers[-1:]}
     assert client.asked[-1]["capture"] == {"hooks": entry, "positions": "all_prompt", "at": at}
 
 
