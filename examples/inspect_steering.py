@@ -43,7 +43,7 @@ def direction(client: Client, model: str, layer: int, pairs: list[tuple[str, str
     texts = [text for pair in pairs for text in pair]
     capture = {"layers": layer, "positions": "all_prompt"}
     job = client.run(
-        model=model, prompts=texts, sampling={"max_tokens": 1}, capture=capture, progress=False
+        model=model, prompts=texts, sampling={"max_tokens": 0}, capture=capture, progress=False
     )
     with client.capture(job) as rows:
         means = np.stack(

@@ -266,7 +266,7 @@ class Study:
     def _captured(self, prompts: list[Any], layers: Any) -> CaptureReader:
         capture = {"layers": layers, "positions": "all_prompt", "tag": "sentiment"}
         job = self._client.run(
-            model=self._model, prompts=prompts, capture=capture, sampling={"max_tokens": 1}
+            model=self._model, prompts=prompts, capture=capture, sampling={"max_tokens": 0}
         )
         return self._client.capture(job.id)
 

@@ -63,7 +63,10 @@ PositionsOption = Annotated[
         '{"turn": -1}.'
     ),
 ]
-MaxTokens = Annotated[int | None, typer.Option(help="Tokens to generate; default: 16.")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(help="Tokens to generate; default: 16. 0: only rows, scores or readings."),
+]
 Figure = Annotated[
     Path | None, typer.Option(help="Draw a figure: out.png, out.pdf or out.svg (matplotlib).")
 ]

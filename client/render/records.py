@@ -462,6 +462,7 @@ SHOWN: dict[type, Shown] = {
             "generated in": lambda view: seconds(view.started, view.generated),
             "ended after": lambda view: seconds(view.created, view.finished),
             "worker": "{worker}",
+            "layers": lambda view: "" if view.layers is None else f"{view.layers}, from the first",
             "captures": lambda view: (
                 coloured(view.capture_status)
                 if view.capture_status != "not_requested"

@@ -22,7 +22,7 @@ def capture_fields(
     `fields`: the job's other fields, such as `model` and `steering`.
     """
     return {
-        "sampling": {"max_tokens": 1},
+        "sampling": {"max_tokens": 0},
         **fields,
         "prompts": _only(prompt),
         "capture": _at_the_prompt({"q": layers, "k": layers}),
@@ -90,7 +90,7 @@ def values_fields(
     same = {name: value for name, value in fields.items() if name in _SHARED}
     return {
         **patched_fields(prompt, patches, same),
-        "sampling": {"max_tokens": 1},
+        "sampling": {"max_tokens": 0},
         "capture": _at_the_prompt({"q": [layer], "v": [layer]}),
     }
 

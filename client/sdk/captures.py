@@ -2,25 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import aclosing
 from pathlib import Path
+from typing import Any, Unpack
 
 import numpy as np
 
+from ...schemas.base.errors import invalid
 from ...schemas.jobs.captures import CapturePage
+from ...schemas.jobs.jobs import JobRequest, Sampling
 from ..captures.blobs import BlobLocation
 from ..captures.reader import CaptureReader
 from ..captures.row_matrix import RowChoice, matrix
+from ..values import known_keywords
 from . import wire
 from .answers import download
 from .calls import Awaits, Calls, M, call, finish
+from .fields import HookInput, Numbers, Positions, RowsFields
 from .jobs import Jobs
 from .server import ServerCalls
 from .wire import HttpCall, JobLike, ManifestEntry
 
 #: Bytes per chunk of a download.
 CHUNK = 1 << 20
+
+
+def _prompts(given: Any) -> dict[str, Any]:
+    """Return prompts or conversations as fields of a job: one of them, or a list."""
+    items = [given] if isinstance(given, str) else list(given)
+    first = items[0] if items else ""
+    if isinstance(first, Mapping) or hasattr(first, "__index__"):
+        items = [items]
+    said = isinstance(first, Mapping) or (
+        isinstance(first, Sequence) and bool(first) and isinstance(first[0], Mapping)
+    )
+    return {"messages" if said else "prompts": items}
 
 
 class Captures(Calls[M]):
@@ -59,6 +76,38 @@ class Captures(Calls[M]):
             words = dict(zip(known, await self._words(job_id, known), strict=True))
             reader.read_tokens = lambda ids: [words[token] for token in ids]
         return reader
+
+    @call
+    async def rows(
+        self,
+        /,
+        prompts: Any,
+        *,
+        layers: Numbers | None = None,
+        hook: HookInput | None = None,
+        hooks: Any = None,
+        positions: Positions = "all_prompt",
+        at: str | None = None,
+        **fields: Unpack[RowsFields],
+    ) -> CaptureReader:
+        """Run prompts only as far as the rows asked for need, and return a reader of them: no token
+        is generated, and no layer computed above the highest one.
+
+        `prompts`: a text, token ids or a conversation; or a list of texts, of token ids or of
+        conversations. `layers`: by default all; `hook`: by default post_block; `hooks`: several,
+        all at `layers`, or each with its own. `at`: before (default) or after edits at the same
+        site. `fields`: other fields of the job, such as `model`, `steering` or `lora`. The rows
+        stay on the server until `captures.delete(reader.job)`. Raises what the job and `open`
+        raise.
+        """
+        capture = wire.given(layers=layers, hook=hook, hooks=hooks, positions=positions, at=at)
+        own = {"progress": False, **fields}
+        known_keywords(own.keys() - RowsFields.__annotations__.keys(), JobRequest, capture)
+        for name in ("capture", "sampling", *Sampling.__struct_fields__):
+            if name in own:
+                raise invalid(name, "is not valid for rows", hint="use run(max_tokens=0, …)")
+        job: Any = own | _prompts(prompts) | {"capture": capture, "sampling": {"max_tokens": 0}}
+        return await self.open(await Jobs[Awaits](self._io).run(**job))
 
     @call
     async def matrix(

@@ -59,6 +59,7 @@ class Verbs(Calls[M]):
     completion = verb(Completions.completion)
     chat = verb(Completions.chat)
     capture = verb(Captures.open)
+    rows = verb(Captures.rows)
     lens = verb(Readings.lens)
     features = verb(Readings.features)
     attention = verb(Readings.attention)

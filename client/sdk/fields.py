@@ -142,6 +142,14 @@ class ReadingFields(OfModel, ObservedFields, Handled, total=False):
     """The fields of a job without its prompts and sampling."""
 
 
+class RowsFields(ReadingFields, total=False):
+    """The job that captures rows, and how to wait for it."""
+
+    add_special_tokens: bool
+    timeout: float | None
+    progress: bool
+
+
 class FeatureFields(ReadingFields, total=False):
     """The job that reads features, and where."""
 

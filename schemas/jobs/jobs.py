@@ -126,6 +126,11 @@ class Sampling(Record, omit_defaults=True):  # older workers can read it if new 
     include_stop_str_in_output: bool = False
     structured_outputs: StructuredRequest | None = None  # in a job, `json` is text
 
+    @property
+    def reads_logits(self) -> bool:
+        """Whether the whole model is computed: for tokens, or for probabilities of the prompt's."""
+        return self.max_tokens > 0 or self.prompt_logprobs is not None
+
 
 class SamplingRequest(Sampling):
     """Sampling parameters as a request gives them.
@@ -213,6 +218,9 @@ class Accepted(Record, omit_defaults=True, kw_only=True):
     contents: dict[str, str] = {}
     # hook point → the name that its request gave it, if that is TransformerLens'
     hook_names: dict[Hook, HookName] = {}
+    # how many layers, counted from the first, its prompts compute; null: the whole model, or it
+    # makes its prompts itself
+    layers: int | None = None
     # the queue that it enters first; in `JobView`, the one that it is in: that of vLLM's workers,
     # or `gradients`
     queue: Queue = ""
@@ -397,6 +405,8 @@ class RankReport(Record):
     applied: int
     status: str
     message: str = ""
+    # layers, counted from the first, that the request needed; 0: the whole model
+    depth: int = 0
 
 
 class StageReport(Record):

@@ -27,6 +27,7 @@ class CommonResult(Plotted, ReadingResults):
     capture_results: CaptureResults
     determinism: Determinism | None  # null when nothing of the job was captured, steered or probed
     attempt: int
+    layers: int | None = None  # that its prompts computed, from the first; null: the whole model
     lora: LoraUse | None = None  # the adapter that it ran with
     probes: list[ProbeResult] = []  # of its probes, and of its policies, with their decisions
     edits: list[EditSizes] = []  # of each prompt, hook and layer that was edited

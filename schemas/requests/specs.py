@@ -455,14 +455,18 @@ class StoredCapture(Record, omit_defaults=True):
 
         Takes constant time for names and ranges.
         """
-        fed = max(max_tokens - 1, 0)  # tokens that are computed again as inputs
-        chosen = select(self.positions, 0, prompt_tokens + fed, prompt_tokens)
+        chosen = select(self.positions, 0, prompt_tokens + fed_back(max_tokens), prompt_tokens)
         if self.every_n == 1 or not isinstance(chosen, range):
             return len(chosen)  # a list has only prompt positions, which `every_n` keeps
         of_prompt = range(chosen.start, min(chosen.stop, prompt_tokens))
         skipped = max(chosen.start - prompt_tokens, 0)  # generated tokens before the range
         first = prompt_tokens + -(-skipped // self.every_n) * self.every_n
         return len(of_prompt) + len(range(first, chosen.stop, self.every_n))
+
+
+def fed_back(max_tokens: int) -> int:
+    """Return how many of the generated tokens are inputs of the model: all but the last."""
+    return max(max_tokens - 1, 0)
 
 
 def captured_layers(captures: Iterable[StoredCapture]) -> Iterator[int]:

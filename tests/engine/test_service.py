@@ -238,6 +238,28 @@ def test_windows_store_the_rows_that_slicing_a_whole_capture_gives(service: Stac
             np.testing.assert_allclose(values, whole[expected], atol=1e-4)
 
 
+def test_rows_without_a_token_are_those_of_a_job_with_one(service: Stack) -> None:
+    """Rows and readings of a few layers, over HTTP; the answer says how many were computed."""
+    asked: dict[str, Any] = {
+        "prompts": [prompt_of(40, seed=7), prompt_of(9, seed=8)],
+        "capture": {"layers": [0, 5], "positions": "all_prompt"},
+        "progress": False,
+    }
+    with Client(service.url) as client:
+        none, one = (client.run(**asked, max_tokens=tokens) for tokens in (0, 1))
+        rows, wanted = (client.capture(result) for result in (none, one))
+        for request, layer in itertools.product((0, 1), (0, 5)):
+            assert np.array_equal(
+                rows.array(layer, request=request), wanted.array(layer, request=request)
+            )
+        deep = client.run(**asked | {"capture": {"layers": -1}}, max_tokens=0)
+    assert [len(output.token_ids) for output in (*none.outputs, *one.outputs)] == [0, 0, 1, 1]
+    assert [result.layers for result in (none, one, deep)] == [6, None, 30]
+    for result, depth in ((none, 6), (one, 0), (deep, 30)):
+        (stage,) = result.determinism.stages
+        assert [rank.depth for rank in stage.ranks] == [depth] * 2
+
+
 @pytest.mark.parametrize(
     ("change", "field"),
     [

@@ -48,6 +48,44 @@ def test_a_job_runs_from_keyword_arguments_to_arrays(client: Client) -> None:
             )
 
 
+@pytest.mark.parametrize(
+    ("prompts", "lengths"),
+    [("hello", [5]), (["hello", "you"], [5, 3]), ([5, 6], [2]), ([[5, 6], [7]], [2, 1])],
+)
+def test_rows_of_prompts_come_in_one_call_without_a_token(
+    client: Client, prompts: Any, lengths: list[int]
+) -> None:
+    reader = client.rows(prompts, layers="0-1", hook="pre_attn", timeout=120)
+    assert [len(reader.token_ids(request)) for request in reader.requests()] == lengths
+    for request in reader.requests():
+        found = reader.array(1, "pre_attn", request)
+        np.testing.assert_array_equal(found, expected(1, reader.token_ids(request), "pre_attn"))
+    result = client.result(reader.job)
+    assert [output.token_ids for output in result.outputs] == [[]] * len(lengths)
+    assert result.layers == client.jobs.get(reader.job).layers == 2
+    plain = client.run(prompts=["hello"], capture=CAPTURE, max_tokens=1, timeout=120)
+    assert plain.layers is None
+    assert len(plain.outputs[0].token_ids) == 1
+
+
+def test_rows_of_a_conversation_are_those_of_its_prompt(client: Client) -> None:
+    said = [{"role": "user", "content": "hello"}]
+    alone, listed = (client.rows(chat, layers=0, timeout=120) for chat in (said, [said]))
+    words = client.tokenize(MODEL, messages=said).tokens
+    assert alone.token_ids() == listed.token_ids() == words
+
+
+@pytest.mark.parametrize(
+    ("wrong", "field"),
+    [({"max_tokens": 1}, "max_tokens"), ({"capture": CAPTURE}, "capture"), ({"layer": 1}, "layer")],
+)
+def test_rows_take_no_tokens_and_no_capture_of_their_own(
+    client: Client, wrong: Any, field: str
+) -> None:
+    with refuses(field=field):
+        client.rows("hello", **wrong)
+
+
 def test_small_captures_come_back_in_the_answer_as_arrays(client: Client) -> None:
     capture = {
         "hooks": {"post_block": "all", "pre_attn": 1},

@@ -48,7 +48,7 @@ def prepare(client: Client) -> None:
     job = client.run(
         prompts=SEA + LAND,
         model=client.models()[0],
-        max_tokens=1,
+        max_tokens=0,
         capture={"layers": layer, "positions": "all_prompt"},
     )
     rows = client.capture(job.id)

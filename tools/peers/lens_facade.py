@@ -41,6 +41,8 @@ NAMES = (
     "hook_mlp_out",
     "hook_resid_post",
 )
+#: Layers that runs stop at: `stop_at_layer`.
+STOPS = (0, 17, -12)
 #: Tokens whose log-probabilities are kept, at every position.
 TOKENS = (" Paris", " Rome", " the", ".", " London")
 
@@ -120,6 +122,7 @@ def main() -> None:
     for name, options in (("accumulated_resid", {"incl_mid": True}), ("decompose_resid", {})):
         stack, labels[name] = getattr(cache, name)(return_labels=True, **options)
         kept[name] = stack[:, :, -1]
+    stopped: dict[int, list[int]] = {}  # layer that a run stops at → layers in its cache
     direction = torch.from_numpy(
         np.random.default_rng(0).standard_normal(cache["resid_pre", 0].shape[-1]).astype(np.float32)
     )
@@ -127,6 +130,10 @@ def main() -> None:
     for name, hooks in edits(torch, direction, other).items():
         edited = bridge.run_with_hooks(torch.tensor([ids[0]]), fwd_hooks=hooks)
         kept[f"edited.{name}"] = edited.float().log_softmax(-1)[0][:, tokens]
+    for stop in STOPS:
+        stream, below = bridge.run_with_cache(torch.tensor([ids[0]]), stop_at_layer=stop)
+        kept[f"stopped.{stop}"] = stream
+        stopped[stop] = sorted({int(name.split(".")[1]) for name in below if "blocks." in name})
     packages = {
         name: importlib.metadata.version(name)
         for name in ("transformer-lens", "transformers", "torch")
@@ -137,6 +144,7 @@ def main() -> None:
         "ids": json.dumps(ids),
         "tokens": json.dumps(tokens),
         "labels": json.dumps(labels),
+        "stopped": json.dumps(stopped),
     }
     arrays = {name: np.ascontiguousarray(values.detach().numpy()) for name, values in kept.items()}
     path = Path(sys.argv[1]) if sys.argv[1:] else GOLDEN

@@ -14,7 +14,7 @@ from ...broker.artifacts.global_capture import count_skipped
 from ...schemas.artifacts.loras import use_of
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.models import ModelInfo
-from ...schemas.requests.specs import StoredCapture, probe_captures
+from ...schemas.requests.specs import Grade, StoredCapture, probe_captures
 from ...schemas.service.global_capture import captures_of, step_rows
 from .protocol import EngineRequest
 
@@ -72,13 +72,20 @@ def sequence_request(
     return _build("sequence", job, model, captures=capture.split(model.inside), **fields)
 
 
-def unit_request(job: Job, model: ModelInfo, *, patched: bool, **fields: Any) -> EngineRequest:
-    """Return a request of a sweep's unit, which generates one token.
+def unit_request(
+    job: Job, model: ModelInfo, *, patched: bool, grade: Grade | None, **fields: Any
+) -> EngineRequest:
+    """Return a request of a sweep's unit, which computes one token to grade it, or none.
 
     `fields`: further fields of `EngineRequest`.
     """
     return _build(
-        "patched" if patched else "unpatched", job, model, sampling=Sampling(max_tokens=1), **fields
+        "patched" if patched else "unpatched",
+        job,
+        model,
+        sampling=Sampling(max_tokens=0 if grade is None else 1),
+        grade=grade,
+        **fields,
     )
 
 

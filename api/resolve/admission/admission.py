@@ -82,6 +82,7 @@ from ..readings.readings import (
 )
 from .costs import ENTRY_COST, RESOLVE_INLINE, check_cost, numbers_in, spans_of
 from .names import NO_NAMES, Referents, artifacts_of, modules_of
+from .tokenless import check_tokenless, layers_of
 
 #: The most tokens that are decoded for the title of a job whose prompt has no text.
 TITLE_TOKENS = 64
@@ -435,6 +436,7 @@ async def admit(
     """
     probes = [*named.probes, *named.policies.probes]
     model_state = named.state
+    check_tokenless(parsed)
     check_sampling(
         parsed.sampling,
         parsed.sampling_at,
@@ -475,6 +477,7 @@ async def admit(
         conversation=parsed.conversation or "",
         hooks=named.policies.hooks,
         identity=model.identity,
+        layers=layers_of(parsed.sampling, captures, probes, model),
         queue=KINDS[parsed.kind].queue,
         contents=_contents(parsed, model, named.found, probes),
         hook_names=asked_names(

@@ -27,7 +27,13 @@ from ....schemas.prompts.selectors import (
 )
 from ....schemas.requests.interventions import FAMILIES, FAMILY
 from ....schemas.requests.source_runs import ZEROS, RunPrompt, RunRow, RunView, row_name, run_key
-from ....schemas.requests.specs import PatchSpec, PromptEdits, SteeringSpec, StoredSteering
+from ....schemas.requests.specs import (
+    PatchSpec,
+    PromptEdits,
+    SteeringSpec,
+    StoredSteering,
+    fed_back,
+)
 from ....schemas.requests.steering import Module
 from ..positions.captures import (
     Bounds,
@@ -80,7 +86,7 @@ def _destinations(spec: PatchSpec, bounds: Bounds) -> list[PositionSelector]:
     ):
         with of_prompt(index, bounds):
             destinations.append(
-                _listed(selector, prompt.tokens, prompt.tokens + bounds.max_tokens - 1)
+                _listed(selector, prompt.tokens, prompt.tokens + fed_back(bounds.max_tokens))
             )
     return destinations
 
@@ -96,7 +102,7 @@ def _listed(selector: PositionSelector, tokens: int, end: int) -> PositionSelect
         return list(select(selector, 0, tokens, tokens))
     if selector == "all_generated" and end == tokens:
         raise SelectorError(
-            ("nothing would be patched: with one generated token, none is fed back to the model"),
+            ("nothing would be patched: with max_tokens 0 or 1, no generated token is fed back"),
             "",
         )
     if not isinstance(selector, PositionWindow):

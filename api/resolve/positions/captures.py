@@ -71,7 +71,7 @@ class Bounds:
 
     model: ModelInfo
     prompts: Sequence[PromptFacts]
-    max_tokens: int = 1  # tokens generated, at most
+    max_tokens: int = 1  # tokens generated, at most; 0: none is wanted
     probes: Sequence[str] = ()  # the probes that score the request
     found: Lookup = NOTHING_FOUND  # the registered artifacts that the request names
 
@@ -100,6 +100,19 @@ def positions_of_each(spec: Positioned, bounds: Bounds) -> list[PositionSelector
             positions = resolve_positions(spec.positions, prompt.tokens, prompt.find, prompt.images)
             resolved.append(_reachable(positions, prompt.tokens + bounds.max_tokens))
     return resolved
+
+
+def recorded_of_each(spec: Positioned, bounds: Bounds) -> list[PositionSelector]:
+    """Return one resolved selector of rows or readings per prompt.
+
+    Raises SelectorError for generated tokens alone, where none is generated.
+    """
+    if spec.positions == "all_generated" and not bounds.max_tokens:
+        raise SelectorError(
+            "selects nothing: max_tokens is 0, so choose positions of the prompt, such as "
+            "all_prompt or last_prompt"
+        )
+    return positions_of_each(spec, bounds)
 
 
 def of_prompt(index: int, bounds: Bounds) -> Translated[SelectorError]:
@@ -198,7 +211,7 @@ def _positions(spec: CaptureSpec, bounds: Bounds) -> list[PositionSelector]:
     """
     if window_of(spec.positions) is not None:
         return ["all"] * len(bounds.prompts)
-    return positions_of_each(spec, bounds)
+    return recorded_of_each(spec, bounds)
 
 
 def _run(spec: CaptureSpec, bounds: Bounds) -> None:

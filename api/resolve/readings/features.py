@@ -5,7 +5,7 @@ from functools import partial
 from ....schemas.artifacts.saes import Sae
 from ....schemas.prompts.selectors import PositionSelector, SelectorError, Sites
 from ....schemas.readings.features import FeatureSpec, StoredFeatures
-from ..positions.captures import Bounds, apply_rules, positions_of_each
+from ..positions.captures import Bounds, apply_rules, recorded_of_each
 from .saes import named_sae
 
 
@@ -20,7 +20,7 @@ def resolve_features(
 ) -> tuple[StoredFeatures, Sites, list[PositionSelector]]:
     """Return what `readings.RULES` says. Raises a 400 naming the field below `at`."""
     sae = named_sae(spec.sae, f"{at}.sae", bounds.model, bounds.found)
-    rules = (("positions", positions_of_each), ("top_k", partial(_top_k, sae)))
+    rules = (("positions", recorded_of_each), ("top_k", partial(_top_k, sae)))
     made = apply_rules(rules, spec, bounds, at)
     reading = StoredFeatures(sae=sae.stored(), top_k=made["top_k"])
     return reading, {sae.hook: [sae.layer]}, made["positions"]

@@ -21,7 +21,7 @@ from ....schemas.prompts.selectors import (
 )
 from ....schemas.readings.lens import LensSpec, NamedToken, StoredLens
 from ....storage.formats.lens_files import check_on, folder_of
-from ..positions.captures import Bounds, Rules, apply_rules, one_hook, positions_of_each
+from ..positions.captures import Bounds, Rules, apply_rules, one_hook, recorded_of_each
 from ..prompts.tokenizer import Codec, TooLong
 
 # --- Registration --------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ def _top_k(spec: LensSpec, bounds: Bounds) -> int:
 LENS_RULES: Rules = (
     ("hook", _hook),
     ("layers", lambda spec, bounds: resolve_layers(spec.layers, bounds.model.num_layers)),
-    ("positions", positions_of_each),
+    ("positions", recorded_of_each),
     ("top_k", _top_k),
     ("tokens", _tokens),
 )

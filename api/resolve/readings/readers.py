@@ -12,7 +12,7 @@ from ....schemas.model.banks import RESIDUAL, banks_of
 from ....schemas.prompts.selectors import PositionSelector, SelectorError, Sites
 from ....schemas.readings.installed import OptionValues, ReaderSpec, StoredReader
 from ....schemas.requests.artifact_kinds import ARTIFACTS
-from ..positions.captures import SITE_RULES, Bounds, Rules, apply_rules, positions_of_each, sites_of
+from ..positions.captures import SITE_RULES, Bounds, Rules, apply_rules, recorded_of_each, sites_of
 
 
 def _name(spec: ReaderSpec, bounds: Bounds) -> tuple[Extension, ReaderTerms]:
@@ -54,7 +54,7 @@ RULES: Rules = (
     ("name", _name),
     *SITE_RULES,
     ("hooks", _whole_rows),
-    ("positions", positions_of_each),
+    ("positions", recorded_of_each),
     ("options", _options),
 )
 

@@ -83,6 +83,7 @@ def result(
         capture_results=capture_results(view, record, ticket, settings),
         determinism=determinism(view, record, ticket) if reported else None,
         attempt=view.attempt,
+        layers=view.layers,
         lora=view.lora,
         probes=scores,
         edits=[size for item in ticket for size in item.sizes],

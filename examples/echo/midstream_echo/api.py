@@ -24,7 +24,7 @@ async def post_echo(data: JSONBody[EchoRequest], submission: Submission) -> Resp
         model=data.model,
         prompts=list(data.prompts),
         capture=CaptureSpec(layers=data.layer),
-        sampling=SamplingRequest(max_tokens=1),
+        sampling=SamplingRequest(max_tokens=0),
         metadata=data.metadata,
     )
     parsed = replace(parse_job(asked), kind="echo", handling=data)

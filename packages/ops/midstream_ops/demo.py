@@ -296,7 +296,7 @@ def _steer(stage: DemoStage) -> Iterator[CheckFinding]:
     )
     spec = {"layers": LAYER, "positions": "all_prompt", "tag": "direction"}
     source = client.run(
-        model=MODEL_NAME, prompts=[*SEA, *LAND], capture=spec, sampling={"max_tokens": 1}
+        model=MODEL_NAME, prompts=[*SEA, *LAND], capture=spec, sampling={"max_tokens": 0}
     )
     reader = client.capture(source.id)
     means = np.stack(

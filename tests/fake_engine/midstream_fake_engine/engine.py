@@ -112,7 +112,9 @@ class FakeEngine(RankControl):
         attempt = ask.job, ask.attempt
         self._active[attempt] += 1
         try:
-            async with aclosing(self._generate(ask, rank_spec(ask))) as progresses:
+            async with aclosing(
+                self._generate(ask, rank_spec(ask, exits=self.info.exits))
+            ) as progresses:
                 async for progress in progresses:
                     yield progress
         finally:
@@ -237,6 +239,9 @@ class _Writing:
 
     def add_token(self) -> None:
         sampling = self._ask.sampling
+        if not sampling.max_tokens:
+            self.finish_reason = "length"
+            return
         self.token_ids.append(self._dice.roll())
         self._text += self._decode(self.token_ids[-1:])
         ends = [result for stop in sampling.stop if (result := self._text.find(stop)) >= 0]

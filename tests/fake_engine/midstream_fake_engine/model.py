@@ -100,6 +100,7 @@ def make_info(
         steering_entries=settings.tuning.steering_entries,
         global_captures=from_settings(settings, NUM_LAYERS),
         grades=True,
+        exits=True,
         readings={
             "lens": "pipeline stages" if settings.vllm.pipeline_parallel_size > 1 else "",
             "features": "",

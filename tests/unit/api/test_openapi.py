@@ -106,7 +106,7 @@ def test_every_reference_resolves_and_defaults_are_there(spec: dict[str, Any]) -
             },
             True,
         ),
-        ({"model": "m", "prompts": ["a"], "sampling": {"max_tokens": 0}}, False),
+        ({"model": "m", "prompts": ["a"], "sampling": {"max_tokens": -1}}, False),
         ({"model": "m", "prompts": []}, False),
         ({"model": "m", "prompts": ["a"], "capture": {"tag": "../x"}}, False),
         ({"model": "m", "prompts": ["a"], "unknown": 1}, False),

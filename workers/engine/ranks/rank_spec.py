@@ -81,8 +81,7 @@ def rank_spec(ask: EngineRequest, *, exits: bool = False) -> RankSpec | None:
 
 def needed_depth(ask: EngineRequest) -> int:
     """Returns `RankSpec.depth` of a request."""
-    sampling = ask.sampling
-    if sampling.max_tokens or sampling.prompt_logprobs is not None or ask.grade is not None:
+    if ask.sampling.reads_logits or ask.grade is not None:
         return 0
     return depth_of(ask.captures)
 

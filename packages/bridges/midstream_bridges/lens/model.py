@@ -20,6 +20,7 @@ from midstream.schemas.base.errors import MidstreamError, Translated, invalid
 from midstream.schemas.jobs.results import JobResult
 from midstream.schemas.readings.lens import LensReading
 
+from . import stopping
 from .cache import ActivationCache, refused
 from .logits import Logits, Predictions
 from .names import PATTERN, Card, Filter, NamedSite, chosen, hooks_of
@@ -168,6 +169,7 @@ class HookedModel:
         return_type: str | None = "logits",
         remove_batch_dim: bool = False,
         prepend_bos: bool | None = None,
+        stop_at_layer: int | None = None,
         incl_bwd: bool = False,
         scalar: Mapping[str, Any] | None = None,
         **fields: Unpack[ReadingFields],
@@ -179,6 +181,10 @@ class HookedModel:
         of a name. The rows stay on the server until they are deleted (`ActivationCache.job`).
         `fields`: other fields of the job, such as `lora`.
 
+        `stop_at_layer`: compute the layers below it alone (negative: counted from the end), and
+        return the residual stream that enters it, `[batch, pos, d_model]`, in place of the logits;
+        the cache has activations of these layers.
+
         `incl_bwd`: also cache the gradient at each activation except attention patterns, under its
         name with `_grad`: of the loss, which `return_type` must then select, or of `scalar`, such
         as `{"kind": "logit", "token": " Paris", "foil": " Rome"}` (`capture.scalar` of a job). A
@@ -186,6 +192,12 @@ class HookedModel:
         """
         sites = chosen(names_filter, self.card)
         run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, dict(fields))
+        if stop_at_layer is not None:
+            if incl_bwd:
+                raise invalid("incl_bwd", "gradients are of the whole model", hint="omit it")
+            stop = stopping.layer_of(stop_at_layer, self.card)
+            residual, cache = run.stopped(stop, sites)
+            return residual, cache.remove_batch_dim() if remove_batch_dim else cache
         if incl_bwd:
             _check_backward(run, scalar, return_type)
         result = run.first(
@@ -204,9 +216,11 @@ class HookedModel:
         *,
         bwd_hooks: Sequence[Any] = (),
         prepend_bos: bool | None = None,
+        stop_at_layer: int | None = None,
         **fields: Unpack[ReadingFields],
     ) -> Any:
-        """Run with edits, and return the logits.
+        """Run with edits, and return the logits; with `stop_at_layer`, the residual stream that
+        enters this layer, as `run_with_cache` does.
 
         `fwd_hooks`: pairs of an activation's name and an op of `midstream.lens.ops`. Python
         functions are rejected: the forward pass takes no code from requests. `return_type`:
@@ -215,6 +229,8 @@ class HookedModel:
         if bwd_hooks:
             raise invalid("bwd_hooks", _GRADIENTS, allowed="fwd_hooks")
         run = _Run(self, input, [*self._hooks, *fwd_hooks], prepend_bos, dict(fields))
+        if stop_at_layer is not None:
+            return run.stopped(stopping.layer_of(stop_at_layer, self.card), [])[0]
         run.first()
         return run.answer(return_type)
 
@@ -516,10 +532,26 @@ class _Run:
     def first(self, **request: Any) -> JobResult:
         """Run the job; if a lens is served, also fetch the top tokens at the last position."""
         lens = {"lens": self._lens("last_prompt", FIRST_TOP, [])} if not self.refused else {}
-        result = self.send(self.inputs, sampling={"max_tokens": 1}, **lens, **request)
+        asked = {**lens, **request}
+        # a job that asks for nothing else has a token
+        tokens = 0 if asked else 1
+        result = self.send(self.inputs, sampling={"max_tokens": tokens}, **asked)
         for reading in result.lens or []:
             self.known.learn(reading, reading.request)
         return result
+
+    def stopped(self, stop: int, sites: Sequence[NamedSite]) -> tuple[np.ndarray, ActivationCache]:
+        """Return the stream that enters layer `stop`, and the activations at `sites` below it."""
+        below = [site for site in sites if site.layer < stop]
+        entry, at = stopping.entry_of(stop)
+        result = self.send(
+            self.inputs,
+            sampling={"max_tokens": 0},
+            capture={"hooks": hooks_of([*below, entry]), "positions": "all_prompt", "at": at},
+        )
+        reader = self.model.client.capture(result)
+        stream = ActivationCache(reader, self.model.card, [entry], self.prompts)
+        return stream[entry.full], ActivationCache(reader, self.model.card, below, self.prompts)
 
     def gradients(
         self, sites: Sequence[NamedSite], scalar: Mapping[str, Any] | None
@@ -556,7 +588,7 @@ class _Run:
             )
         result = self.send(
             [self.inputs[prompt]],
-            sampling={"max_tokens": 1},
+            sampling={"max_tokens": 0},
             lens=self._lens(positions, top, tokens),
         )
         (reading,) = result.lens or []

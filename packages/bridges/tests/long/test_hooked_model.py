@@ -38,6 +38,8 @@ class Golden:
         self.ids, self.tokens, self.labels = (
             json.loads(about[name]) for name in ("ids", "tokens", "labels")
         )
+        #: Layer that a run stops at → the layers in its cache.
+        self.stopped: dict[str, list[int]] = json.loads(about["stopped"])
 
     def activations(self) -> list[str]:
         return [name for name in self.arrays if name.startswith("blocks.")]
@@ -79,6 +81,17 @@ def test_activations_are_those_of_transformerlens(
     assert set(golden.activations()) <= set(cache)
     for name in golden.activations():
         close(cache[name], golden.arrays[name], ROWS)
+
+
+@pytest.mark.parametrize("stop", [0, 17, -12])
+def test_a_run_that_stops_at_a_layer_is_that_of_transformerlens(
+    model: HookedModel, golden: Golden, run: tuple[Logits, ActivationCache], stop: int
+) -> None:
+    stream, cache = model.run_with_cache(golden.prompt, stop_at_layer=stop)
+    close(stream, golden.arrays[f"stopped.{stop}"], ROWS)
+    assert sorted({int(name.split(".")[1]) for name in cache}) == golden.stopped[str(stop)]
+    for name in cache:
+        np.testing.assert_array_equal(cache[name], run[1][name])
 
 
 def test_stacks_of_the_stream_are_those_of_transformerlens(

@@ -66,6 +66,8 @@ async def plan_harvest(
     sites = _sites(body, info)
     check_window(body.positions.window, (), info, "positions.window")
     generated = body.generate.max_tokens if body.generate is not None else 1
+    if not generated:
+        raise invalid("generate.max_tokens", "is 0", allowed="at least 1; or omit generate")
     if body.generate is not None:
         structured(body.generate.structured_outputs, "generate.structured_outputs")
     longest = info.max_model_len - generated

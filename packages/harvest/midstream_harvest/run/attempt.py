@@ -563,7 +563,7 @@ class HarvestAttempt:
             request=next(self._numbers),
             attempt=self._attempt.number,
             token_ids=sequence.token_ids.tolist(),
-            sampling=harvest.generate or Sampling(max_tokens=1),
+            sampling=harvest.generate or Sampling(max_tokens=0),
             steering=harvest.edits,
             captured={HARVEST: sequences},
             trace=self._attempt.progress.span.traceparent,

@@ -575,6 +575,7 @@ def test_hs_connectors_reads_what_the_bridge_hands_over(
         ({"shards": {"mib": 0}}, "shards.mib"),
         ({"store": "s3://elsewhere"}, "store"),
         ({"generate": {"max_tokens": 100_000}}, "generate.max_tokens"),
+        ({"generate": {"max_tokens": 0}}, "generate.max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"positions": {"spans": [{"turn": 0}]}}, "`spans` are parts of conversations"),
         ({"positions": {"spans": [{"text": "a"}]}}, "`spans` take turn, role and part"),

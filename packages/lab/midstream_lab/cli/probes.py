@@ -116,7 +116,7 @@ def _rows(
             example.text for example in examples
         ]
     }
-    result = client.run(model=model, capture=capture, max_tokens=1, **inputs)
+    result = client.run(model=model, capture=capture, max_tokens=0, **inputs)
     groups = [sample.request for sample in samples(client.capture(result), rows)]
     matrix = client.captures.matrix([result], layer, hook, rows)
     client.captures.delete(result)

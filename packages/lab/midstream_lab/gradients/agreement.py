@@ -142,7 +142,7 @@ async def served_rows(ledger: Ledger, info: ModelInfo, hooks: Sequence[Hook]) ->
         kind="generate",
         model=info.name,
         prompts=[StoredPrompt(token_ids=tokens)],
-        sampling=Sampling(max_tokens=1),
+        sampling=Sampling(max_tokens=0),
         created=now(),
         captures=[capture.split(info.inside)],
         tenant=COMPARISONS,

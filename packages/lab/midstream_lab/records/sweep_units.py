@@ -64,7 +64,8 @@ class Units:
 
     @cached_property
     def tokens(self) -> int:
-        """The number of tokens of all requests: their prompts, and one graded token each.
+        """The number of tokens of all requests: their prompts, and one token each, also of a
+        first pass, which computes none.
 
         Skipped cells do not count. Tokens that the engine computes once for several requests count
         for each request. Of an attribution, every point at which gradients are taken counts as

@@ -327,8 +327,6 @@ class SweepRequests:
         base: str = "",
         keep_blocks: str = "",
     ) -> EngineRequest:
-        # the clean prompt's distribution is kept, and others are compared with it
-        kept = self.kept(unit.pair) if self._sweep.metric == "kl" and place == 0 else ""
         return unit_request(
             self._job,
             self._info,
@@ -340,13 +338,23 @@ class SweepRequests:
             captures=list(captures),
             captured=self._captured if captures else {},
             entry=entry,
-            grade=Grade(
-                token_ids=list(node.token_ids),
-                keep=kept if unit == self.reference(unit.pair) else "",
-                against=kept if self.compares(unit) else "",
-            ),
+            grade=self._grade(unit, place, node),
             base=base,
             keep_blocks=keep_blocks,
+        )
+
+    def _grade(self, unit: Unit, place: int, node: Node) -> Grade | None:
+        """Return what is computed of a request's next token; None for a first pass, which has no
+        value.
+        """
+        if unit.kind == "sender":
+            return None
+        # the clean prompt's distribution is kept, and others are compared with it
+        kept = self.kept(unit.pair) if self._sweep.metric == "kl" and place == 0 else ""
+        return Grade(
+            token_ids=list(node.token_ids),
+            keep=kept if unit == self.reference(unit.pair) else "",
+            against=kept if self.compares(unit) else "",
         )
 
     def _key(self, unit: Unit, place: int, tag: str) -> str:

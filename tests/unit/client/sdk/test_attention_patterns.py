@@ -345,7 +345,7 @@ def test_the_command_takes_a_prompt_with_and_without_its_option(
 def test_the_call_captures_queries_and_keys_as_attention_uses_them() -> None:
     fields = capture_fields((1, 2, 3), "0-2", {"model": "m"})
     assert fields == {
-        "model": "m", "prompts": [[1, 2, 3]], "sampling": {"max_tokens": 1},
+        "model": "m", "prompts": [[1, 2, 3]], "sampling": {"max_tokens": 0},
         "capture": {"hooks": {"q": "0-2", "k": "0-2"}, "positions": "all_prompt", "at": "after"},
     }  # fmt: skip
     assert len(attention_of(reader()).layers) == LAYERS
@@ -402,7 +402,7 @@ def test_patched_patterns_are_of_heads_there_are_and_of_values_that_stay() -> No
         "a", 1, [], {"model": "m", "lens": {"layers": -1}, "sampling": {"max_tokens": 9}}
     )
     assert fields == {
-        "model": "m", "prompts": ["a"], "sampling": {"max_tokens": 1},
+        "model": "m", "prompts": ["a"], "sampling": {"max_tokens": 0},
         "capture": {"hooks": {"q": [1], "v": [1]}, "positions": "all_prompt", "at": "after"},
     }  # fmt: skip
 

@@ -361,7 +361,7 @@ def test_structs_take_arrays_as_vectors_too() -> None:
         ),
         (lambda: job(prompts=[1, 2, 3]), "prompts[0]", ""),
         (lambda: job(prompts=[]), "prompts", ""),
-        (lambda: job(sampling={"max_tokens": 0}), "sampling.max_tokens", ""),
+        (lambda: job(sampling={"max_tokens": -1}), "sampling.max_tokens", ""),
         (lambda: job(expires_in="soon"), "expires_in", "(allowed: such as 90d"),
         (
             lambda: key_request("x", "default", ["read"], 1e18),  # no listing could show it

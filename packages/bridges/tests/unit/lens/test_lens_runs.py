@@ -2,6 +2,7 @@
 sends, and what its cache gives: stacks of activations, their labels and bounds.
 """
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -138,7 +139,7 @@ def test_backward_hooks_and_edits_of_gradients_are_refused() -> None:
     assert client.asked == []
 
 
-def test_a_run_captures_the_prompt_behind_its_edits_and_generates_one_token() -> None:
+def test_a_run_captures_the_prompt_behind_its_edits_and_generates_no_token() -> None:
     model, client = served()
     _, cache = model.run_with_cache("ab", [("resid_post", 1), ("resid_pre", -1)], lora="l")
     (asked,) = client.asked
@@ -148,12 +149,50 @@ def test_a_run_captures_the_prompt_behind_its_edits_and_generates_one_token() ->
         "at": "after",
     }
     assert asked["prompts"] == ["ab"]
-    assert asked["sampling"] == {"max_tokens": 1}
+    assert asked["sampling"] == {"max_tokens": 0}
     assert asked["lora"] == "l"
     assert asked["model"] == "m"
     assert cache.prompts == [[BOS, ord("a"), ord("b")]]
     with refuses("sampling"):
         model("ab", sampling={"seed": 1})
+
+
+@pytest.mark.parametrize(
+    ("stop", "hooks", "at", "cached"),
+    [
+        (0, {"pre_attn": [0]}, "before", []),
+        (1, {"pre_attn": [0], "post_block": [0]}, "after", [PRE, "blocks.0.hook_resid_post"]),
+        (-1, {"pre_attn": [0], "post_block": [0]}, "after", [PRE, "blocks.0.hook_resid_post"]),
+        (2, {"pre_attn": [0, 1], "post_block": [0, 1]}, "after", 4),
+    ],
+)
+def test_a_run_that_stops_at_a_layer_asks_for_the_layers_below_alone(
+    stop: int, hooks: Any, at: str, cached: Any
+) -> None:
+    model, client = served()
+    rows = np.ones((2, 2), np.float32)
+    client.capture = lambda result: SimpleNamespace(job="j", array=lambda *_, **__: rows)  # type: ignore[assignment, return-value]
+    stream, cache = model.run_with_cache("a", stop_at_layer=stop, remove_batch_dim=True)
+    (asked,) = client.asked
+    assert asked["capture"] == {"hooks": hooks, "positions": "all_prompt", "at": at}
+    assert asked["sampling"] == {"max_tokens": 0}
+    assert "lens" not in asked
+    assert stream.shape == (1, 2, 2)
+    assert list(cache) == cached or len(cache) == cached
+    assert model("a", stop_at_layer=stop).shape == (1, 2, 2)
+    name, layers = [*hooks.items()][-1]
+    entry = {name: layers[-1:]}
+    assert client.asked[-1]["capture"] == {"hooks": entry, "positions": "all_prompt", "at": at}
+
+
+@pytest.mark.parametrize("stop", [3, -3, True, "1", 0.5])
+def test_a_run_stops_at_a_layer_of_the_model(stop: Any) -> None:
+    model, client = served()
+    with refuses(field="stop_at_layer", allowed="-2 to 2"):
+        model.run_with_cache("a", stop_at_layer=stop)
+    with refuses(field="incl_bwd"):
+        model.run_with_cache("a", stop_at_layer=1, incl_bwd=True, return_type="loss")
+    assert client.asked == []
 
 
 @pytest.mark.parametrize(
@@ -243,6 +282,7 @@ def test_a_model_without_a_lens_says_so_when_logits_are_asked_for() -> None:
     hooked = HookedModel("m", client=client)  # type: ignore[arg-type]
     logits = hooked("a")
     assert "lens" not in client.asked[-1]
+    assert client.asked[-1]["sampling"] == {"max_tokens": 1}
     with refuses("the head is split"):
         logits[0, -1, 5]
     assert hooked("a", return_type=None) is None

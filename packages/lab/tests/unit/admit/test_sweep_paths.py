@@ -125,10 +125,14 @@ def test_a_path_to_receivers_has_a_first_pass_whose_rows_they_have_in_the_second
     )
     made = asks(sweep)
     cell = next(unit for unit in made.units.cells(0) if unit.layer == 1)
-    first = made.first(cell)
+    (first,) = made.asks(cell._replace(kind="sender"))
     (second,) = made.patched(cell)
     assert first.request == cell.number * 2 + 1
     assert second.request == cell.number * 2
+    assert first.grade is None
+    assert first.sampling.max_tokens == 0
+    assert second.grade is not None
+    assert second.sampling.max_tokens == 1
     assert [(dict(capture.sites), capture.at) for capture in first.captures] == [
         ({"attn_out": [3], "mlp_out": [1]}, "before")
     ]

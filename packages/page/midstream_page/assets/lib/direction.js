@@ -57,7 +57,7 @@ export async function direction({ model, layer, positive, negative, signal, said
     {
       model,
       prompts: texts,
-      sampling: { max_tokens: 1 },
+      sampling: { max_tokens: 0 },
       metadata: { name: "Texts for a direction" },
       capture: { layers: layer, positions: "all_prompt", tag: "direction" },
     },

@@ -136,7 +136,7 @@ export function ReadingForm({ name, action, example, query, registered, fields, 
     const { id } = await post("/v1/jobs", {
       model: model.id,
       prompts: [values.prompt],
-      sampling: { max_tokens: 1 },
+      sampling: { max_tokens: 0 },
       metadata: { page: name },
       ...body(values, model),
     });

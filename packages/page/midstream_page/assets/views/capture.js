@@ -35,7 +35,7 @@ function Form() {
       hooks: [],
       layers: "all",
       positions: "all_prompt",
-      max_tokens: 1,
+      max_tokens: 0,
       tag: "page",
     },
     controlOf,
@@ -86,7 +86,7 @@ function Form() {
           maxlength: 1024,
         })}
         ${entry("positions", "Positions", { options: POSITIONS })}
-        ${entry("max_tokens", "Tokens to generate", { type: "number", min: 1 })}
+        ${entry("max_tokens", "Tokens to generate", { type: "number", min: 0 })}
         ${entry("tag", "Tag", { maxlength: 64 })}
       </div>
       <${Problem} error=${error} />

@@ -105,7 +105,7 @@ const CARDS = [
     body: (model) => ({
       model: model.id,
       prompts: [EXAMPLE.pairs[0].clean],
-      sampling: { max_tokens: 1 },
+      sampling: { max_tokens: 0 },
       metadata: { name: "Every layer of one sentence" },
       capture: {
         hooks: { [model.hooks.includes("post_block") ? "post_block" : model.hooks[0]]: "all" },
