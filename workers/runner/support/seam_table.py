@@ -388,6 +388,7 @@ SEAMS: tuple[Seam, ...] = (
         ),
         "engine/vllm.py",
     ),
+    Seam("vllm.utils.system_utils", ("get_mp_context()",), "engine/early_core.py"),
     Seam(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
         ("__init__(vllm_config, monitor_workers)", "start_worker_monitor(inline)"),
