@@ -9,10 +9,10 @@ import importlib
 import io
 import os
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from multiprocessing import popen_spawn_posix, resource_tracker, spawn, util
-from multiprocessing.context import SpawnContext, SpawnProcess, reduction, set_spawning_popen
+from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
+from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import Any
 
 from ...broker.processes.orphans import die_with_parent
@@ -32,19 +32,20 @@ class EarlyCore:
     """A process that imports modules, and waits to be told what to run."""
 
     def __init__(self, modules: Sequence[str] = MODULES) -> None:
-        tracker = resource_tracker.getfd()
+        tracker: Any = resource_tracker.getfd()
         self.ended, ends = os.pipe()
         reads, self.told = os.pipe()
         command = spawn.get_command_line()
         command[command.index("-c") + 1] = (
             f"import {__name__} as core; core.wait({reads}, {tracker}, {modules})"
         )
-        self.pid: int = util.spawnv_passfds(spawn.get_executable(), command, [tracker, reads, ends])
+        executable: Any = spawn.get_executable()
+        self.pid: int = util.spawnv_passfds(executable, command, [tracker, reads, ends])
         for descriptor in (reads, ends):
             os.close(descriptor)
 
     def give_up(self) -> None:
-        """Let it end: what it waits for does not come."""
+        """Wait for it no longer; if it has been told nothing, it ends."""
         for descriptor in (self.ended, self.told):
             os.close(descriptor)
 
@@ -79,7 +80,7 @@ def use() -> None:
     """Have vLLM's next core run in the process that waits, if there is one."""
     from vllm.v1.engine import utils
 
-    utils.get_mp_context = _Context  # type: ignore[assignment]
+    utils.get_mp_context = _Context
 
 
 def wait(pipe: int, tracker: int, modules: Sequence[str]) -> None:
@@ -97,9 +98,12 @@ def wait(pipe: int, tracker: int, modules: Sequence[str]) -> None:
 class _Popen(popen_spawn_posix.Popen):
     """Gives a process to the one that waits, if there is one."""
 
+    _fds: list[int]  # that the process must inherit
+    _launch_new = popen_spawn_posix.Popen._launch  # type: ignore[attr-defined]
+
     def _launch(self, process_obj: Any) -> None:
         if not _waiting:
-            super()._launch(process_obj)
+            self._launch_new(process_obj)
             return
         early = _waiting.pop()
         data = io.BytesIO()
@@ -112,11 +116,11 @@ class _Popen(popen_spawn_posix.Popen):
         if self._fds or os.waitpid(early.pid, os.WNOHANG)[0]:  # only a new process inherits files
             early.give_up()
             self._fds.clear()
-            super()._launch(process_obj)
+            self._launch_new(process_obj)
             return
         self.pid = early.pid
         self.sentinel = early.ended
-        self.finalizer = util.Finalize(self, util.close_fds, (early.ended, early.told))
+        self.finalizer = util.Finalize(self, early.give_up)
         with open(early.told, "wb", closefd=False) as pipe:
             pipe.write(data.getbuffer())
 
@@ -124,7 +128,9 @@ class _Popen(popen_spawn_posix.Popen):
 class _Process(SpawnProcess):
     """A process that runs with the variables of the moment when it is started."""
 
-    _Popen: Callable[[Any], Any] = staticmethod(_Popen)
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        return _Popen(process_obj)
 
     def start(self) -> None:
         self._variables = dict(os.environ)
