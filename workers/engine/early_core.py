@@ -77,10 +77,11 @@ def _built_for_cpu() -> bool:
 
 
 def use() -> None:
-    """Have vLLM's next core run in the process that waits, if there is one."""
-    from vllm.v1.engine import utils
+    """Have vLLM's core run in the process that waits, if there is one."""
+    if _waiting:
+        from vllm.v1.engine import utils
 
-    utils.get_mp_context = _Context
+        utils.get_mp_context = _Context
 
 
 def wait(pipe: int, tracker: int, modules: Sequence[str]) -> None:
