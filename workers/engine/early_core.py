@@ -87,6 +87,9 @@ def use() -> None:
 def wait(pipe: int, tracker: int, modules: Sequence[str]) -> None:
     """Import, and run what the worker sends; end when it has nothing to send."""
     die_with_parent()
+    with contextlib.suppress(ImportError):
+        # finds where a process's name is written, which is by where its first variables are
+        importlib.import_module("setproctitle").getproctitle()
     for name in modules:
         importlib.import_module(name)
     poll = select.poll()

@@ -44,6 +44,22 @@ def test_the_process_that_waits_runs_with_the_variables_of_its_start(
     assert (tmp_path / "said").read_text() == "now"
 
 
+def test_a_process_that_waited_can_be_named(early: EarlyCore, tmp_path: Path) -> None:
+    """A process's name is written where its variables were when it began."""
+    file = tmp_path / "name"
+    named = f"""
+import setproctitle
+setproctitle.setproctitle("VLLM::EngineCore")
+open({str(file)!r}, "w").write(open("/proc/self/cmdline").read() + open("/proc/self/comm").read())
+"""
+    process = early_core._Context().Process(target=exec, args=(named,))
+    process.start()
+    process.join(60)
+    assert process.pid == early.pid
+    assert file.read_text().startswith("VLLM::EngineCore")
+    assert file.read_text().rstrip().endswith("VLLM::EngineCor")
+
+
 def test_it_takes_one_process_and_later_ones_are_spawned(early: EarlyCore, tmp_path: Path) -> None:
     for number in range(2):
         process = says(tmp_path / str(number))
