@@ -9,6 +9,7 @@ import importlib
 import io
 import os
 import select
+import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
@@ -87,11 +88,11 @@ def use() -> None:
 def wait(pipe: int, tracker: int, modules: Sequence[str]) -> None:
     """Import, and run what the worker sends; end when it has nothing to send."""
     die_with_parent()
-    with contextlib.suppress(ImportError):
-        # finds where a process's name is written, which is by where its first variables are
-        importlib.import_module("setproctitle").getproctitle()
     for name in modules:
         importlib.import_module(name)
+    if utils := sys.modules.get("vllm.utils.system_utils"):
+        # vLLM names it again, but could not: the place is found by variables that the start changes
+        utils.set_process_title("EngineCore")
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     [(_, events)] = poll.poll()

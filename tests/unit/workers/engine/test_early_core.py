@@ -44,8 +44,13 @@ def test_the_process_that_waits_runs_with_the_variables_of_its_start(
     assert (tmp_path / "said").read_text() == "now"
 
 
-def test_a_process_that_waited_can_be_named(early: EarlyCore, tmp_path: Path) -> None:
+@pytest.mark.slow("the process imports vLLM")
+def test_a_process_that_waited_can_be_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """A process's name is written where its variables were when it began."""
+    early = EarlyCore(("vllm.utils.system_utils",))
+    monkeypatch.setattr(early_core, "_waiting", [early])
     file = tmp_path / "name"
     named = f"""
 import setproctitle
@@ -54,7 +59,7 @@ open({str(file)!r}, "w").write(open("/proc/self/cmdline").read() + open("/proc/s
 """
     process = early_core._Context().Process(target=exec, args=(named,))
     process.start()
-    process.join(60)
+    process.join(120)
     assert process.pid == early.pid
     assert file.read_text().startswith("VLLM::EngineCore")
     assert file.read_text().rstrip().endswith("VLLM::EngineCor")
