@@ -49,6 +49,7 @@ from ..storage.disk import disk_trouble
 
 # Importing it registers the remote-control commands.
 from . import remote_control as _control  # noqa: F401
+from .engine import early_core, start_times
 from .engine.identity import WorkerLock, with_worker_id
 from .engines import VLLM, check_options
 from .serving.host import EngineHost
@@ -147,6 +148,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     """Runs a worker until it is stopped, and ends the process; returns the exit code of one that
     did not begin.
     """
+    start_times.begin("imports")
     try:
         settings = with_worker_id(load_settings(**_arguments(arguments)))
         _check(settings)
@@ -158,6 +160,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         observability.start(settings, "worker", worker=settings.worker_id)
         leftovers.remove_left(Path(settings.data_dir))
         leftovers.own_temporary_folder(Path(settings.data_dir))
+        early_core.begin(settings)
     except (SettingsError, MidstreamError) as error:
         _print_failure(str(error))
         return EXIT_BAD_SETTINGS

@@ -7,6 +7,10 @@ the collected acknowledgements. kombu's data keeps its format. The same script n
 messages as unacknowledged. If an acknowledgement is late, or lost with its worker, the message is
 delivered again, and the ledger then refuses it.
 
+A message is delivered before it is noted: its task starts a round trip earlier. What is lost
+between the two with its worker was always lost between taking and noting, and the reaper sends it
+again.
+
 This builds on private names of kombu 5.7 (pinned; a test checks that they exist). It doubles a
 worker's throughput: docs/decisions/0013-transport.md.
 """
@@ -85,20 +89,36 @@ class QoS(kombu_redis.QoS):
         super().__init__(*args, **kwargs)
         self._acknowledged: list[str] = []  # not yet sent to Redis
         self._settles = False  # a timer is set
+        self._unnoted: Any = None  # the message that is being delivered
 
     def append(self, message: Any, delivery_tag: str) -> None:
-        if delivery_tag not in self.channel.noted:
-            info = message.delivery_info
-            acknowledged = self._acknowledged
-            self._acknowledged = []
-            self.channel.take_along(
-                delivery_tag,
-                dumps([message._raw, info["exchange"], info["routing_key"]]),
-                acknowledged,
-            )
         kombu_virtual.QoS.append(self, message, delivery_tag)
+        if delivery_tag in self.channel.noted:
+            return
+        self._unnoted = message
+        if not self.channel.taking:
+            self.note()
+
+    def note(self) -> None:
+        """Note the message as unacknowledged that is being delivered, and take further ones."""
+        if (message := self._unnoted) is None:
+            return
+        self._unnoted = None
+        info = message.delivery_info
+        acknowledged = self._acknowledged
+        self._acknowledged = []
+        self.channel.take_along(
+            message.delivery_tag,
+            dumps([message._raw, info["exchange"], info["routing_key"]]),
+            acknowledged,
+        )
+
+    def reject(self, delivery_tag: str, requeue: bool = False) -> None:
+        self.note()
+        super().reject(delivery_tag, requeue)
 
     def ack(self, delivery_tag: str) -> None:
+        self.note()
         if (hub := get_event_loop()) is None:
             super().ack(delivery_tag)
             return
@@ -155,6 +175,7 @@ class QueueChannel(kombu_redis.Channel):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.noted: set[str] = set()  # tags of further messages taken, which are being delivered
+        self.taking = False  # a message is being delivered, and will then be noted
         self._room = 0  # for further messages, while one is delivered
         self._along: list[bytes] = []
         self._kept: Any = None
@@ -198,9 +219,12 @@ class QueueChannel(kombu_redis.Channel):
         )
         self._room = 0 if self._closing else free - 1
         self._along = []
+        self.taking = True
         try:
             result = super()._brpop_read(**options)
         finally:
+            self.taking = False
+            self.qos.note()
             self._room = 0
         along = self._along
         self._along = []

@@ -110,6 +110,41 @@ def test_one_poll_takes_all_waiting_messages(
     assert noted(client, messages) == [False] * 3
 
 
+def test_a_message_is_delivered_before_it_is_noted(
+    redis_url: str, client: redis.Redis, connection: Connection, name: str
+) -> None:
+    """Its task begins a round trip earlier."""
+    put(redis_url, name, 1)
+    before: list[bool] = []
+    taken: list[Message] = []
+
+    def deliver(message: Message) -> None:
+        before.extend(noted(client, [message]))
+        taken.append(message)
+
+    with Consumer(connection.channel(), [direct(name)], on_message=deliver, accept=["json"]):
+        connection.drain_events(timeout=60)
+    assert before == [False]
+    assert noted(client, taken) == [True]
+
+
+@pytest.mark.parametrize(("settled", "left"), [("ack", 0), ("reject", 0), ("requeue", 1)])
+def test_a_message_may_be_settled_while_it_is_delivered(
+    redis_url: str, client: redis.Redis, connection: Connection, name: str, settled: str, left: int
+) -> None:
+    put(redis_url, name, 1)
+    taken: list[Message] = []
+
+    def deliver(message: Message) -> None:
+        taken.append(message)
+        getattr(message, settled)()
+
+    with Consumer(connection.channel(), [direct(name)], on_message=deliver, accept=["json"]):
+        connection.drain_events(timeout=60)
+    assert noted(client, taken) == [False]
+    assert client.llen(name) == left
+
+
 def test_prefetch_is_limited_to_free_slots(
     redis_url: str, client: redis.Redis, connection: Connection, name: str
 ) -> None:

@@ -173,7 +173,7 @@ class Rank:
         self.vectors = VectorStore()
         self.runs = RunStore(open_store(runs_root or "/nowhere"), self.sites, HIDDEN)
         self.table = RowTable(self.sites, self.buffers, self.vectors, self.runs)
-        self.arena = Arena(1 << 24, spill_dir)
+        self.arena = Arena(1 << 24, spill_dir, rest_s=0)
         self.backlog = Backlog()  # which may have 100 bytes
         made = overloads(policy, 100, self.backlog)
         memory = BankRows(self.arena, HIDDEN, torch.float32, made["writer"].spills)

@@ -51,6 +51,7 @@ from ..runner.support.denylist import check
 from ..runner.support.quantisation import check_kernels, quantisation_of, refuse_gguf
 from ..runner.vllm.ring_budget import CapturedRows
 from ..runner.vllm.stages import stage_layers
+from . import early_core, start_times
 from .admission import CaptureBudget, StepRows
 from .checkpoint_check import check_folder, check_layers
 from .identity import BOOT
@@ -119,6 +120,7 @@ class VllmEngine(RankControl):
         self._tools: ToolParsers | None = None
 
     async def start(self) -> None:
+        start_times.begin("configuration")
         settings = self._settings
         caveats = await asyncio.to_thread(_caveats, settings)
         prepare_environment(settings)
@@ -164,6 +166,8 @@ class VllmEngine(RankControl):
                 jobs=max(2, settings.tuning.worker_concurrency // 2),
             )
             plane.export()
+            early_core.use()
+            start_times.begin("core and ranks")
             self._llm = await asyncio.to_thread(
                 AsyncLLM.from_vllm_config, vllm_config, disable_log_stats=True
             )
@@ -257,6 +261,7 @@ class VllmEngine(RankControl):
             content_of, digests_in(settings.data_dir), config.model, config
         )
         self.checkpoint = [*source._replace(content=content)]
+        start_times.begin("certification")
         await self._certify(trusted=adapter.variant.known and bool(plane.hooks))
         if self._tools is not None and settings.tool_parser:
             # where the template chose the parser, the process starts when it is needed

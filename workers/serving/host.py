@@ -32,6 +32,7 @@ from ...schemas.jobs.queues import GRADIENTS
 from ...schemas.settings.settings import Settings
 from ...storage.disk import probe
 from ...storage.store import open_store
+from ..engine import start_times
 from ..engine.identity import BOOT
 from ..engine.protocol import Engine, PublishingEngine
 from ..engines import make_engine
@@ -195,6 +196,7 @@ class EngineHost:
         engine = await asyncio.to_thread(make_engine, settings)
         logger.info("engine starting: %s", settings.model)
         await engine.start()
+        logger.info("engine started in %s", start_times.told())
         watch = RankWatch(
             LedgerSteering(self._ledger), engine, settings, BOOT, lambda: heartbeat.beat()
         )

@@ -53,6 +53,9 @@ DOWNLOAD = re.compile(
     r"'(?P<why>.+)' thrown while requesting \w+ (?P<url>\S+)(?s:.*)\[Retry (\d+)/\3\]"
 )
 
+#: How long a worker logs that its engine took to start, and for what.
+STARTED = re.compile(r"engine started in ([\d.]+ s: (?:[a-z ]+ [\d.]+ s(?:, )?)+)")
+
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -41,6 +41,7 @@ from .processes import (
     BACKOFF_S,
     DOWNLOAD,
     MARK,
+    STARTED,
     Announce,
     Child,
     birth,
@@ -241,7 +242,14 @@ class Supervisor:
             for caveat in self._model.caveats:
                 self._say(f"caveat for {self.settings.served_model}: {caveat}")
         self._say(self.ready_line())
+        self._say(self._took())
         self._say(f"Open {self.url}/ in a browser. Ctrl-C stops everything.")
+
+    def _took(self) -> str:
+        """Return how long the start took, and for what."""
+        engine = STARTED.search(self._children["worker"].output())
+        of_engine = f"; the engine after {engine[1]}" if engine else ""
+        return f"ready after {now() - self._started:.1f} s{of_engine}"
 
     def _say_how_to_make_a_key(self) -> None:
         """Print the command that creates the first key, if keys are required and none exists."""

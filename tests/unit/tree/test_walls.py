@@ -91,7 +91,7 @@ ROOMS: dict[str, tuple[str, ...]] = {
         "vllm",
         "proof vllm_output model_identity checkpoint_check",
         "options ranks requests prompts",
-        "dtype no_torchvision admission identity protocol",
+        "dtype no_torchvision admission identity protocol early_core start_times",
     ),
     "workers/runner": (
         "vllm",

@@ -1,11 +1,13 @@
 """Translates settings to vLLM's engine arguments."""
 
+import operator
 import os
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from vllm.config import VllmConfig
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from ....broker.processes.private_files import private_folder
@@ -123,6 +125,9 @@ def prepare_environment(settings: Settings) -> None:
     os.environ.setdefault(W4A8, "0")
     if settings.log_format == "json":
         os.environ["VLLM_LOGGING_CONFIG_PATH"] = _logging_config(settings)
+    if current_platform.is_cpu():
+        # a process of its own, which keeps CUDA out of this one, would import everything again
+        registry._run_in_subprocess = operator.call
     runner = settings.runner
     if runner == "auto" and current_platform.is_cpu():
         runner = "v1"  # the v2 runner needs Triton, which has no CPU backend

@@ -9,15 +9,12 @@ rows that are spilled. Pages take memory when they are first written to.
 
 import itertools
 import os
-import queue
 import tempfile
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,10 +26,10 @@ from ..base.landings import LANDED, Landing, LateLanding
 from ..base.ranges import FreeRanges
 from ..base.shared_memory import LARGEST_ROW, PAGE, VOID, HostMemoryError, SharedMemory
 from ..files.recorded import BlockPlace, RowBlock
+from .idle_pages import REST_S, IdlePages
 
 #: Addresses for spilled rows; the disk may have less room.
 SPILLED = 1 << 40
-_MADV_REMOVE = 9
 _MADV_DONTFORK = 10
 
 
@@ -40,11 +37,17 @@ class Arena:
     """The arena of one rank. Memory is taken and returns in any thread."""
 
     def __init__(
-        self, keep: int, spill_dir: Path | None = None, *, locked: int = 0, room: int = 0
+        self,
+        keep: int,
+        spill_dir: Path | None = None,
+        *,
+        locked: int = 0,
+        room: int = 0,
+        rest_s: float = REST_S,
     ) -> None:
-        """`keep`: bytes whose pages are kept when nothing is in them, because touching new ones
-        takes longer than copying rows. `locked`: bytes of the page-locked part. `room`: bytes of
-        memory at most; 0: those of the machine or container.
+        """`keep`: bytes whose pages are kept when nothing is in them; others are given back after
+        `rest_s` seconds. `locked`: bytes of the page-locked part. `room`: bytes of memory at most;
+        0: those of the machine or container.
 
         Raises HostMemoryError.
         """
@@ -55,7 +58,6 @@ class Arena:
         self._lock = threading.Lock()
         end = -(-(max(locked, VOID) + room) // PAGE) * PAGE
         self.locked = locked
-        self._keep = max(keep, locked)
         self._parts = [FreeRanges(VOID, max(locked, VOID)), FreeRanges(max(locked, VOID), end)]
         self._disk = FreeRanges(end, end + disk)
         self.spilled = 0  # bytes spilled so far
@@ -65,7 +67,6 @@ class Arena:
         self.late: list[LateLanding] = []  # landings that the host has to finish
         # Filled from any thread, also by garbage collection, so no lock may be taken there.
         self._returned: deque[tuple[int, int, Landing]] = deque()
-        self._dirty = queue.SimpleQueue[Any]()  # pages to give back, and what to call then
         self.size = end + disk
         self.end = end
         self.memory = SharedMemory(self.size)
@@ -80,13 +81,10 @@ class Arena:
         self.memory.advise(0, end, _MADV_DONTFORK)
         if locked:
             lock(self.bytes[:locked])
-        threading.Thread(
-            target=_give_back,
-            args=(self.memory, self._dirty),
-            name="midstream-arena",
-            daemon=True,
-        ).start()
-        weakref.finalize(self, self._dirty.put, None).atexit = False
+        self._idle = IdlePages(self.memory, max(keep, locked), end, rest_s)
+        self._idle_disk = IdlePages(self.memory, end, self.size, rest_s)
+        for pages in (self._idle, self._idle_disk):
+            weakref.finalize(self, pages.close).atexit = False
 
     def rows(self, width: int, dtype: torch.dtype) -> torch.Tensor:
         """Return the whole arena as rows, `[rows, width]`."""
@@ -104,26 +102,18 @@ class Arena:
         here and not a fault at a later access. Raises HostMemoryError.
         """
         with self._lock:
-            start = self._take(size, align, [self._disk] if spill else self._parts)
+            start = self._free(size, align, [self._disk] if spill else self._parts)
+            if start is None:
+                raise HostMemoryError(f"no room for {size} bytes of captured rows")
             if spill:
                 self._reserve(start, size)
+                self._idle_disk.enter(start, start + size)
             else:
+                self._idle.enter(start, start + size)
                 self.used += size
         lent = self.memory.lease(start, size)
         weakref.finalize(lent, self._release, start, start + size).atexit = False
         return start, lent
-
-    def _take(self, size: int, align: int, parts: Sequence[FreeRanges]) -> int:
-        start = self._free(size, align, parts)
-        if start is None:
-            # Room that was released may still wait for the thread that gives pages back.
-            given = threading.Event()
-            self._dirty.put((0, 0, given.set))
-            given.wait()
-            start = self._free(size, align, parts)
-        if start is None:
-            raise HostMemoryError(f"no room for {size} bytes of captured rows")
-        return start
 
     def _free(self, size: int, align: int, parts: Sequence[FreeRanges]) -> int | None:
         while self._returned and self._returned[0][2].done():
@@ -135,14 +125,9 @@ class Arena:
         return next((first for first in found if first is not None), None)
 
     def _release(self, start: int, stop: int) -> None:
-        first = -(-max(start, self._keep) // PAGE) * PAGE
-        last = stop // PAGE * PAGE
+        (self._idle if start < self.end else self._idle_disk).leave(start, stop)
         # Not before rows on their way have landed: a late copy would overwrite another request's.
-        returned = start, stop, self.landing
-        if first < last:
-            self._dirty.put((first, last, partial(self._returned.append, returned)))
-        else:
-            self._returned.append(returned)
+        self._returned.append((start, stop, self.landing))
 
     def _reserve(self, start: int, size: int) -> None:
         """Have the file's blocks for this range; on an error the range is free again."""
@@ -165,15 +150,6 @@ class Arena:
             self._disk.give(start, start + size)
             raise
         self.spilled += size
-
-
-def _give_back(memory: SharedMemory, dirty: "queue.SimpleQueue[Any]") -> None:
-    """Give pages back to the system, before their range is lent again. In a thread of its own: it
-    takes a tenth of a second for 256 MiB, and the model's thread returns much of the memory.
-    """
-    for first, last, then in iter(dirty.get, None):
-        memory.advise(first, last, _MADV_REMOVE)
-        then()
 
 
 def _close(descriptors: Sequence[int]) -> None:

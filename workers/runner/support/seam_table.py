@@ -410,6 +410,12 @@ SEAMS: tuple[Seam, ...] = (
         ),
         "engine/vllm.py",
     ),
+    Seam("vllm.utils.system_utils", ("get_mp_context()",), "engine/early_core.py"),
+    Seam(
+        "vllm.model_executor.models.registry",
+        ("_run_in_subprocess(fn)",),
+        "engine/options/engine_arguments.py",
+    ),
     Seam(
         "vllm.v1.executor.multiproc_executor:MultiprocExecutor",
         ("__init__(vllm_config, monitor_workers)", "start_worker_monitor(inline)"),

@@ -1,16 +1,24 @@
 """vLLM's own rules decide whether steps overlap; our scheduler is the one of that kind."""
 
+import os
+import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from vllm.config import ParallelConfig, SchedulerConfig, VllmConfig, vllm as vllm_config
+from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 
 from midstream.schemas.settings.settings import Settings
 from midstream.schemas.settings.vllm_options import VllmOptions
 from midstream.workers.engine.options import engine_arguments as vllm_options
-from midstream.workers.engine.options.engine_arguments import engine_options, scheduler_class
+from midstream.workers.engine.options.engine_arguments import (
+    engine_options,
+    prepare_environment,
+    scheduler_class,
+)
 
 ASYNC, SYNC = (
     f"midstream.workers.runner.vllm.scheduler.{name}"
@@ -68,3 +76,15 @@ def test_one_stage_on_a_cpu_runs_the_scheduler_of_accelerators(
         speculative_config=object() if drafts else None,
     )
     assert scheduler_class(made) == scheduler
+
+
+def test_vllm_starts_no_process_to_look_at_a_model_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It would import vLLM once more. What vLLM has found it keeps: so in a new cache."""
+    monkeypatch.setattr(os, "environ", {**os.environ, "VLLM_CACHE_ROOT": str(tmp_path)})
+    monkeypatch.setattr(registry, "_run_in_subprocess", registry._run_in_subprocess)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process"))
+    prepare_environment(Settings(model="m"))
+    found = registry.ModelRegistry.models["LlamaForCausalLM"].inspect_model_cls()
+    assert found.architecture == "LlamaForCausalLM"

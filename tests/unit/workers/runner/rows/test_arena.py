@@ -202,7 +202,7 @@ def resident(arena: Arena, start: int, stop: int) -> np.ndarray:
 
 
 def test_unused_memory_beyond_the_limit_is_given_back() -> None:
-    arena = Arena(VOID + 8 * PAGE)
+    arena = Arena(VOID + 8 * PAGE, rest_s=0)
     sizes = 8 * PAGE, 4 * PAGE + 100, 3 * PAGE
     kept, beyond, other = [arena.take(size, 1)[1] for size in sizes]
     arena.bytes[VOID : VOID + sum(sizes)] = 7
@@ -222,7 +222,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch, answer: int) -> Mock:
 
 def test_pages_are_locked_once_and_come_first_and_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     register = cuda(monkeypatch, 0)
-    arena = Arena(0, locked=(3 << 20) + 1, room=1 << 20)
+    arena = Arena(0, locked=(3 << 20) + 1, room=1 << 20, rest_s=0)
     first = arena.take(2 << 20, 1)
     second = arena.take(1 << 20, 1)
     assert first[0] == VOID
@@ -248,46 +248,50 @@ def test_an_arena_has_as_much_room_as_the_container_has_memory(
     assert len(lent) == 3 << 20
 
 
-def test_a_thread_gives_pages_back_before_they_are_lent_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Whoever returned them, such as the model's thread, does not wait for the system."""
-    arena = Arena(16 * PAGE)
-    go = threading.Event()
-    given = list[tuple[str, int, int]]()
-    advise = arena.memory.advise
-
-    def slowly(start: int, stop: int, advice: int) -> None:
-        assert go.wait(30)
-        advise(start, stop, advice)
-        given.append((threading.current_thread().name, start, stop))
-
-    monkeypatch.setattr(arena.memory, "advise", slowly)
+def test_pages_are_lent_again_without_being_given_back_first() -> None:
+    """To touch new ones takes longer than to copy rows to them."""
+    arena = Arena(0, rest_s=3600)
     start, lent = arena.take(1024 * PAGE, PAGE)
+    lent[:] = 7
     del lent
-    assert arena.take(PAGE, PAGE)[0] == start + 1024 * PAGE
-    go.set()
-    wait_until(lambda: given)
-    assert given[0] == ("midstream-arena", start, start + 1024 * PAGE)
-    wait_until(lambda: arena.take(PAGE, PAGE)[0] == start)
+    again, lent = arena.take(1024 * PAGE, PAGE)
+    assert again == start
+    assert resident(arena, start, start + 1024 * PAGE).all()
+    assert (lent == 7).all()
 
 
-def test_a_full_arena_waits_for_pages_that_are_being_given_back(
+def test_pages_that_are_lent_meanwhile_are_not_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    arena = Arena(VOID, room=16 * PAGE)
-    taking = threading.Event()
-    advise = arena.memory.advise
+    """A thread finds pages idle; before it gives them back, rows come to half of them."""
+    arena = Arena(0, rest_s=0)
+    found = threading.Event()
+    taken = threading.Event()
+    given = list[tuple[int, int]]()
+    nonzero = np.flatnonzero
 
-    def late(*arguments: int) -> None:
-        assert taking.wait(30)
-        advise(*arguments)
+    def slowly(values: np.ndarray) -> np.ndarray:
+        result = nonzero(values)
+        if threading.current_thread().name == "midstream-arena" and not taken.is_set():
+            found.set()
+            assert taken.wait(30)
+        return result
 
-    monkeypatch.setattr(arena.memory, "advise", late)
-    start, lent = arena.take(16 * PAGE, PAGE)
+    def advise(start: int, stop: int, _: int) -> None:
+        assert threading.current_thread().name == "midstream-arena", "whoever returned it waits"
+        given.append((start, stop))
+
+    monkeypatch.setattr(arena.memory, "advise", advise)
+    start, lent = arena.take(1024 * PAGE, PAGE)
+    monkeypatch.setattr(np, "flatnonzero", slowly)
     del lent
-    threading.Timer(0.1, taking.set).start()
-    assert arena.take(PAGE, PAGE)[0] == start
+    assert found.wait(30)
+    again, lent = arena.take(512 * PAGE, PAGE)
+    taken.set()
+    assert again == start
+    wait_until(lambda: given and given[-1][1] == start + 1024 * PAGE)
+    assert min(first for first, _ in given) == start + 512 * PAGE
+    assert len(lent) == 512 * PAGE
 
 
 def test_an_arenas_thread_ends_with_it() -> None:
