@@ -546,12 +546,12 @@ def v2(views: list[StepView]) -> None:
     )
 
     class Runner:
-        def prepare_inputs(self) -> Any:
-            return batch
+        def prepare_attn(self, input_batch: Any) -> str:
+            return "prepared"
 
     made = type("Made", (V2Adapter, Runner), {})()
     made.midstream = SimpleNamespace(plan=views.append)
-    assert made.prepare_inputs() is batch
+    assert made.prepare_attn(batch) == "prepared"
 
 
 @pytest.mark.parametrize("runner", [v1, v2])
