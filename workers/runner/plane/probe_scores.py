@@ -12,6 +12,7 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ _STEPS = 16
 _BYTES = 2**25
 #: Rows of a stack, at most, that are padded to be scored together with those of other stacks.
 _PADDED = 32
+_NUMBERS = attrgetter("numbers")
+_STACKS = attrgetter("readers.stacks")
 _Pending = tuple[ScoredRows, list[News]]  # rows, and the news of their step
 
 
@@ -178,8 +181,15 @@ class Scorer:
                 items.append(item)
                 rows, _ = item
                 alike.setdefault((rows.readers.shape, id(rows.memory)), []).append(rows)
-        for parts in alike.values():
-            found = _scores_of(parts)
+        for (shape, _), parts in alike.items():
+            first = parts[0]
+            if parts[1:] or first.readers.stacks[1:]:
+                products = _together(shape, parts)
+            else:
+                (stack,) = first.readers.stacks
+                products = _products(first.memory, first.numbers, stack.weight, stack.bias)
+            flat = products.transpose(0, 1).reshape(products.shape[1], -1)
+            found = flat.numpy()[:, shape.flat]
             at = 0
             for part in parts:
                 scores[id(part)] = found[at : at + len(part.positions)]
@@ -196,48 +206,42 @@ class Scorer:
                 news += table.news(readers.watches, slots, positions, readers.streams_from)
 
 
-def _scores_of(parts: Sequence[ScoredRows]) -> np.ndarray:
-    """Return the scores, float32 `[positions, columns]`, of rows that alike probes read."""
-    shape = parts[0].readers.shape
+def _together(shape: StackShape, parts: Sequence[ScoredRows]) -> torch.Tensor:
+    """Return the products, float32 `[ports, positions, width]`, of rows that alike probes read."""
     memory = parts[0].memory
-    numbers = parts[0].numbers
-    stacks = parts[0].readers.stacks
-    of_position = parts[0].readers.stack
-    if parts[1:]:
-        numbers = np.concatenate([part.numbers for part in parts], axis=1)
-        stacks = list(dict.fromkeys(stack for part in parts for stack in part.readers.stacks))
-        of_position = _numbers_among(stacks, [part.readers for part in parts])
+    numbers = np.concatenate(list(map(_NUMBERS, parts)), axis=1)
+    stacks = list(dict.fromkeys(itertools.chain.from_iterable(map(_STACKS, parts))))
     if not stacks[1:]:
-        products = _products(memory, numbers, stacks[0].weight, stacks[0].bias)
-        return _chosen(products, shape)
-    # Each stack's rows are padded to as many as that with the most, if these are few.
+        return _products(memory, numbers, stacks[0].weight, stacks[0].bias)
+    of_position = _numbers_among(stacks, [part.readers for part in parts])
     counts = np.bincount(of_position, minlength=len(stacks))
-    found = np.empty((len(of_position), len(shape.flat)), dtype=np.float32)
-    for stack in np.flatnonzero(counts > _PADDED).tolist():
-        mine = np.flatnonzero(of_position == stack)
-        made = _products(memory, numbers[:, mine], stacks[stack].weight, stacks[stack].bias)
-        found[mine] = _chosen(made, shape)
+    found = torch.empty(shape.ports, len(of_position), shape.width)
+    for number in np.flatnonzero(counts > _PADDED).tolist():
+        mine = np.flatnonzero(of_position == number)
+        stack = stacks[number]
+        made = _products(memory, numbers[:, mine], stack.weight, stack.bias)
+        found[:, torch.from_numpy(mine)] = made
     few = np.flatnonzero((counts > 0) & (counts <= _PADDED))
     if not len(few):
         return found
+    # each stack has as many rows as that with the most of these, if need be any
     among = np.full(len(stacks), -1)
     among[few] = np.arange(len(few))
     mine = np.flatnonzero(among[of_position] >= 0)
     mine = mine[np.argsort(of_position[mine], kind="stable")]
-    place = numbers_of(np.zeros_like(few), counts[few])
-    group = among[of_position[mine]]
+    places = among[of_position[mine]], numbers_of(np.zeros_like(few), counts[few])
     padded = np.zeros((shape.ports, len(few), int(counts[few].max())), dtype=np.int64)
-    padded[:, group, place] = numbers[:, mine]
-    weights = [stacks[stack].weight for stack in few.tolist()]
-    biases = [stacks[stack].bias for stack in few.tolist()]
+    padded[:, *places] = numbers[:, mine]
+    weights = [stacks[number].weight for number in few.tolist()]
+    biases = [stacks[number].bias for number in few.tolist()]
     made = _products(
         memory,
         padded.reshape(-1, padded.shape[2]),
         torch.stack(weights, 1).flatten(0, 1),
         torch.stack(biases, 1).flatten(0, 1),
     )
-    of_ports = made.view(*padded.shape, shape.width)[:, group, place]
-    found[mine] = _chosen(of_ports, shape)
+    of_stacks = made.view(*padded.shape, shape.width)
+    found[:, torch.from_numpy(mine)] = of_stacks[:, *map(torch.from_numpy, places)]
     return found
 
 
@@ -246,13 +250,6 @@ def _numbers_among(stacks: Sequence[WeightStack], parts: Sequence[Readers]) -> n
     numbers = dict(zip(stacks, range(len(stacks)), strict=True))
     found = [np.array(list(map(numbers.__getitem__, each.stacks)))[each.stack] for each in parts]
     return np.concatenate(found)
-
-
-def _chosen(products: torch.Tensor, shape: StackShape) -> np.ndarray:
-    """Return of products `[ports, positions, width]` those of labels, `[positions, columns]`."""
-    ports, count, width = products.shape
-    chosen: np.ndarray = products.transpose(0, 1).reshape(count, ports * width).numpy()
-    return chosen[:, shape.flat]
 
 
 def _products(
