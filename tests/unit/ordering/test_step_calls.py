@@ -51,12 +51,12 @@ DTYPE = torch.float32
 #: Kind of load → our calls in a step on the model's thread, as many with 64 requests as with 256.
 #: They may only fall: whoever saves calls writes down what is left.
 CALLS = {
-    **{"idle": 13, "one": 47, "steer": 38, "both": 49, "lora": 45},
+    **{"idle": 13, "one": 47, "steer": 38, "both": 49, "lora": 44},
     # probes gate the steering of one request, of all requests, of each request one of its own; and
     # may stop all requests
     **{"gated": 57, "gated all": 57, "gated own": 64, "stopped all": 57},
     # tokens decide the steering of all requests; a graph is chosen for each step
-    **{"triggered all": 47, "families": 38},
+    **{"triggered all": 46, "families": 38},
 }
 #: Kinds that are parts of others here, or cost what another does.
 PARTS = {"one", "steer", "gated", "stopped all"}
