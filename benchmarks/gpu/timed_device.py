@@ -166,6 +166,7 @@ def install(plane: Any, ring_rows: int) -> None:
     """Have a data plane with buffers on the CPU take its paths for a GPU. `ring_rows`: of half its
     ring.
     """
+    from midstream.workers.runner.base.shared_memory import PAGE
     from midstream.workers.runner.rows import buffers
 
     patch_streams()
@@ -173,7 +174,8 @@ def install(plane: Any, ring_rows: int) -> None:
     arena = plane._arena
     copies = Stream()
     arena._keep += plane._config.row_store_mib << 20
-    arena.locked = arena._keep  # as if it were
+    arena.locked = arena._keep  # as if it were, so that its pages are there
+    arena.bytes[: arena.locked : PAGE] = 0
     for bank in plane.banks._banks:
         staging = bank.planner._staging
         finite = bank.finite

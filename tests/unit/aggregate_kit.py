@@ -3,7 +3,7 @@
 import numpy as np
 
 from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
-from midstream.workers.runner.probes.kinds import ProbeGroup
+from midstream.workers.runner.probes.kinds import ProbeGroup, thresholds_of
 
 
 def aggregate(
@@ -24,4 +24,4 @@ def aggregate(
         decay=decay,
     )
     probe = StoredProbe(name="p", digest=content.digest, content=content)
-    return ProbeGroup([probe]).aggregated(scores, before, first)[0]
+    return ProbeGroup([probe]).aggregated(scores, before, first, thresholds_of([probe]))[0]

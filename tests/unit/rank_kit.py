@@ -215,11 +215,11 @@ class Rank:
         if not (again and self.tokens and self.tokens.move_to(view)):
             slots = [request.tracked.slot for request, _, _ in windows]
             self.tokens = StepTokens(view, np.array(slots, dtype=np.int64))
+        self.planner.plan_capture(self.tokens)
         self.planner.plan_steering(self.tokens, self.slots)
         mine = self.tokens.of_requests
         stops = self.tokens.stops
         self.slots.reached[mine] = np.maximum(self.slots.reached[mine], stops)
-        self.planner.plan_capture(self.tokens)
         self.planner.commit()
         for request, _, _ in windows:
             request.tracked.count(self.slots)

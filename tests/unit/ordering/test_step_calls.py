@@ -24,7 +24,7 @@ from wait_kit import warn_if_late
 
 from midstream import __version__
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
-from midstream.schemas.base.tensors import content_hash, from_numpy
+from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
 from midstream.schemas.prompts.windows import Trigger
 from midstream.schemas.requests.specs import (
     RankSpec,
@@ -51,11 +51,12 @@ DTYPE = torch.float32
 #: Kind of load → our calls in a step on the model's thread, as many with 64 requests as with 256.
 #: They may only fall: whoever saves calls writes down what is left.
 CALLS = {
-    **{"idle": 13, "one": 47, "steer": 38, "both": 49, "lora": 45},
-    # probes gate the steering of one request, of all requests, and may stop all requests
-    **{"gated": 57, "gated all": 57, "stopped all": 57},
+    **{"idle": 13, "one": 47, "steer": 38, "both": 49, "lora": 44},
+    # probes gate the steering of one request, of all requests, of each request one of its own; and
+    # may stop all requests
+    **{"gated": 57, "gated all": 57, "gated own": 64, "stopped all": 57},
     # tokens decide the steering of all requests; a graph is chosen for each step
-    **{"triggered all": 47, "families": 38},
+    **{"triggered all": 46, "families": 38},
 }
 #: Kinds that are parts of others here, or cost what another does.
 PARTS = {"one", "steer", "gated", "stopped all"}
@@ -73,11 +74,13 @@ TRIGGER = Trigger(token_ids=[[1, 1], [2]])
 OURS = tuple(f"/{folder}/" for folder in ("workers", "kernels", "schemas", "broker", "storage"))
 
 
-def probe(action: ProbeAction, threshold: float) -> StoredProbe:
+def probe(
+    action: ProbeAction, threshold: float, weights: Sequence[Tensor] = tuple(WEIGHTS)
+) -> StoredProbe:
     content = ProbeContent(
         hook="post_block",
         layer=LAYERS // 2,
-        tensors=list(map(content_hash, WEIGHTS)),
+        tensors=list(map(content_hash, weights)),
         labels=["x"],
         thresholds=[threshold],
     )
@@ -148,6 +151,10 @@ class Load:
         probes = []
         if self._kind in ("gated all", "stopped all") or (self._kind == "gated" and not number):
             probes = [probe("stop", 2.0) if self._kind == "stopped all" else probe("steer", 0.5)]
+        if self._kind == "gated own":
+            own = [from_numpy(np.full((1, HIDDEN), number, dtype=np.float32)), WEIGHTS[1]]
+            self.plane.rank_state.vectors.put({content_hash(each): each for each in own})
+            probes = [probe("steer", 0.5 + number / MOST / 8, own)]
         if self._kind in ("one", "both"):
             at = [LAYERS // 2] if self._kind == "one" else layers
             captures = [StoredCapture(sites={"post_block": at}, positions="all", tag="t")]

@@ -163,9 +163,10 @@ class DataPlane:
         parts: list[StepPart | None] = [
             # First, because nothing of a step with a wrong adapter may be used.
             Adapters(requests, loras, self.actions) if loras is not None else None,
-            # Edits begin the step's plan; Rows complete and commit it.
-            EditsPart(requests, self.banks, self.rank_state, self.runs, self.actions, self.probes),
+            # Rows begin the step's plan; Edits, which may have to wait for the last step's tokens
+            # and scores, complete and commit it.
             self._rows,
+            EditsPart(requests, self.banks, self.rank_state, self.runs, self.actions, self.probes),
             # After these, so that they skip requests that failed so far.
             self.entering,
             self._grading if place.grades else None,

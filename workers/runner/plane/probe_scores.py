@@ -1,7 +1,7 @@
 """Scores of probes on a rank, computed from the rows that each step records, before the step's
 output goes to the scheduler.
 
-One batched product scores all requests with the same probes: `[sites, rows, hidden_size] × [sites,
+One batched product scores all requests with alike probes: `[sites, rows, hidden_size] × [sites,
 hidden_size, labels]`, float32. Every rank of a stage computes the same scores; their checksum goes
 into the action ledger, on which ranks must agree. A reading would come too late to end a request. A
 product in the forward pass would save the rows' copy to the host, but need its kernel, graphs and
@@ -12,18 +12,20 @@ import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter
 
 import numpy as np
 import torch
 
 from ....schemas.requests.specs import RankSpec
 from ..base.landings import LANDED
+from ..base.ranges import numbers_of
 from ..edits.steering_tables import VectorStore
 from ..probes.kinds import ProbeGroup
 from ..probes.probe_news import News
 from ..probes.watches import ScoreTables, Watch
-from ..probes.weight_stacks import ProbedRows, Stacks, WeightStack
-from ..rows.capture import Recording, ScoredRows
+from ..probes.weight_stacks import ProbedRows, Stacks, StackShape, WeightStack
+from ..rows.capture import Readers, Recording, ScoredRows
 
 #: Elements of rows that are converted to float32 at a time, so that they stay in the CPU's cache.
 _CHUNK = 2**19
@@ -31,6 +33,10 @@ _CHUNK = 2**19
 _STEPS = 16
 #: … or have this many bytes.
 _BYTES = 2**25
+#: Rows of a stack, at most, that are padded to be scored together with those of other stacks.
+_PADDED = 32
+_NUMBERS = attrgetter("numbers")
+_STACKS = attrgetter("readers.stacks")
 _Pending = tuple[ScoredRows, list[News]]  # rows, and the news of their step
 
 
@@ -80,6 +86,8 @@ class Scorer:
         for recording, stack in zip(scored, plan.stacks, strict=True):
             recording.watch = watch
             recording.stack = stack
+            ports = np.flatnonzero(recording.mask)
+            recording.reads = np.searchsorted(ports, stack.ports).tobytes()
         return watch
 
     def take(self, recorded: Sequence[ScoredRows]) -> None:
@@ -112,23 +120,23 @@ class Scorer:
         raises: bool = True,
     ) -> None:
         """Score the rows that are needed, for which it waits, and urgent ones that have landed; if
-        `full`, all that have landed. Earlier rows for the same probes are scored before them. Raise
+        `full`, all that have landed. Earlier rows for alike probes are scored before them. Raise
         the last error, or leave it to the next call.
 
         `needed`: watch → number of its rows; `kinds`: of watches that need all rows; `news`: of a
         step that needs its rows.
         """
         pending = list(self.pending.items())
-        last = dict[WeightStack, int]()
+        last = dict[StackShape, int]()
         due = list[int]()
         for number, (rows, of_step) in pending:
             readers = rows.readers
-            stack = rows.readers.stack
-            wanted = of_step is news or stack.kind in kinds or (needed and rows.has(needed))
+            shape = readers.shape
+            wanted = of_step is news or shape.kind in kinds or (needed and rows.has(needed))
             if wanted or ((readers.urgent or full) and rows.landing.done()):
-                last[stack] = number
+                last[shape] = number
         for number, (rows, _) in pending:
-            if number <= last.get(rows.readers.stack, -1):
+            if number <= last.get(rows.readers.shape, -1):
                 rows.landing.wait()  # without the lock, which all other threads need
                 due.append(number)
         with self._lock:
@@ -166,36 +174,89 @@ class Scorer:
         watches, in this order; add to the news.
         """
         items = list[_Pending]()
-        stacks = dict[WeightStack, list[ScoredRows]]()
+        alike = dict[tuple[StackShape, int], list[ScoredRows]]()  # in one bank
         scores = dict[int, np.ndarray]()
         for number in due:
             if (item := self.pending.pop(number, None)) is not None:
                 items.append(item)
-                stacks.setdefault(item[0].readers.stack, []).append(item[0])
-        for stack, parts in stacks.items():
-            numbers = parts[0].numbers
+                rows, _ = item
+                alike.setdefault((rows.readers.shape, id(rows.memory)), []).append(rows)
+        for (shape, _), parts in alike.items():
+            first = parts[0]
+            if parts[1:] or first.readers.stacks[1:]:
+                products = _together(shape, parts)
+            else:
+                (stack,) = first.readers.stacks
+                products = _products(first.memory, first.numbers, stack.weight, stack.bias)
+            flat = products.transpose(0, 1).reshape(products.shape[1], -1)
+            found = flat.numpy()[:, shape.flat]
             at = 0
-            if parts[1:]:
-                numbers = np.concatenate([part.numbers for part in parts], axis=1)
-            found = _products(parts[0].memory, numbers, stack)
             for part in parts:
                 scores[id(part)] = found[at : at + len(part.positions)]
                 at += len(part.positions)
         for rows, news in items:
             readers = rows.readers
             positions = rows.positions
-            stack = rows.readers.stack
+            shape = readers.shape
             slots = readers.slots
             table = readers.table
             found = scores[id(rows)]
-            table.put(stack.columns, slots, positions, found, now=stack.last and readers.urgent)
+            table.put(shape.columns, slots, positions, found, now=shape.last and readers.urgent)
             if readers.tells:
                 news += table.news(readers.watches, slots, positions, readers.streams_from)
 
 
-def _products(memory: torch.Tensor, numbers: np.ndarray, stack: WeightStack) -> np.ndarray:
-    """Return scores, float32 `[rows, columns]`, of the rows of `memory` `[rows, hidden_size]` with
-    these numbers, `[ports, rows]`.
+def _together(shape: StackShape, parts: Sequence[ScoredRows]) -> torch.Tensor:
+    """Return the products, float32 `[ports, positions, width]`, of rows that alike probes read."""
+    memory = parts[0].memory
+    numbers = np.concatenate(list(map(_NUMBERS, parts)), axis=1)
+    stacks = list(dict.fromkeys(itertools.chain.from_iterable(map(_STACKS, parts))))
+    if not stacks[1:]:
+        return _products(memory, numbers, stacks[0].weight, stacks[0].bias)
+    of_position = _numbers_among(stacks, [part.readers for part in parts])
+    counts = np.bincount(of_position, minlength=len(stacks))
+    found = torch.empty(shape.ports, len(of_position), shape.width)
+    for number in np.flatnonzero(counts > _PADDED).tolist():
+        mine = np.flatnonzero(of_position == number)
+        stack = stacks[number]
+        made = _products(memory, numbers[:, mine], stack.weight, stack.bias)
+        found[:, torch.from_numpy(mine)] = made
+    few = np.flatnonzero((counts > 0) & (counts <= _PADDED))
+    if not len(few):
+        return found
+    # each stack has as many rows as that with the most of these, if need be any
+    among = np.full(len(stacks), -1)
+    among[few] = np.arange(len(few))
+    mine = np.flatnonzero(among[of_position] >= 0)
+    mine = mine[np.argsort(of_position[mine], kind="stable")]
+    places = among[of_position[mine]], numbers_of(np.zeros_like(few), counts[few])
+    padded = np.zeros((shape.ports, len(few), int(counts[few].max())), dtype=np.int64)
+    padded[:, *places] = numbers[:, mine]
+    weights = [stacks[number].weight for number in few.tolist()]
+    biases = [stacks[number].bias for number in few.tolist()]
+    made = _products(
+        memory,
+        padded.reshape(-1, padded.shape[2]),
+        torch.stack(weights, 1).flatten(0, 1),
+        torch.stack(biases, 1).flatten(0, 1),
+    )
+    of_stacks = made.view(*padded.shape, shape.width)
+    found[:, torch.from_numpy(mine)] = of_stacks[:, *map(torch.from_numpy, places)]
+    return found
+
+
+def _numbers_among(stacks: Sequence[WeightStack], parts: Sequence[Readers]) -> np.ndarray:
+    """Return the number of each position's stack."""
+    numbers = dict(zip(stacks, range(len(stacks)), strict=True))
+    found = [np.array(list(map(numbers.__getitem__, each.stacks)))[each.stack] for each in parts]
+    return np.concatenate(found)
+
+
+def _products(
+    memory: torch.Tensor, numbers: np.ndarray, weight: torch.Tensor, bias: torch.Tensor
+) -> torch.Tensor:
+    """Return products, float32 `[ports, rows, width]`, of the rows of `memory`
+    `[rows, hidden_size]` with these numbers, `[ports, rows]`. `weight`, `bias`: of each port.
 
     Many rows are computed in chunks that stay in the cache.
     """
@@ -203,18 +264,16 @@ def _products(memory: torch.Tensor, numbers: np.ndarray, stack: WeightStack) -> 
     rows = memory.index_select(0, torch.from_numpy(numbers.reshape(-1))).view(ports, count, -1)
     hidden_size = rows.shape[2]
     if rows.numel() <= _CHUNK:
-        products = torch.baddbmm(stack.bias, rows.float(), stack.weight)
-    else:
-        products = torch.empty(ports, count, stack.weight.shape[2])
-        part = max(1, _CHUNK // hidden_size)
-        for port in range(ports):
-            for first in range(0, count, part):
-                wide = rows[port, first : first + part].float()
-                torch.addmm(
-                    stack.bias[port],
-                    wide,
-                    stack.weight[port],
-                    out=products[port, first : first + part],
-                )
-    chosen: np.ndarray = products.transpose(0, 1).reshape(count, -1).numpy()[:, stack.flat]
-    return chosen
+        return torch.baddbmm(bias, rows.float(), weight)
+    products = torch.empty(ports, count, weight.shape[2])
+    part = max(1, _CHUNK // hidden_size)
+    for port in range(ports):
+        for first in range(0, count, part):
+            wide = rows[port, first : first + part].float()
+            torch.addmm(
+                bias[port],
+                wide,
+                weight[port],
+                out=products[port, first : first + part],
+            )
+    return products

@@ -64,6 +64,7 @@ class Requests:
         self.step = 0  # engine steps since this rank started
         self.tracked: dict[str, Tracked] = {}
         self.slot_of: dict[str, int] = {}  # tracked request → its slot
+        self._keys = set[str]()  # `RankSpec.key` of the tracked requests
         self.edited = 0  # tracked requests with interventions, even if they have failed
         # slot → tracked request whose slot is to be written again
         self.stale: dict[int, Tracked] = {}
@@ -83,6 +84,7 @@ class Requests:
         tracked.slot = self.slots.take(tracked.touched, tracked.family)
         self.tracked[request_id] = tracked
         self.slot_of[request_id] = tracked.slot
+        self._keys.add(tracked.spec.key)
         if tracked.spec.rows:
             self.edited += 1
         self.change(tracked)
@@ -91,6 +93,7 @@ class Requests:
         """Track a request no more."""
         tracked = self.tracked.pop(request_id)
         slot = self.slot_of.pop(request_id)
+        self._keys.discard(tracked.spec.key)
         if tracked.spec.rows:
             self.edited -= 1
         self.stale.pop(slot, None)
@@ -180,7 +183,7 @@ class Requests:
             tracked, finish = self.finished.pop(key)
             with self.guard([tracked], BY_REQUEST):
                 self._close(tracked, finish.token_ids, num_tokens)
-        elif any(tracked.spec.key == key for tracked in self.tracked.values()):
+        elif key in self._keys:
             self.ends[key] = num_tokens
 
     def _close(self, tracked: Tracked, token_ids: list[int], num_tokens: int) -> None:

@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass, field
 
 from ....kernels.plan import ROWS_PER_TOKEN
+from ....schemas.jobs.receipts import BY_REQUEST
 from ....schemas.requests.specs import HOOK, LAYERS
 from ..base.actions import ActionLedger
 from ..base.engine_step import NewRequest, StepView
@@ -79,7 +80,9 @@ class EditsPart(StepPart):
         tracked.rows = []
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
-        """Decide the gates and triggers of the step's positions, then plan its edits."""
+        """Decide the gates and triggers of the step's positions, then plan its edits, and commit
+        them with the captures.
+        """
         requests = self._requests
         tokens = batch.tokens
         if batch.gated and tokens.closed is not None:
@@ -109,6 +112,10 @@ class EditsPart(StepPart):
             self._banks.plan_steering(batch.tokens, requests.slots)
         except Exception as error:
             requests.blame(error, batch.steered, "intervention_failed")
+        try:
+            self._banks.commit()
+        except Exception as error:
+            requests.blame(error, batch.planned, BY_REQUEST)
 
     def forget(self) -> None:
         self._rows.clear()

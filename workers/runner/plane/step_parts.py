@@ -73,7 +73,7 @@ class StepBatch:
         groups: dict[Any, list[tuple[int, Watch]]] = {}
         for number, item in self.special:
             if item.gates and (watch := item.watch) is not None:
-                key = not item.reported, watch.kind, tuple(item.gates)
+                key = not item.reported, watch.kind, tuple(map(watch.number, item.gates))
                 groups.setdefault(key, []).append((number, watch))
         columns = max((len(item.gates) + len(item.searches) for _, item in self.special), default=0)
         if columns:

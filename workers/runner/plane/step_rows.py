@@ -112,15 +112,11 @@ class RowsPart(StepPart):
                 self.requests.blame(error, self.requests.stored(work), "capture_failed")
 
     def plan(self, batch: StepBatch, view: StepView) -> None:
-        """Plan the captures, and commit them with the edits."""
+        """Plan the captures."""
         try:
             self.banks.plan_capture(batch.tokens)
         except Exception as error:
             self.requests.blame(error, batch.recording, "capture_failed")
-        try:
-            self.banks.commit()
-        except Exception as error:
-            self.requests.blame(error, batch.planned, BY_REQUEST)
 
     def drain(self, step: RanStep) -> None:
         requests = self.requests

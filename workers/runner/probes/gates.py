@@ -51,25 +51,26 @@ def shown(watch: Watch, score: ProbeScore, stop: int) -> ProbeScore:
 
 
 class SharedGates:
-    """The gates of requests of a step with the same probes, which are decided together."""
+    """The gates of requests of a step with alike probes, which are decided together."""
 
     def __init__(
         self,
         members: Sequence[tuple[int, Watch]],
-        probes: Sequence[str],
+        probes: Sequence[int],
         of_tokens: np.ndarray,
         *,
         decides: bool,
     ) -> None:
-        """`members`: with the number of each request in the step; `probes`: that gate their
-        steering; `of_tokens`: the numbers of all tokens. `decides`: the requests have not failed.
+        """`members`: with the number of each request in the step; `probes`: the numbers of those
+        that gate its steering; `of_tokens`: the numbers of all tokens. `decides`: the requests have
+        not failed.
         """
         _, first = members[0]
         self._watches = members
         self.decides = decides
         self.kind = first.kind
         self._table = first.table
-        self._numbers = [first.number(probe) for probe in probes]
+        self._numbers = list(probes)
         self._members = np.array([number for number, _ in members])
         self._slots = np.array([watch.slot for _, watch in members])
         self._tokens = np.flatnonzero(np.isin(of_tokens, self._members))

@@ -17,7 +17,7 @@ import numpy as np
 from ....schemas.artifacts.conditions import Decision
 from ....schemas.artifacts.probes import ProbeScore, StoredProbe
 from ..base.position_table import PositionTable
-from .kinds import ProbeGroup
+from .kinds import ProbeGroup, thresholds_of
 from .probe_news import News, Scored
 
 
@@ -41,11 +41,12 @@ class ScoreTable(PositionTable):
             align=True,
         )
         # Positions below `filled` have their aggregates and states; the tokens of the prompt. Of
-        # each probe's policy: the exponential average, and the first position at which it may turn
-        # on.
+        # each column: its threshold. Of each probe's policy: the exponential average, and the first
+        # position at which it may turn on.
         fields = [
             ("filled", np.int64),
             ("tokens", np.int64),
+            ("thresholds", np.float64, columns),
             ("averages", np.float64, probes),
             ("ready", np.int64, probes),
         ]
@@ -87,7 +88,8 @@ class ScoreTable(PositionTable):
                 positions = positions[ahead]
                 new = self.rows["scores"][rows][None]
                 before = self.rows["aggregates"][rows - 1]
-                (after,), (on,) = self.kind.aggregated(new, before, positions[:, None])
+                thresholds = of["thresholds"][slots]
+                (after,), (on,) = self.kind.aggregated(new, before, positions[:, None], thresholds)
                 known = np.isfinite(after).all(axis=1)
                 if (deciders := self.kind.deciders) is not None:
                     states = self.rows["on"][rows - 1]
@@ -170,7 +172,7 @@ class Watch:
         self.prompt_tokens = prompt_tokens
         self.table = table
         self.kind = table.kind
-        self.slot = table.take(0, prompt_tokens, np.nan, 0)
+        self.slot = table.take(0, prompt_tokens, thresholds_of(probes), np.nan, 0)
         weakref.finalize(self, table.returned.append, self.slot).atexit = False
         #: Whether each probe is on before the first token.
         self._begins = np.array([bool(item.policy and item.policy.inherited) for item in probes])
@@ -211,7 +213,8 @@ class Watch:
             new = new if finite.all() else new[: finite.argmin()]
             if len(new):
                 before = rows[first - 1]["aggregates"] if first else None
-                new["aggregates"], new["on"] = kind.aggregated(new["scores"], before, first)
+                limits = of["thresholds"]
+                new["aggregates"], new["on"] = kind.aggregated(new["scores"], before, first, limits)
                 if kind.deciders is not None:
                     on = rows[first - 1]["on"] if first else self._begins
                     states = np.vstack([on, new["on"]])
@@ -263,7 +266,8 @@ class Watch:
         if bad or len(self.rows) < positions:
             where, column = bad[0] if bad else (len(self.rows), 0)
             why = "its score is not finite" if where < self.reached else "it was not scored"
-            raise ProbeError(f"probe {self.kind.names[column]!r}: {why} at position {where}")
+            names = [probe.name for probe in self.probes for _ in probe.content.labels]
+            raise ProbeError(f"probe {names[column]!r}: {why} at position {where}")
 
     def results(self, positions: int, stopped_by: str = "") -> tuple[list[ProbeScore], int]:
         """Return the results of the first `positions` tokens, and a CRC32 of their scores and of
@@ -277,7 +281,7 @@ class Watch:
         rows = self.rows[:positions]
         triggers = self._triggers(positions)
         scores = rows["scores"]
-        crossing = rows["aggregates"] >= self.kind.thresholds
+        crossing = rows["aggregates"] >= self.table.of["thresholds"][self.slot]
         # Each rank decides by itself. One that decided otherwise may have equal scores by the end.
         checksum = zlib.crc32(rows["on"].tobytes(), zlib.crc32(scores.tobytes()))
         decided: dict[int, dict[str, Any]] = {}

@@ -1,6 +1,7 @@
-"""Stacked weights of probes: one batched product scores all rows that the same probes read."""
+"""Stacked weights of probes: one batched product scores all rows that alike probes read."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -12,10 +13,23 @@ from ....schemas.base.recent import Recent
 from ....schemas.base.records import by_key
 from ....schemas.prompts.sites import At
 from ..edits.steering_tables import VectorStore
-from .kinds import ProbeGroup
+from .kinds import ProbeGroup, shape_of
 
 #: Plans that are kept at most; traffic uses few sets of probes at a time.
 _KEPT = 64
+
+
+@dataclass(eq=False)
+class StackShape:
+    """What stacks have in common whose rows are scored together."""
+
+    ports: int
+    width: int
+    # indices of the scores among the `ports × width` results, in the order of `columns`
+    flat: np.ndarray
+    columns: np.ndarray  # of the watch, ascending
+    kind: ProbeGroup  # of the watches
+    last: bool  # of the stacks of a plan
 
 
 @dataclass(eq=False)
@@ -25,11 +39,7 @@ class WeightStack:
     ports: np.ndarray
     weight: torch.Tensor  # `[ports, hidden_size, width]`
     bias: torch.Tensor  # `[ports, 1, width]`
-    # indices of the scores among the `ports × width` results, in the order of `columns`
-    flat: np.ndarray
-    columns: np.ndarray  # of the watch, ascending
-    kind: ProbeGroup  # of the watches
-    last: bool = False  # of those of a plan
+    shape: StackShape
 
 
 class ProbedRows(NamedTuple):
@@ -56,6 +66,9 @@ class Stacks:
         self._vectors = vectors
         self._hidden_size = hidden_size
         self._kept = Recent[Any, ScorePlan | None](_KEPT)
+        # those of live plans
+        self._kinds = weakref.WeakValueDictionary[Hashable, ProbeGroup]()
+        self._shapes = weakref.WeakValueDictionary[Hashable, StackShape]()
 
     def plan(self, probes: Sequence[StoredProbe], sides: Sequence[ProbedRows]) -> ScorePlan | None:
         """Return the plan for a request's probes and recordings; None if no probe reads rows of
@@ -88,7 +101,8 @@ class Stacks:
         sites = {(side.at, *site) for side in sides for site in side.ports}
         if not (numbers := [number for number, read in enumerate(reads) if read in sites]):
             return None
-        kind = ProbeGroup([probes[number] for number in numbers])
+        chosen = [probes[number] for number in numbers]
+        kind = self._kinds.setdefault(shape_of(chosen), ProbeGroup(chosen))
         stacks = []
         for side in sides:
             ports = by_key(  # port → indices in `numbers`
@@ -103,8 +117,8 @@ class Stacks:
                 for place in places
                 for column in kind.columns[place]
             ]
-            stacks.append(self._stack(list(ports), parts, columns, kind))
-        stacks[-1].last = True
+            last = side is sides[-1]
+            stacks.append(self._stack(list(ports), parts, columns, kind, last=last))
         return ScorePlan(numbers, kind, stacks)
 
     def _stack(
@@ -113,9 +127,11 @@ class Stacks:
         probes: Sequence[Sequence[StoredProbe]],
         columns: Sequence[int],
         kind: ProbeGroup,
+        *,
+        last: bool,
     ) -> WeightStack:
         """Stack the weights of `probes`, given for each port. `columns`: the watch's column for
-        each score, ordered by port, then probe, then label.
+        each score, ordered by port, then probe, then label. `last`: see `StackShape`.
         """
         parts = [[self._weights(probe) for probe in of_port] for of_port in probes]
         widths = [sum(len(bias) for _, bias in part) for part in parts]
@@ -128,15 +144,12 @@ class Stacks:
             [number * max(widths) + np.arange(width) for number, width in enumerate(widths)]
         )
         order = np.argsort(columns)
-        of_watch = np.array(columns)[order]
-        return WeightStack(
-            np.array(ports),
-            weight.transpose(1, 2).contiguous(),
-            bias,
-            flat[order],
-            of_watch,
-            kind,
+        made = StackShape(
+            len(parts), max(widths), flat[order], np.array(columns)[order], kind, last
         )
+        key = kind, last, made.ports, made.width, made.flat.tobytes(), made.columns.tobytes()
+        shape = self._shapes.setdefault(key, made)
+        return WeightStack(np.array(ports), weight.transpose(1, 2).contiguous(), bias, shape)
 
     def _weights(self, probe: StoredProbe) -> tuple[torch.Tensor, torch.Tensor]:
         labels = len(probe.content.labels)

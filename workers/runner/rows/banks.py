@@ -170,7 +170,7 @@ class Banks:
                 bank.planner.plan_steering(tokens, slots)
         except Exception:  # the requests fail; no bank may edit as in the step before
             for bank in self._banks:
-                bank.planner.clear_plan()
+                bank.planner.clear_edits()
             raise
         reached = slots.reached[tokens.of_requests]
         self.again = bool((tokens.firsts < reached).any())
@@ -182,7 +182,7 @@ class Banks:
             for bank in self._banks:
                 bank.planner.plan_capture(tokens)
                 self.begun = self.begun or bool(bank.planner.begun)
-        except Exception:  # as above; edits remain
+        except Exception:  # none may capture as in the step before
             for bank in self._banks:
                 bank.planner.clear_captures()
             raise

@@ -10,7 +10,8 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -32,6 +33,8 @@ from .arena import BankRows, RecordedBlock
 
 logger = logging.getLogger(__name__)
 
+_SLOT = attrgetter("slot")
+_STREAMS_FROM = attrgetter("streams_from")
 #: Positions of a block at most, except where it is one of the KV cache.
 SPAN = 64
 #: Tokens that the ranks may have computed after the last one of a request when the scheduler ends
@@ -123,6 +126,7 @@ class Recording:
     stream: RowStream | None = None  # destination of rows that leave before the request ends
     watch: "Watch | None" = None  # the watch and the stack by which probes score the rows
     stack: "WeightStack | None" = None
+    reads: bytes = b""  # which of its ports the stack reads, int64
     prepared: Any = None  # see `FinishedCapture`
     work: WriterWork = "writer"  # that of its request
     end: int = sys.maxsize  # rows of this position and of later ones are not needed
@@ -300,26 +304,45 @@ def _numbers_of(wants: bytes) -> bytes:
 
 
 class Readers:
-    """The watches of positions whose rows the same probes read."""
+    """The watches of positions whose rows alike probes read, and the weights of these."""
 
-    def __init__(self, stack: WeightStack, watches: Sequence[Watch]) -> None:
-        self.stack = stack
-        self.watches = watches
+    def __init__(
+        self, watches: Sequence[Watch], stacks: Sequence[WeightStack], member: np.ndarray
+    ) -> None:
+        """`watches`, `stacks`: of recordings; `member`: of each position, its recording."""
+        self._watches = watches
+        self._stacks = stacks
+        self._member = member
+        self.shape = stacks[0].shape
         self.table = watches[0].table
-        self.slots = np.array([watch.slot for watch in watches])
-        self.streams_from = np.array([watch.streams_from for watch in watches])
+        self.slots = np.array(list(map(_SLOT, watches)))[member]
+        self.streams_from = np.array(list(map(_STREAMS_FROM, watches)))[member]
+        #: The stacks, each once, and the number of each position's.
+        self.stacks = list(dict.fromkeys(stacks))
+        numbers = dict(zip(self.stacks, range(len(self.stacks)), strict=True))
+        self.stack = np.array(list(map(numbers.__getitem__, stacks)))[member]
+        kind = self.shape.kind
         streams = bool((self.streams_from >= 0).any())
         #: Whether the scores are needed as soon as a step is over; whether there is news in them.
-        self.urgent = stack.kind.decides or streams
-        self.tells = self.urgent and (streams or stack.kind.ends) and stack.last
+        self.urgent = kind.decides or streams
+        self.tells = self.urgent and (streams or kind.ends) and self.shape.last
+
+    @cached_property
+    def watches(self) -> list[Watch]:
+        """The watch of each position."""
+        return list(map(self._watches.__getitem__, self._member.tolist()))
+
+    def only(self, chosen: np.ndarray) -> "Readers":
+        """Return those of the chosen positions."""
+        return Readers(self._watches, self._stacks, self._member[chosen])
 
 
 class ScoredRows(NamedTuple):
-    """Rows that the same probes read, at positions that ascend for each watch."""
+    """Rows that alike probes read, at positions that ascend for each watch."""
 
     readers: Readers
     positions: np.ndarray
-    numbers: np.ndarray  # [ports of the stack, positions]: of the rows in `memory`
+    numbers: np.ndarray  # [ports of the stacks, positions]: of the rows in `memory`
     memory: torch.Tensor  # all rows of the bank
     landing: Landing
     blocks: object  # keeps the rows
@@ -350,5 +373,5 @@ def reused_rows(recording: Recording) -> Iterator[ScoredRows]:
         positions = np.array(extent.positions)
         first = block.row + np.searchsorted(block.ports, stack.ports) * block.place.count
         numbers = first[:, None] + extent.at + np.arange(extent.count)
-        readers = Readers(stack, [watch] * extent.count)
+        readers = Readers([watch], [stack], np.zeros(extent.count, dtype=np.int64))
         yield ScoredRows(readers, positions, numbers, block.all, extent.landing, block)

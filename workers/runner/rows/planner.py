@@ -38,6 +38,13 @@ from .step_places import Places, Runs, StepLayout, layout_of
 
 _PORT_COLUMNS = [*columns.BEFORE, *columns.AFTER]
 _COUNT_COLUMNS = [columns.BEFORE.COUNT, columns.AFTER.COUNT]
+_EDIT_COLUMNS = [
+    columns.EDITS,
+    columns.DEPTH,
+    columns.LIMITED,
+    columns.ALIKE,
+    columns.ALIKE_FROM,
+]
 _ROW_COLUMNS = [columns.BEFORE.ROW, columns.AFTER.ROW]
 
 
@@ -138,8 +145,8 @@ def _captured(recording: Recording, prompt_tokens: int, first: int, stop: int) -
 
 
 class Planner:
-    """Planner of one bank: call `plan_steering`, `plan_capture` and `commit` before the forward,
-    and `drain` after it.
+    """Planner of one bank: call `plan_capture`, `plan_steering` and `commit` before the forward,
+    and `drain` after it. Edits come last, because gates and triggers wait for the last step.
     """
 
     def __init__(
@@ -172,7 +179,7 @@ class Planner:
         self._edits_of = np.zeros(0, dtype=np.int64)
         self._plan = np.zeros((len(self._sites), columns.COLUMNS), dtype=np.int32)
         self._tokens = StepTokens(StepView([], [], [], []), np.zeros(0, dtype=np.int64))
-        # this step has the last step's edits; all of its plan, at later positions
+        # this step has the last step's captures; all of its plan, at later positions
         self._same = self.repeats = False
         self._whole = True  # the next step may have this one's captures
         self._firsts = np.flatnonzero([site.leads for site in self._sites])  # of each launch
@@ -185,7 +192,8 @@ class Planner:
         self.due: Due | None = None  # work planned for the current forward's sites; None: nothing
         self._planned: Due | None = None  # the work in `_plan`
         self._launched: list[RankSite] = []  # sites whose launches have work in `_plan`
-        # the edited tokens, with which `buffers.lists` begins; those of the layout follow
+        # the edited tokens, with which `buffers.lists` begins; those of the layout follow behind as
+        # many places as the step has tokens
         self._edited_tokens = np.zeros(0, dtype=np.int64)
         self._layout: StepLayout | None = None  # of the last captures
         self._places: Places | None = None  # of the captured rows; None: the plan captures none
@@ -231,14 +239,12 @@ class Planner:
         self._captures.write(slot)
 
     def plan_steering(self, tokens: StepTokens, slots: Slots) -> None:
-        """Begin a step's plan, with the edits of its tokens; on an error nothing is edited.
-        Precedes `plan_capture`.
-        """
-        self._tokens = tokens
+        """Complete a step's plan with the edits of its tokens; on an error nothing is edited."""
         named = self._steering.at(tokens)
-        self._same = tokens.again and np.array_equal(named, self._named)
-        if not self._same:
-            self.clear_plan()
+        same = tokens.again and np.array_equal(named, self._named)
+        self.repeats = same and self._same
+        if not same:
+            self.clear_edits()
             self._named = named
             self._edits_of = self._table.num_sites[named].sum(axis=1)
             if named.any():
@@ -265,10 +271,10 @@ class Planner:
             self._plan[touched, columns.ALIKE] = used[1]
             self._plan[touched, columns.ALIKE_FROM] = edited[0]
 
-    def clear_plan(self) -> None:
-        """Plan nothing: neither the last step again nor what was planned of this step so far."""
-        self._same = self.repeats = False
-        self._plan[:] = 0
+    def clear_edits(self) -> None:
+        """Plan no edits, neither the last step's again nor those planned so far."""
+        self.repeats = False
+        self._plan[:, _EDIT_COLUMNS] = 0
         self._edited_tokens = self._edited_tokens[:0]
         self._named = np.zeros((0, 1), dtype=np.int64)
         self._masked = self._named
@@ -277,21 +283,24 @@ class Planner:
 
     def clear_captures(self) -> None:
         """Plan no captures, neither the last step's again nor those planned so far."""
-        self.repeats = self._whole = False
+        self._same = self.repeats = self._whole = False
         self._forget_captures()
 
     def plan_capture(self, tokens: StepTokens) -> None:
-        """Plan the captures of the step's tokens; on an error nothing is captured."""
+        """Begin a step's plan with the captures of its tokens; on an error nothing is captured.
+        Precedes `plan_steering`.
+        """
+        self._tokens = tokens
         drops = set[WriterWork]()
         for work, each in self._dropping.items():
             if each.drops():
                 drops.add(work)
         try:
             chosen = self._captures.at(tokens)
-            self.repeats = (
-                self._same and self._whole and not drops and np.array_equal(chosen, self._chosen)
+            self._same = (
+                tokens.again and self._whole and not drops and np.array_equal(chosen, self._chosen)
             )
-            if not self.repeats:
+            if not self._same:
                 self._forget_captures()
                 self._chosen = chosen
                 self._plan_capture(tokens, drops)
@@ -389,7 +398,8 @@ class Planner:
         share one token list.
         """
         counts = np.array([len(tokens) for tokens in layout.tokens])
-        starts = len(self._edited_tokens) + np.cumsum(counts) - counts
+        # after the edited tokens, which may be all
+        starts = len(self._tokens.slots) + np.cumsum(counts) - counts
         self._places_at = int(starts[-1] + counts[-1])
         self._staging.set_slots(layout.tokens)
         # for each pattern: count, at, pattern
@@ -412,11 +422,11 @@ class Planner:
             return
         if self.loaded and self.repeats and (self._places is None or not self._staging.moves):
             return  # the forward finds the plan where the last one found it
-        captured = [] if self._places is None else self._places.layout.tokens
+        lists = list[np.ndarray]()
+        if not self.repeats:
+            lists += self._lists()
         try:
-            self._staging.commit(
-                self._plan, [] if self.repeats else [self._edited_tokens, *captured]
-            )
+            self._staging.commit(self._plan, lists)
         except Exception:
             self.abandon()
             raise
@@ -424,6 +434,14 @@ class Planner:
             for site in self._launched:
                 site.busy = True
         self.loaded = True
+
+    def _lists(self) -> list[np.ndarray]:
+        """Return what `buffers.lists` has, but for the rows' places."""
+        if self._places is None:
+            return [self._edited_tokens]
+        rest = len(self._tokens.slots) - len(self._edited_tokens)
+        none = np.zeros(rest, dtype=np.int64)
+        return [self._edited_tokens, none, *self._places.layout.tokens]
 
     def _complete(self) -> None:
         """Complete the plan of this step, which the next one may repeat."""
@@ -463,7 +481,7 @@ class Planner:
 
     def abandon(self) -> None:
         """Have the next forward do nothing, whatever of a plan was uploaded."""
-        self.clear_plan()
+        self.clear_edits()
         self.clear_captures()
         self.due = self._planned = None
         self._staging.abandon()

@@ -6,16 +6,20 @@ Steps that repeat one another have the same layout, and their places advance wit
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import compress
-from typing import NamedTuple, cast
+from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 
 from ..base.landings import Landing
 from ..base.ranges import numbers_of
-from ..probes.watches import Watch
 from .capture import Readers, ScoredRows
 from .lanes import Lanes
+
+_STACK = attrgetter("stack")
+_SHAPE = attrgetter("stack.shape")
+_WATCH = attrgetter("watch")
+_READS = attrgetter("reads")
 
 
 class Runs(NamedTuple):
@@ -61,9 +65,11 @@ class StepLayout:
         run = np.repeat(np.arange(len(self.group)), ports_of)
         first_of_group = np.searchsorted(of_group, self.group)
         port = ports[numbers_of(first_of_group, ports_of)]
+        sizes = ports_of * counts
         return CapturedEntries(
             np.repeat(np.arange(len(counts)), counts),
             numbers_of(np.zeros_like(counts), counts),
+            numbers_of(np.cumsum(sizes) - sizes, counts),
             numbers_of((np.cumsum(counts) - counts)[run], counts[run]),
             np.repeat(numbers_of(np.zeros_like(ports_of), ports_of), counts[run]),
             numbers_of(self.base[port] + self.slots[run, self.pattern[port]], counts[run]),
@@ -75,6 +81,9 @@ class CapturedEntries(NamedTuple):
 
     run: np.ndarray  # [positions]
     within: np.ndarray  # [positions]: tokens of the run before it
+    first: (
+        np.ndarray
+    )  # [positions]: its row at the first port; as many positions on, the next port's
     position: np.ndarray  # [rows]: index of its position
     ordinal: np.ndarray  # [rows]: index of its port among those of its recording
     row: np.ndarray  # [rows]: its row in the step; several have one if captures name the same rows
@@ -191,27 +200,32 @@ class Places:
 
     @cached_property
     def _read(self) -> Sequence[tuple[Readers, np.ndarray, np.ndarray, Sequence[int]]]:
-        """Return what probes read: of each set of them the readers, their positions among those of
-        the step, the entries `[ports, positions]`, and the lanes.
+        """Return what probes read: of each set of alike ones the readers, their positions among
+        those of the step, the entries `[ports, positions]`, and the lanes.
         """
         entries = self.layout.entries
-        found = []
-        runs = np.flatnonzero(self._lanes.read[self._runs.lanes]).tolist()
-        recordings = {run: self._lanes.recordings[int(self._runs.lanes[run])] for run in runs}
-        for stack in dict.fromkeys(recording.stack for recording in recordings.values()):
-            assert stack is not None, "its lane says that probes read it"
-            # [positions, ports of a recording]: index of the row among the entries
-            rows = np.zeros((len(entries.run), int(entries.ordinal.max()) + 1), dtype=np.int64)
-            rows[entries.position, entries.ordinal] = np.arange(len(entries.row))
-            mine = [run for run, recording in recordings.items() if recording.stack is stack]
-            of_mine = np.zeros(len(self._runs.lanes), dtype=bool)
-            of_mine[mine] = True
-            places = np.flatnonzero(of_mine[entries.run])
-            watches = [recordings[run].watch for run in entries.run[places].tolist()]
-            ports = np.flatnonzero(recordings[mine[0]].mask)
-            of_ports = rows[places][:, np.searchsorted(ports, stack.ports)].T
-            readers = Readers(stack, cast(list[Watch], watches))
-            found.append((readers, places, of_ports, self._runs.lanes[mine].tolist()))
+        found = list[tuple[Readers, np.ndarray, np.ndarray, Sequence[int]]]()
+        runs = np.flatnonzero(self._lanes.read[self._runs.lanes])
+        if not len(runs):
+            return found
+        every = list(map(self._lanes.recordings.__getitem__, self._runs.lanes[runs].tolist()))
+        shapes = list(map(_SHAPE, every))
+        kinds = dict(zip(shapes, range(len(shapes)), strict=True))  # of each the last run
+        of_runs = np.array(list(map(kinds.__getitem__, shapes)))
+        for number in kinds.values():
+            mine = np.flatnonzero(of_runs == number)
+            recordings = list(map(every.__getitem__, mine.tolist()))
+            place_of = np.full(len(self._runs.lanes), -1)
+            place_of[runs[mine]] = np.arange(len(mine))
+            member = place_of[entries.run]
+            places = np.flatnonzero(member >= 0)
+            member = member[places]
+            reads = np.frombuffer(b"".join(map(_READS, recordings)), dtype=np.int64)
+            ordinals = reads.reshape(len(mine), -1)[member]
+            counts = self._runs.counts[entries.run[places]]
+            of_ports = entries.first[places] + ordinals.T * counts
+            readers = Readers(list(map(_WATCH, recordings)), list(map(_STACK, recordings)), member)
+            found.append((readers, places, of_ports, self._runs.lanes[runs[mine]].tolist()))
         return found
 
     def drain(self, landing: Landing) -> list[ScoredRows]:
@@ -232,7 +246,7 @@ class Places:
                 numbers = numbers[:, needed]
                 if not len(positions):
                     continue
-                readers = Readers(readers.stack, [*compress(readers.watches, needed.tolist())])
+                readers = readers.only(needed)
             held = list(map(self._lanes.blocks.get, lanes))
             found.append(ScoredRows(readers, positions, numbers, bank.all, landing, held))
         return found

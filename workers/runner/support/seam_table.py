@@ -83,7 +83,7 @@ SEAMS: tuple[Seam, ...] = (
             "execute_model(scheduler_output, intermediate_tensors, dummy_run)",
             "sample_tokens",
             "initialize_kv_cache",
-            "prepare_inputs",
+            "prepare_attn(input_batch)",
             "execute_model_state",
             "cudagraph_manager",
             "get_draft_model",

@@ -32,6 +32,9 @@ def attach(output: Any, result: Callable[[], Sequence[Any]], name: str = _NON_FI
         original = output.get_output
 
         def get_output() -> ModelRunnerOutput:
+            # It refers to the output, which would stay until a garbage collection, with a step's
+            # tokens and observations: collections became so many that they stopped steps.
+            vars(output).pop("get_output", None)
             return _with(original(), result(), name)
 
         output.get_output = get_output

@@ -241,20 +241,22 @@ class V2Adapter(_Adapter):
             capture_families(self.cudagraph_manager, self.families)  # type: ignore[attr-defined]
         return result
 
-    def prepare_inputs(self, *args: Any, **kwargs: Any) -> Any:
-        batch = super().prepare_inputs(*args, **kwargs)  # type: ignore[misc]
+    # After all that vLLM prepares: gates and triggers wait for the last step, and meanwhile the
+    # device has nothing to do.
+    def prepare_attn(self, input_batch: Any) -> Any:
+        prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
         if self.midstream is not None:
-            many = batch.num_reqs
+            many = input_batch.num_reqs
             self.midstream.plan(
                 StepView(
-                    batch.req_ids,
-                    batch.num_scheduled_tokens[:many],
-                    batch.num_computed_tokens_np[:many],
-                    np.diff(batch.cu_num_logits_np[: many + 1]),
-                    batch.input_ids,
+                    input_batch.req_ids,
+                    input_batch.num_scheduled_tokens[:many],
+                    input_batch.num_computed_tokens_np[:many],
+                    np.diff(input_batch.cu_num_logits_np[: many + 1]),
+                    input_batch.input_ids,
                 )
             )
-        return batch
+        return prepared
 
     def drafting_model(self) -> "nn.Module | None":
         """Return the drafting model, if any."""

@@ -79,7 +79,7 @@ def watch_after(*scores: float, one: StoredProbe | None = None) -> Watch:
 
 def closed(watch: Watch, stop: int, decides: bool = True) -> tuple[list[bool], list[str]]:
     """Whether a step finds the gate closed at the position before `stop`; why it cannot decide."""
-    together = SharedGates([(0, watch)], ["p"], np.array([0]), decides=decides)
+    together = SharedGates([(0, watch)], [0], np.array([0]), decides=decides)
     shut = np.zeros((1, 2), bool)
     failed = together.decide(np.array([stop]), np.array([stop - 1]), shut)
     return shut[:, 1].tolist(), [why for _, why in failed]

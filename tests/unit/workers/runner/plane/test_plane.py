@@ -2,6 +2,7 @@
 goes wrong leaves the rank.
 """
 
+import functools
 import itertools
 import operator
 import os
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from capture_kit import source_run, values
+from line_kit import python_lines
 from lora_kit import ADAPTER, holding_adapter
 from plane_kit import VECTOR, WEIGHT, Adapters, Rig, capturing, probed, run, spec_of, steered
 from rank_kit import HIDDEN, Request, steering, stream_of
@@ -72,6 +74,21 @@ def test_a_cancelled_request_is_not_reported_and_leaves_nothing(rig: Rig) -> Non
     assert status["rows_used"] == 0
     assert status["entries_used"] == 0
     assert rig.receipts() == []
+
+
+def test_an_end_that_the_worker_reports_looks_at_no_other_request(tmp_path: Path) -> None:
+    lines = []
+    for many in (2, 20):
+        rig = Rig(tmp_path / str(many))
+        live = [steered(number) for number in range(many)]
+        rig.step(*[(each, 0, 6) for each in live], new=live)
+        requests = rig.plane._requests
+        last = live[-1].tracked.spec.key
+        lines.append(python_lines(functools.partial(requests.end, last, 6)))
+        assert requests.ends == {last: 6}
+        requests.end("of none", 6)
+        assert requests.ends == {last: 6}
+    assert lines[0] == lines[1]
 
 
 @pytest.mark.parametrize("positions", ["all", "all_generated", PositionWindow(start=6), [0, 5]])

@@ -119,8 +119,8 @@ def without_gate(calls: list[str]) -> list[str]:
 CHECKS = ["Overload.check"] * len(WORKS)
 ADMIT = ["Banks.recording", "Banks.recording", "Scorer.watch", "Tables.acquire"]
 PLAN = [
-    "Banks.plan_steering",
     "Banks.plan_capture",
+    "Banks.plan_steering",
     "Banks.commit",
     "Reentry.plan",
     "Grading.plan",
@@ -178,5 +178,5 @@ def test_what_is_pending_is_written_before_the_outbox_closes(
     log.clear()
     rig.plane.close()
     assert log == [
-        "PreparedRows.close", "CaptureWriter.close", "Outbox.flush", "Outbox.close"
+        "CaptureWriter.close", "Outbox.flush", "Outbox.close", "PreparedRows.close"
     ]  # fmt: skip

@@ -299,7 +299,7 @@ def test_each_port_has_the_tokens_of_all_runs_that_it_captures(
     entries = layout.entries
     rows = {
         (int(entries.run[position]), int(entries.within[position]), ordinal): row
-        for position, ordinal, row in np.stack(entries[2:], axis=1).tolist()
+        for position, ordinal, row in np.stack(entries[3:], axis=1).tolist()
     }
     assert rows == {
         (run, within, ordinal): int(layout.base[port])

@@ -164,6 +164,11 @@ class Steps:
         for request, first, count in windows:
             self.recordings[request].leave(first + count, landing)
 
+    @property
+    def ends(self) -> list[int]:
+        """The first position of each request that no step has computed."""
+        return [len(rows) for rows in self.rows]
+
     def assert_scored(self, request: int, positions: int) -> None:
         watch = self.watches[request]
         weights = self.weights[request]
@@ -192,13 +197,14 @@ def test_rows_that_nobody_waits_for_are_scored_some_steps_later() -> None:
         steps.assert_scored(request, positions)
 
 
-def test_a_request_that_is_over_is_scored_and_others_wait_on() -> None:
+def test_a_request_that_is_over_is_scored_and_later_rows_wait_on() -> None:
+    """Earlier rows of alike probes are scored with its own, in one product."""
     steps = Steps("flag", "flag")
     for position in range(3):
         steps.take((0, position, 1), (1, position, 1))
     steps.scorer.settle({steps.watches[0]: 3})
     steps.assert_scored(0, 3)
-    assert steps.watches[1].reached == 0
+    assert steps.watches[1].reached == 2
     steps.scorer.settle(dict.fromkeys(steps.watches, 3))
     steps.assert_scored(1, 3)
 
@@ -211,6 +217,27 @@ def test_scores_that_somebody_waits_for_are_there_after_the_step(
     steps.take((1, 0, 2), (0, 0, 2))
     steps.assert_scored(0, 2)
     assert steps.watches[1].reached == (2 if streams else 0)
+
+
+def test_alike_probes_are_scored_together_whichever_rows_each_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One has many more rows than the others, which are padded; some are of several steps."""
+    products = []
+    original = probe_scores._products
+
+    def counted(memory: torch.Tensor, numbers: np.ndarray, *rest: torch.Tensor) -> torch.Tensor:
+        products.append(numbers.shape)
+        return original(memory, numbers, *rest)
+
+    monkeypatch.setattr(probe_scores, "_products", counted)
+    steps = Steps(*["flag"] * 12)
+    steps.take(*[(number, 0, 100 if number == 5 else 1 + number % 3) for number in range(12)])
+    for _ in range(15):
+        steps.take(*[(number, steps.ends[number], 1) for number in range(0, 12, 2)])
+    for number in range(12):
+        steps.assert_scored(number, steps.ends[number])
+    assert sorted(products) == [(1, 100), (11, 18)]
 
 
 def test_rows_that_are_kept_for_later_are_bounded_by_their_own_bytes(

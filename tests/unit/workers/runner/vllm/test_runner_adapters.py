@@ -3,6 +3,8 @@ graphs for each shape; what stands for CUDA is fake.
 """
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +21,7 @@ from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig, set_current_vllm_config
 from vllm.forward_context import BatchDescriptor, set_forward_context
 from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 from vllm.v1.worker.gpu import cudagraph_utils
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, ModelCudaGraphManager
 
@@ -28,12 +31,14 @@ from midstream.schemas.prompts.selectors import PositionSelector, PositionWindow
 from midstream.schemas.requests.specs import RankSpec, steering_rows, touched
 from midstream.workers.runner.base.engine_step import RequestRows, StepView
 from midstream.workers.runner.hooks.sites import RankSite
+from midstream.workers.runner.probes.probe_news import NEWS, news_of
 from midstream.workers.runner.vllm.graph_families import (
     Execution,
     GraphKey,
     capture_families,
     dispatch_by_family,
 )
+from midstream.workers.runner.vllm.quarantine import attach, non_finite_in
 from midstream.workers.runner.vllm.runner_adapters import V1Adapter, V2Adapter
 
 SIZES = [1, 2, 4, 8]
@@ -541,12 +546,12 @@ def v2(views: list[StepView]) -> None:
     )
 
     class Runner:
-        def prepare_inputs(self) -> Any:
-            return batch
+        def prepare_attn(self, input_batch: Any) -> str:
+            return "prepared"
 
     made = type("Made", (V2Adapter, Runner), {})()
     made.midstream = SimpleNamespace(plan=views.append)
-    assert made.prepare_inputs() is batch
+    assert made.prepare_attn(batch) == "prepared"
 
 
 @pytest.mark.parametrize("runner", [v1, v2])
@@ -556,3 +561,24 @@ def test_both_runners_give_the_tokens_and_count_the_logits_of_drafts(runner: Any
     (view,) = views
     assert view.requests == ROWS
     assert view.token_ids().tolist() == list(range(13))
+
+
+class Output(AsyncModelRunnerOutput):
+    """Output of a step that is still computed."""
+
+    def get_output(self) -> ModelRunnerOutput:
+        return ModelRunnerOutput(["r"], {"r": 0})
+
+
+def test_an_output_with_findings_is_gone_once_it_was_read() -> None:
+    output = attach(attach(Output(), lambda: [("r", 3)]), lambda: ["news"], NEWS)
+    gone = weakref.ref(output)
+    gc.disable()
+    try:
+        read = output.get_output()
+        del output
+        assert gone() is None
+    finally:
+        gc.enable()
+    assert list(non_finite_in(read)) == [("r", 3)]
+    assert list(news_of(read)) == ["news"]
