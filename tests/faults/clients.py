@@ -291,6 +291,8 @@ def plans(
             max_tokens = rng.randint(60, 250)
         else:
             max_tokens = rng.randint(2, 16) * (4 if way in POLICY_WAYS else 1)
+        if captured and way != "captured completion" and rng.random() < 0.25:
+            max_tokens = 0  # its rows alone
         capture: dict[str, Any] | None = None
         if captured:
             capture = {
