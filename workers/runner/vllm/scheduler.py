@@ -338,18 +338,17 @@ class _Midstream(TenantSteps):
         """
         reserve = super()._reserve_prefill_lookahead  # type: ignore[misc]
         whole = request.request_id in self._midstream_bases
-        share = self.share(request, num_new_tokens, whole=whole)
+        share = 0
+        if request.request_id not in self._midstream_held_out:
+            share = self.share(request, num_new_tokens, whole=whole)
         if request.request_id not in self._midstream_limited:
             return int(reserve(request, num_computed_tokens, share))
         tokens = share
         if not self.need_mamba_block_aligned_split:  # type: ignore[attr-defined]
             tokens = min(tokens, self._midstream_chunks.get(request.request_id, tokens))
-        tokens = (
-            0
-            if request.request_id in self._midstream_held_out
-            else self._midstream_ring.take(request.request_id, num_computed_tokens, tokens)
-        )
-        self.give_back(request, share - tokens)
+        if tokens:
+            tokens = self._midstream_ring.take(request.request_id, num_computed_tokens, tokens)
+            self.give_back(request, share, tokens)
         if num_new_tokens > 0 and not tokens:
             # vLLM's runner finds drafts of the step before only
             request.spec_token_ids = []

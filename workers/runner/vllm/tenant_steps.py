@@ -65,10 +65,10 @@ class TenantSteps:
             return tokens
         return self._turns.take(request, tokens, whole=whole or request.has_encoder_inputs)
 
-    def give_back(self, request: Any, tokens: int) -> None:
-        """Return tokens to the share that the request does not compute in this step."""
+    def give_back(self, request: Any, taken: int, computed: int) -> None:
+        """Give back what a request took of its share and does not compute in this step."""
         if self._turns.left is not None:
-            self._turns.give_back(request, tokens)
+            self._turns.give_back(request, taken, computed)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]

@@ -127,9 +127,9 @@ class TenantTurns:
         from its tenant's share. `whole`: all or none.
         """
         assert self.left is not None, "only steps that are divided have shares"
+        if self._is_free(request, tokens):
+            return tokens
         few = tokens <= self._next_tokens  # vLLM pads these by drafts, and takes all or none
-        if few and request.status == RequestStatus.RUNNING:
-            return tokens  # it generates, or its prompt is nearly computed
         tenant = tenant_of(request)
         share = self.left.get(tenant, 0)
         if share <= 0:
@@ -138,9 +138,16 @@ class TenantTurns:
         self._charge(tenant, taken)
         return taken
 
-    def give_back(self, request: Any, tokens: int) -> None:
-        """Give back tokens that were taken and are not computed."""
-        self._charge(tenant_of(request), -tokens)
+    def give_back(self, request: Any, taken: int, computed: int) -> None:
+        """Give back what was taken of a share and is not computed in this step."""
+        if not self._is_free(request, taken):
+            self._charge(tenant_of(request), computed - taken)
+
+    def _is_free(self, request: Any, tokens: int) -> bool:
+        """Return whether these next tokens are of no share: the request generates, or its prompt is
+        nearly computed.
+        """
+        return tokens <= self._next_tokens and request.status == RequestStatus.RUNNING
 
     def _charge(self, tenant: str, tokens: int) -> None:
         assert self.left is not None, "only steps that are divided have shares"

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from scheduler_kit import STEP_S, TOKEN_S, Steps
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
 
+from midstream.schemas.base.version import __version__
 from midstream.workers.runner.base.packed_spec import TenantShare, pack
 from midstream.workers.runner.vllm.tenant_queue import TenantQueue
 from midstream.workers.runner.vllm.tenant_turns import divided
@@ -291,3 +293,33 @@ def test_a_request_without_a_tenant_is_one_of_nobody() -> None:
     plain.sampling_params = None
     queue.add_request(plain)
     assert list(queue.of_tenants()) == [""]
+
+
+def test_a_flood_of_shallow_requests_takes_its_share_and_no_more(engine: Make) -> None:
+    """Its steps take turns with those of others, who generate on and begin within two steps."""
+    steps = engine()
+    shallow = {"version": __version__, "depth": 3}
+    for _ in range(60):
+        steps.ask("shallow", LONG, spec=shallow)
+        steps.ask("whole", LONG)
+    writer = steps.ask("writer", 4, 100)
+    counts = steps.steps(40)
+    flood = steps.tokens["shallow"]
+    assert abs(flood / (flood + steps.tokens["whole"]) - 0.5) < 0.05
+    written = [writer in each for each in counts]
+    assert all(any(pair) for pair in pairwise(written))
+    small = steps.ask("small", 16)
+    steps.steps(2)
+    assert small in steps.firsts
+
+
+def test_what_is_held_out_of_a_step_leaves_the_shares_as_they_are(engine: Make) -> None:
+    steps = engine()
+    turns = steps.scheduler._turns
+    name = steps.ask("writer", 4, 100)
+    steps.steps(2)
+    request = steps.scheduler.requests[name]
+    turns.left = {"writer": 5}
+    assert turns.take(request, 1, whole=False) == 1
+    turns.give_back(request, 1, 0)
+    assert turns.left == {"writer": 5}
