@@ -63,6 +63,9 @@ def scheduler_of(module: ModuleType) -> Any:
             self._midstream_arrived: dict[str, Any] = {}
             self._midstream_blocks = SimpleNamespace(clear=lambda: None)  # nothing is kept here
             self._midstream_probes = module.ProbeNews()
+            pace = SimpleNamespace(learn=lambda *_: None)
+            self._turns = SimpleNamespace(join=lambda _: None, pace=pace)
+            self._last_ended = 0.0
 
         def add_request(self, request: Any) -> None:
             self.requests[request.request_id] = request
@@ -119,7 +122,8 @@ def test_blocks_after_a_non_finite_row_are_not_shared(scheduler: ModuleType, dig
     other = request(2, digest)
     ours._midstream_quarantine = quarantine = scheduler.Quarantine(manager)
     ours.add_request(mine)
-    ours.update_from_output(None, SimpleNamespace(midstream_non_finite=[("1", 2 * BLOCK + 3)]))
+    nothing = SimpleNamespace(total_num_scheduled_tokens=0)
+    ours.update_from_output(nothing, SimpleNamespace(midstream_non_finite=[("1", 2 * BLOCK + 3)]))
     assert sorted(evicted) == [2, 3]
     assert mine.block_hashes[:2] == other.block_hashes[:2]
     assert not set(mine.block_hashes[2:]) & set(other.block_hashes[2:])

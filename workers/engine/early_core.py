@@ -82,7 +82,7 @@ def use() -> None:
     if _waiting:
         from vllm.v1.engine import utils
 
-        utils.get_mp_context = _Context
+        utils.get_mp_context = get_mp_context
 
 
 def wait(pipe: int, tracker: int, modules: Sequence[str]) -> None:
@@ -151,3 +151,8 @@ class _Context(SpawnContext):
     """The context in which vLLM starts its core."""
 
     Process = _Process
+
+
+def get_mp_context() -> SpawnContext:
+    """Takes the place of vLLM's, where it starts its core."""
+    return _Context()

@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 import numpy as np
 
 from ....schemas.artifacts.probes import StoredProbe
+from ....schemas.base.records import to_msgpack
 from .aggregates import KINDS
 from .deciders import Deciders
 
@@ -19,7 +20,7 @@ def shape_of(probes: Sequence[StoredProbe]) -> Hashable:
                 len(probe.content.labels),
                 _aggregation_of(probe),
                 *("stop" in probe.actions, "steer" in probe.actions),
-                probe.policy and (probe.policy.digest, probe.policy.column),
+                probe.policy and (to_msgpack(probe.policy.condition), probe.policy.column),
             )
             for probe in probes
         ]

@@ -410,7 +410,12 @@ SEAMS: tuple[Seam, ...] = (
         ),
         "engine/vllm.py",
     ),
-    Seam("vllm.utils.system_utils", ("get_mp_context()",), "engine/early_core.py"),
+    Seam(
+        "vllm.utils.system_utils",
+        ("get_mp_context()",),
+        "engine/early_core.py",
+        ("get_mp_context",),
+    ),
     Seam(
         "vllm.model_executor.models.registry",
         ("_run_in_subprocess(fn)",),
