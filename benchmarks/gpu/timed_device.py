@@ -168,13 +168,15 @@ def install(plane: Any, ring_rows: int) -> None:
     """
     from midstream.workers.runner.base.shared_memory import PAGE
     from midstream.workers.runner.rows import buffers
+    from midstream.workers.runner.rows.idle_pages import IdlePages
 
     patch_streams()
     buffers.on_device = lambda values: values
     arena = plane._arena
     copies = Stream()
-    arena._keep += plane._config.row_store_mib << 20
-    arena.locked = arena._keep  # as if it were, so that its pages are there
+    # as if it were, so that its pages are there
+    arena.locked = arena._idle._first * PAGE + (plane._config.row_store_mib << 20)
+    arena._idle = IdlePages(arena.memory, arena.locked, arena.end)
     arena.bytes[: arena.locked : PAGE] = 0
     for bank in plane.banks._banks:
         staging = bank.planner._staging
