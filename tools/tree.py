@@ -22,11 +22,11 @@ PACKAGES = tuple(sorted(path.parent.name for path in ROOT.glob("packages/*/pypro
 #: lines or statements. Each may grow by `ROOM`; a commit that raises a figure says what the
 #: addition is worth.
 NODES = {
-    "core": 483_210,
-    "bridges": 19_451,
-    "harvest": 41_117,
-    "lab": 97_860,
-    "ops": 34_035,
+    "core": 493_310,
+    "bridges": 19_890,
+    "harvest": 41_390,
+    "lab": 97_910,
+    "ops": 34_115,
     "page": 7_465,
     "s3": 5_902,
     "webhooks": 6_460,
