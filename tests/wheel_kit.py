@@ -70,6 +70,7 @@ EXTRAS: dict[str, Extra] = {
     "s3": Extra(
         "from midstream.storage.store import open_store; print(open_store('s3://bucket/kept'))"
     ),
+    "lab": Extra("import midstream_lab.records.sweeps"),
     "page": Extra("import midstream_page.routes; print(midstream_page.files.page_files().keys())"),
     "webhooks": Extra("import midstream_webhooks.routes, midstream_webhooks.sender"),
     "api": Extra(
