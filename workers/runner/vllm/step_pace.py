@@ -4,9 +4,9 @@ steps before, since these depend on model, machine, and what is captured.
 
 #: A step that computes the next token of other tenants may take so many times as long as one
 #: without prompts.
-PACE = 3.0
+PACE = 2.0
 #: A step that others may only want to join, who would wait for its end once.
-LOOSE_PACE = 6.0
+LOOSE_PACE = 4.0
 #: One of so many steps shows how long a step without prompts takes.
 _PROBED = 16
 #: Steps with at most this share of the most tokens of a step are without prompts.
@@ -51,7 +51,8 @@ class StepPace:
         if not self._base_s or not self._token_s:
             return int(self._most * _UNKNOWN)
         paced = (pace - 1) * self._base_s / self._token_s
-        return max(self._few, min(self._most, int(paced)))
+        # more than few: else steps would only be learned from as if they had no prompts
+        return max(self._few + 1, min(self._most, int(paced)))
 
 
 def _average(before: float, latest: float) -> float:
