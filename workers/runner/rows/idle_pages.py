@@ -8,6 +8,7 @@ and the model's thread returns much of the memory.
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -32,6 +33,9 @@ class IdlePages:
         #: When the rows of a page were over, by `time.monotonic`; 0: it is in use, or given back.
         #: Of the pages up to the last one in which rows ever were.
         self._since = np.zeros(0)
+        #: Ranges of pages without rows, and since when, that are not in the table yet: it may grow
+        #: in another thread while a range is left, and a mark in the old one would be lost.
+        self._gone = deque[tuple[int, int, float]]()
         self._lock = threading.Lock()
         self._left = queue.SimpleQueue[bool]()  # whether to go on
         threading.Thread(target=self._run, name="midstream-arena", daemon=True).start()
@@ -46,6 +50,7 @@ class IdlePages:
             if last > len(self._since):
                 more = max(last, 2 * len(self._since)) - len(self._since)
                 self._since = np.concatenate([self._since, np.zeros(more)])
+            self._mark()
             self._since[first:last] = 0
 
     def leave(self, start: int, stop: int) -> None:
@@ -55,11 +60,17 @@ class IdlePages:
         first = max(-(-start // PAGE) - self._first, 0)
         last = min(stop // PAGE, self._last) - self._first
         if first < last:
-            self._since[first:last] = time.monotonic()
+            self._gone.append((first, last, time.monotonic()))
             self._left.put(True)
 
     def close(self) -> None:
         self._left.put(False)
+
+    def _mark(self) -> None:
+        """Enter in the table what was left; with the lock."""
+        while self._gone:
+            first, last, since = self._gone.popleft()
+            self._since[first:last] = since
 
     def _run(self) -> None:
         while self._left.get():
@@ -73,6 +84,8 @@ class IdlePages:
 
     def _give_back(self, before: float) -> bool:
         """Give back what has been idle since `before`; return whether more is idle."""
+        with self._lock:
+            self._mark()
         since = self._since
         idle = np.flatnonzero(since)
         for first, last in _runs(idle[since[idle] <= before]):

@@ -801,3 +801,29 @@ def test_a_requests_own_kept_rows_are_not_reused_ones() -> None:
     for first, count in ((2, 4), (6, 1)):
         rank.step((request, first, count))
     assert assert_whole(rank, request).reused == 0
+
+
+def test_pages_left_while_another_thread_lets_the_table_grow_are_given_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Garbage collection leaves them once the old table is copied, and before the new one is in its
+    place.
+    """
+    arena = Arena(0, rest_s=0)
+    start, lent = arena.take(8 * PAGE, PAGE)
+    lent[:] = 7
+    held = [lent]
+    del lent
+    concatenate = np.concatenate
+
+    def grown(tables: list[np.ndarray]) -> np.ndarray:
+        result = concatenate(tables)
+        held.clear()
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "concatenate", grown)
+        _, kept = arena.take(64 * PAGE, PAGE)
+    assert not held, "the table has grown"
+    wait_until(lambda: not resident(arena, start, start + 8 * PAGE).any())
+    assert len(kept) == 64 * PAGE
