@@ -476,9 +476,17 @@ def captured_layers(captures: Iterable[StoredCapture]) -> Iterator[int]:
             yield from layers
 
 
-def depth_of(captures: Iterable[StoredCapture]) -> int:
-    """Return how many layers, counted from the first, must be computed for these rows."""
-    return 1 + max(captured_layers(captures), default=-1)
+def depth_of(captures: Sequence[StoredCapture], prompt_tokens: int) -> int:
+    """Return how many layers, counted from the first, must be computed for these rows of a prompt
+    of so many tokens, if none is generated; 0: there are no captures.
+
+    A capture that selects none of its positions, as one of generated tokens, needs no layer of its
+    own.
+    """
+    if not captures:
+        return 0
+    recorded = [capture for capture in captures if capture.count_positions(prompt_tokens, 0)]
+    return 1 + max(captured_layers(recorded), default=0)
 
 
 def within(steering: Iterable[StoredSteering], depth: int) -> list[StoredSteering]:

@@ -477,7 +477,7 @@ async def admit(
         conversation=parsed.conversation or "",
         hooks=named.policies.hooks,
         identity=model.identity,
-        layers=layers_of(parsed.sampling, captures, probes, model),
+        layers=layers_of(parsed.sampling, prompts, captures, probes, model),
         queue=KINDS[parsed.kind].queue,
         contents=_contents(parsed, model, named.found, probes),
         hook_names=asked_names(

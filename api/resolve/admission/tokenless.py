@@ -1,11 +1,10 @@
 """Jobs without tokens, whose `sampling.max_tokens` is 0: they ask for rows, scores or readings."""
 
 from collections.abc import Sequence
-from itertools import chain
 
 from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.errors import Excluded, check_excluded
-from ....schemas.jobs.jobs import Sampling
+from ....schemas.jobs.jobs import Sampling, StoredPrompt
 from ....schemas.jobs.models import ModelInfo
 from ....schemas.requests.specs import StoredCapture, depth_of, probe_captures
 from ..prompts.request_parsing import ParsedRequest
@@ -65,6 +64,7 @@ def check_tokenless(parsed: ParsedRequest) -> None:
 
 def layers_of(
     sampling: Sampling,
+    prompts: Sequence[StoredPrompt],
     captures: Sequence[Sequence[StoredCapture]],
     probes: Sequence[StoredProbe],
     model: ModelInfo,
@@ -72,4 +72,8 @@ def layers_of(
     """Return the value of `Job.layers` of a job with these captures of each prompt."""
     if sampling.reads_logits or not model.exits:
         return None
-    return depth_of([*chain.from_iterable(captures), *probe_captures(probes)])
+    scored = probe_captures(probes)
+    return max(
+        depth_of([*own, *scored], len(prompt.token_ids))
+        for prompt, own in zip(prompts, captures or [[]] * len(prompts), strict=True)
+    )

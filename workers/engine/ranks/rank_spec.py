@@ -83,7 +83,7 @@ def needed_depth(ask: EngineRequest) -> int:
     """Returns `RankSpec.depth` of a request."""
     if ask.sampling.reads_logits or ask.grade is not None:
         return 0
-    return depth_of(ask.captures)
+    return depth_of(ask.captures, len(ask.token_ids))
 
 
 def _digest(

@@ -1,6 +1,7 @@
 """What may a job ask for whose `max_tokens` is 0, and how many layers does it compute?"""
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from midstream.api.resolve.prompts.request_parsing import parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.base.tensors import from_numpy
-from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling, SamplingRequest
+from midstream.schemas.jobs.jobs import Job, JobRequest, Sampling, SamplingRequest, StoredPrompt
 from midstream.schemas.jobs.models import TokenizerBundle
+from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 
 CAPTURE = {"layers": 1}
@@ -35,13 +37,18 @@ def parsed(sampling: dict[str, Any] | None = None, **body: Any) -> Any:
     return parse_job(from_json(to_json(fields), JobRequest))
 
 
-def admitted(sampling: dict[str, Any] | None = None, exits: bool = True, **body: Any) -> Job:
+def admitted(
+    sampling: dict[str, Any] | None = None,
+    exits: bool = True,
+    everyones: Sequence[CaptureSpec] = (),
+    **body: Any,
+) -> Job:
     asked = parsed(sampling, **body)
     words = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
     bundle = TokenizerBundle(
         tokenizer_json=words.to_str(), chat_template="", special_tokens={}, eos_token_ids=[]
     )
-    served = model(exits=exits, readings={"lens": ""})
+    served = model(exits=exits, readings={"lens": ""}, global_captures=list(everyones))
     return asyncio.run(admit(asked, served, Codec(bundle, 64), "job_x")).job
 
 
@@ -129,4 +136,16 @@ def test_a_job_says_how_many_layers_it_computes(asked: dict[str, Any], layers: i
 
 def test_the_deepest_prompt_counts() -> None:
     captures = [[], [StoredCapture(sites={"post_block": [0, 3]}, positions="all", tag="t")]]
-    assert layers_of(Sampling(max_tokens=0), captures, [], model(exits=True)) == 4
+    prompts = [StoredPrompt(token_ids=[1, 2])] * 2
+    assert layers_of(Sampling(max_tokens=0), prompts, captures, [], model(exits=True)) == 4
+
+
+@pytest.mark.parametrize(
+    ("positions", "layers"),
+    [("all_generated", 2), (Span(start=3), 2), ("last_prompt", 4), (Span(start=2), 4)],
+)
+def test_everyones_capture_that_selects_no_row_of_the_prompt_computes_no_layer(
+    positions: Any, layers: int
+) -> None:
+    everyones = CaptureSpec(layers=3, positions=positions, tag="global")
+    assert admitted(capture=CAPTURE, everyones=[everyones]).layers == layers

@@ -2,6 +2,9 @@
 apart what differs?
 """
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from midstream.schemas.jobs.jobs import Job, Sampling, StoredPrompt
@@ -130,3 +133,20 @@ def test_entries_beyond_a_short_prompt_do_not_keep_it_from_sharing_the_cache() -
         told(4, global_steering(template("a"), template("b", [9]))).digest
         == told(4, global_steering(template("a"))).digest
     )
+
+
+@pytest.mark.parametrize(
+    ("positions", "depth"),
+    [("all", 7), ("last_prompt", 7), ("all_generated", 1), (PositionWindow(start=4), 1)],
+)
+def test_captures_without_a_row_make_no_request_deeper(positions: Any, depth: int) -> None:
+    capture = StoredCapture(sites={"post_block": [6]}, positions=positions, tag="t")
+    asked = job(4, global_steering(), captures=True)
+    asked = msgspec.structs.replace(
+        asked, sampling=Sampling(max_tokens=0), captures=[[*asked.captures[0], capture]]
+    )
+    spec = rank_spec(prompt_request(asked, 0, 1), exits=True)
+    assert spec is not None
+    assert spec.depth == depth
+    alone = msgspec.structs.replace(asked, captures=[[capture]])
+    assert rank_spec(prompt_request(alone, 0, 1), exits=True).depth == depth
