@@ -13,22 +13,18 @@ a rate of at least 0.95.
 """
 
 import argparse
-import multiprocessing
 import os
 import random
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from multiprocessing.connection import Connection
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
-from services import report, service
-from small_jobs import ADMIN, headers_of, percentiles
+from services import ADMIN, Busy, keys_of, report, service, small_jobs
 
 sys.path.append(str(Path(__file__).parents[1] / "tests" / "engine"))
 from tiny import HIDDEN, VOCABULARY, checkpoint
@@ -88,51 +84,23 @@ KINDS = [
 ]
 
 
-def small(url: str, key: str, samples: int, pipe: Connection) -> None:
-    """From each `begin`, ask for so many completions, and send how long each took, in seconds."""
-    with httpx2.Client(base_url=url, headers=headers_of(key), timeout=300) as http:
-        pipe.send("ready")
-        while pipe.recv() == "begin":
-            taken = []
-            for _ in range(samples):
-                asked = {"model": MODEL, "prompt": prompt(SMALL), "max_tokens": GENERATED}
-                began = time.perf_counter()
-                http.post("/v1/completions", json=asked).raise_for_status()
-                taken.append(time.perf_counter() - began)
-            pipe.send(taken)
+def completion() -> dict[str, Any]:
+    return {"model": MODEL, "prompt": prompt(SMALL), "max_tokens": GENERATED}
 
 
-class Busy:
+class Jobs(Busy):
     """Keeps jobs of a kind under way while it is open; `done` counts those that ended."""
 
-    def __init__(self, url: str, key: str, work: Work):
-        self._url = url
-        self._headers = headers_of(key)
+    def __init__(self, url: str, key: str, work: Work) -> None:
+        super().__init__(url, key, work.at_once)
         self._work = work
-        self._over = threading.Event()
         self.done = 0
         self.states = set[str]()
-        self._threads = [threading.Thread(target=self._ask) for _ in range(work.at_once)]
 
-    def __enter__(self) -> "Busy":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self) -> None:
-        with httpx2.Client(base_url=self._url, headers=self._headers, timeout=300) as http:
-            while not self._over.is_set():
-                answer = http.post(self._work.path, json=self._work.make())
-                self.states.add(self._outcome(http, answer))
-                self.done += 1
+    def _ask(self, http: httpx2.Client) -> None:
+        answer = http.post(self._work.path, json=self._work.make())
+        self.states.add(self._outcome(http, answer))
+        self.done += 1
 
     def _outcome(self, http: httpx2.Client, answer: httpx2.Response) -> str:
         """Wait for the end of what was asked; cancel it when the kind is over."""
@@ -165,48 +133,30 @@ def serving() -> Iterator[tuple[str, dict[str, str]]]:
             **{"engine.dtype": "float32", "engine.max_model_len": 2048, "kv_cache_gib": 1.0},
         ) as stack,
     ):
-        keys = {}
-        for tenant in ("small", "large", "other"):
-            asked = {"name": tenant, "tenant": tenant}
-            made = httpx2.post(f"{stack.url}/v1/keys", json=asked, headers=headers_of(ADMIN))
-            keys[tenant] = made.raise_for_status().json()["key"]
-        yield stack.url, keys
+        yield stack.url, keys_of(stack.url, "small", "large", "other")
 
 
 def beside(url: str, keys: dict[str, str], kinds: list[Work], samples: int) -> list[dict[str, Any]]:
     """Measure the small jobs beside each kind."""
-    pipe, there = multiprocessing.Pipe()
-    asking = multiprocessing.get_context("spawn").Process(
-        target=small, args=(url, keys["small"], samples, there)
-    )
-    asking.start()
-    pipe.recv()
-
-    def measured() -> tuple[float, float]:
-        pipe.send("begin")
-        return percentiles(pipe.recv())
-
-    measured()
     rows = []
-    for work in kinds:
-        alone = measured()
-        with Busy(url, keys["large"], work) as busy:
-            time.sleep(2)  # until its jobs are in the engine
-            found = measured()
-        rows.append(
-            {
-                "beside": work.name,
-                "ended": busy.done,
-                "states": "/".join(sorted(busy.states)),
-                "alone p50/p99 ms": "{:.0f}/{:.0f}".format(*alone),
-                "beside p50/p99 ms": "{:.0f}/{:.0f}".format(*found),
-                "p50 ×": round(found[0] / alone[0], 1),
-                "p99 ×": round(found[1] / alone[1], 1),
-            }
-        )
-        print(rows[-1], flush=True)
-    pipe.send("end")
-    asking.join()
+    with small_jobs(url, keys["small"], samples, completion) as measured:
+        for work in kinds:
+            alone = measured()
+            with Jobs(url, keys["large"], work) as busy:
+                time.sleep(2)  # until its jobs are in the engine
+                found = measured()
+            rows.append(
+                {
+                    "beside": work.name,
+                    "ended": busy.done,
+                    "states": "/".join(sorted(busy.states)),
+                    "alone p50/p99 ms": "{:.0f}/{:.0f}".format(*alone),
+                    "beside p50/p99 ms": "{:.0f}/{:.0f}".format(*found),
+                    "p50 ×": round(found[0] / alone[0], 1),
+                    "p99 ×": round(found[1] / alone[1], 1),
+                }
+            )
+            print(rows[-1], flush=True)
     return rows
 
 
@@ -216,17 +166,16 @@ def shared(url: str, keys: dict[str, str], seconds: float) -> dict[str, Any]:
 
     def rates(*tenants: str) -> list[float]:
         """Jobs each second of each."""
-        all_busy = [Busy(url, keys[tenant], work) for tenant in tenants]
-        for busy in all_busy:
-            busy.__enter__()
-        time.sleep(2)
-        before = [busy.done for busy in all_busy]
-        began = time.perf_counter()
-        time.sleep(seconds)
-        after = [busy.done for busy in all_busy]
-        took = time.perf_counter() - began
-        for busy in all_busy:
-            busy.end()
+        all_busy = [Jobs(url, keys[tenant], work) for tenant in tenants]
+        with ExitStack() as ending:
+            for busy in all_busy:
+                ending.enter_context(busy)
+            time.sleep(2)
+            before = [busy.done for busy in all_busy]
+            began = time.perf_counter()
+            time.sleep(seconds)
+            after = [busy.done for busy in all_busy]
+            took = time.perf_counter() - began
         return [(now - then) / took for now, then in zip(after, before, strict=True)]
 
     rates("large")

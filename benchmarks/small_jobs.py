@@ -14,13 +14,8 @@ one alone just before; the longest wait of /healthz; the peak of the API's resid
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
-import statistics
-import threading
-import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import httpx2
@@ -38,12 +33,11 @@ from api_attacks import (
     publish,
     words,
 )
-from services import report, service
+from services import ADMIN, Busy, client_of, keys_of, report, service, small_jobs
 
 from midstream.client.sdk.discovery import written
 
 MIB = 1 << 20
-ADMIN = "ms_admin0000000_" + "a" * 43
 #: Requests of a kind that are under way at once.
 AT_ONCE = 4
 #: Tokens that the model takes.
@@ -108,59 +102,21 @@ KINDS = [
 ]
 
 
-def headers_of(key: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+def token() -> dict[str, Any]:
+    return {"model": FAKE, "prompt": "hello", "max_tokens": 1}
 
 
-def small(url: str, key: str, samples: int, pipe: Connection) -> None:
-    """From each `begin`, ask for one token so many times, and send how long each took, in
-    seconds.
-    """
-    asked = {"model": FAKE, "prompt": "hello", "max_tokens": 1}
-    with httpx2.Client(base_url=url, headers=headers_of(key), timeout=300) as http:
-        pipe.send("ready")
-        while pipe.recv() == "begin":
-            taken = []
-            for _ in range(samples):
-                began = time.perf_counter()
-                http.post("/v1/completions", json=asked).raise_for_status()
-                taken.append(time.perf_counter() - began)
-            pipe.send(taken)
-
-
-class Busy:
+class Answered(Busy):
     """Keeps requests of a kind under way while it is open."""
 
-    def __init__(self, url: str, key: str, work: Work):
-        self._url = url
-        self._headers = headers_of(key)
-        self._work = work
+    def __init__(self, url: str, key: str, work: Work) -> None:
+        super().__init__(url, key, work.at_once)
+        self._path = work.path
         self._body = work.make()
-        self._over = threading.Event()
         self.statuses: list[int] = []
-        self._threads = [threading.Thread(target=self._ask) for _ in range(work.at_once)]
 
-    def __enter__(self) -> "Busy":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        for thread in self._threads:
-            thread.join()
-
-    def _ask(self) -> None:
-        with httpx2.Client(base_url=self._url, headers=self._headers, timeout=300) as http:
-            while not self._over.is_set():
-                answer = http.post(self._work.path, content=self._body)
-                self.statuses.append(answer.status_code)
-
-
-def percentiles(taken: list[float]) -> tuple[float, float]:
-    """The median and the 99th percentile, in ms."""
-    cuts = statistics.quantiles(taken, n=100)
-    return cuts[49] * 1000, cuts[98] * 1000
+    def _ask(self, http: httpx2.Client) -> None:
+        self.statuses.append(http.post(self._path, content=self._body).status_code)
 
 
 def main() -> None:
@@ -184,51 +140,32 @@ def main() -> None:
     ) as stack:
         asyncio.run(publish(stack.settings, LENGTH))
         pid = written(stack.data).processes["api"][0]
-        keys = {}
-        for tenant in ("small", "large"):
-            asked = {"name": tenant, "tenant": tenant}
-            made = httpx2.post(f"{stack.url}/v1/keys", json=asked, headers=headers_of(ADMIN))
-            keys[tenant] = made.raise_for_status().json()["key"]
-        with httpx2.Client(
-            base_url=stack.url, headers=headers_of(keys["large"]), timeout=300
-        ) as http:
+        keys = keys_of(stack.url, "small", "large")
+        with client_of(stack.url, keys["large"]) as http:
             # reads the tokenizer, starts a helper and the API's second process
             http.post("/v1/jobs", json={"model": MODEL, "prompts": [words(5000)] * 600})
             http.put(MODULE, content=module(1)).raise_for_status()
-        pipe, there = multiprocessing.Pipe()
-        asking = multiprocessing.get_context("spawn").Process(
-            target=small, args=(stack.url, keys["small"], options.samples, there)
-        )
-        asking.start()
-        pipe.recv()
         prober = Probe(stack.url)
-
-        def measured() -> list[float]:
-            pipe.send("begin")
-            return pipe.recv()
-
-        measured()
-        for work in kinds:
-            alone = percentiles(measured())
-            before = mark(pid)
-            with Busy(stack.url, keys["large"], work) as busy, prober.probing():
-                beside = percentiles(measured())
-            worst = max(took for _, took in prober.samples) * 1000
-            rows.append(
-                {
-                    "work": work.name,
-                    "answers": "/".join(sorted({str(status) for status in busy.statuses})),
-                    "requests": len(busy.statuses),
-                    "alone p50/p99 ms": "{:.0f}/{:.0f}".format(*alone),
-                    "beside p50/p99 ms": "{:.0f}/{:.0f}".format(*beside),
-                    "p99 ×": round(beside[1] / alone[1], 1),
-                    "healthz ms": round(worst),
-                    "API MiB": round((memory(pid, "VmHWM") - before) / MIB),
-                }
-            )
-            print(rows[-1], flush=True)
-        pipe.send("end")
-        asking.join()
+        with small_jobs(stack.url, keys["small"], options.samples, token) as measured:
+            for work in kinds:
+                alone = measured()
+                before = mark(pid)
+                with Answered(stack.url, keys["large"], work) as busy, prober.probing():
+                    beside = measured()
+                worst = max(took for _, took in prober.samples) * 1000
+                rows.append(
+                    {
+                        "work": work.name,
+                        "answers": "/".join(sorted({str(status) for status in busy.statuses})),
+                        "requests": len(busy.statuses),
+                        "alone p50/p99 ms": "{:.0f}/{:.0f}".format(*alone),
+                        "beside p50/p99 ms": "{:.0f}/{:.0f}".format(*beside),
+                        "p99 ×": round(beside[1] / alone[1], 1),
+                        "healthz ms": round(worst),
+                        "API MiB": round((memory(pid, "VmHWM") - before) / MIB),
+                    }
+                )
+                print(rows[-1], flush=True)
         prober.close()
     report("small_jobs", rows, cores=os.cpu_count(), load=os.getloadavg()[0])
 
