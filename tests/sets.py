@@ -97,6 +97,14 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Dir | None:
+    """Have the repository be a folder: as a package, it would be imported under the folder's name,
+    which need not be one of Python.
+    """
+    return pytest.Dir.from_parent(parent, path=path) if path == TESTS.parent else None
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("midstream")
     group.addoption("--set", choices=list(SETS), help="only the tests of this set")

@@ -5,6 +5,8 @@ collected (`pytest_collection_modifyitems` in tests/sets.py).
 """
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -64,3 +66,19 @@ def test_a_test_whose_process_crashed_is_recorded_as_failed(told: str) -> None:
     durations.pytest_runtest_logreport(crashed)
     assert durations.tests["t"]["outcome"] == "failed"
     assert durations.over() == []
+
+
+def test_the_repository_is_tested_in_a_folder_of_any_name(tmp_path: Path) -> None:
+    folder = tmp_path / "mid-stream"
+    folder.mkdir()
+    for path in ROOT.glob("[!.]*"):
+        (folder / path.name).symlink_to(path)
+    ran = test_a_test_whose_process_crashed_is_recorded_as_failed.__name__
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", f"tests/unit/tree/{Path(__file__).name}::{ran}"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
