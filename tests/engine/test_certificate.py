@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from draft_heads import eagle3_head, echo_target
 from families import BF16_ONLY, CHANGED, FAMILIES, checkpoint, configs
 from host import NO_RELAY, Host, capture_of, prompt_of
 from nursery import Nursery
@@ -165,6 +166,21 @@ def test_a_wrong_hook_is_absent_with_its_reason(
     wrong = fault.split("_", 1)[1]
     assert "certification" in host.info["absent"][wrong]
     assert any(not law.ok and wrong in law.hooks for law in made.laws)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
+def test_early_ends_are_proven_beside_drafts(
+    start: Callable[..., Host], drafter: str, tmp_path: Path
+) -> None:
+    target = echo_target(tmp_path / "target")
+    head = {"draft_model": str(eagle3_head(tmp_path / "head", target))}
+    options = head if drafter == "eagle3" else {}
+    made = certificate_of(start(target, speculative_tokens=3, drafter=drafter, **options))
+    laws = [law for law in made.laws if "ends early" in law.law]
+    assert laws
+    assert all(law.ok and law.checked for law in laws)
+    assert made.absent == {}
 
 
 @pytest.mark.long

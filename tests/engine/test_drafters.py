@@ -20,6 +20,7 @@ from probe_kit import Weights, new_maximum, scores_of, tokens_of
 from reference import Edit, Reference
 from rows_kit import check_rows
 from size_kit import both_sides, check_sizes
+from test_early_exit import skipped
 from test_inside import check_together
 from test_reentry import EVERY, ask, base_run, cell, graded, logprobs_of, truth
 from tiny import HIDDEN, LAYERS
@@ -267,6 +268,29 @@ def test_cached_prompts_and_kept_rows_stay_right(drafting: Drafting) -> None:
         assert output.cached_tokens == (0 if number == 0 else 32 * blocks)
         if number != 2:
             check(drafting, job, output, [edit] if number == 3 else [])
+
+
+def test_prompts_without_tokens_end_early_beside_drafts(drafting: Drafting) -> None:
+    """In steps of their own, of which a head gets no stream of the layers above. Blocks of such a
+    prompt serve none that is drafted for.
+    """
+    host = drafting.host
+    others = [host.job(prompt(70 + seed), max_tokens=24, capture=EVERYTHING) for seed in range(3)]
+    prompts = [prompt_of(70, seed=80 + seed) for seed in range(4)]
+    short = [
+        host.job(*prompts, max_tokens=0, capture=capture_of([depth], "all_prompt"))
+        for depth in range(2)
+    ]
+    before = skipped(host)
+    outputs = host.run(*others, *short)
+    assert (skipped(host) > before) == host.info["exits"]
+    for job in short:
+        assert [output.token_ids for output in outputs[job.id]] == [[]] * len(prompts)
+        check_rows(host, drafting.reference, job, outputs[job.id])
+    later = [host.job(tokens, max_tokens=12, capture=EVERYTHING) for tokens in prompts]
+    outputs |= host.run(*later)
+    for job in (*others, *later):
+        check(drafting, job, outputs[job.id][0], [])
 
 
 def test_an_edit_that_overflows_fails_and_leaves_nothing_behind(drafting: Drafting) -> None:
