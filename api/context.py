@@ -23,7 +23,7 @@ from ..broker.telemetry import logs
 from ..schemas.access.keys import Caller
 from ..schemas.base.tensors import PackedBlobs
 from ..schemas.jobs.job_requests import Idempotency
-from ..schemas.jobs.jobs import Job, JobView, State
+from ..schemas.jobs.jobs import Job, JobPlan, JobView, State
 from ..schemas.jobs.kinds import KINDS
 from ..schemas.jobs.models import ModelInfo
 from ..schemas.settings.faults import crash_point
@@ -127,23 +127,47 @@ class AppContext:
         Raises MidstreamError: 4xx for an invalid request, `idempotency_mismatch`, `quota_exceeded`
         when captures would have no room, `unavailable` when nothing was accepted.
         """
-        info, watching = await self.ledger.watched_model(parsed.model)
-        info = await self.served.usable(parsed.model, info)
+        info, watching = await self._watched(parsed)
         # the first job, even if the modules, probes, … that it names have been removed since
         if names_something(parsed) and (known := await self.repeated(idempotency)) is not None:
             return known
-        job_id = new_job_id()
-        named = await self.names.resolve(parsed, info, watching, caller)
-        codec = await self.served.codec(info)
-        call = current()
-        admitting = admission.admit(parsed, info, codec, job_id, named, caller)
-        entries = sum(len(module.entries) for module in named.state.modules.values())
-        large = entries > INLINE_ENTRIES or call.large
-        admitted = await (aside(admitting) if large else admitting)
+        admitted = await self._admitted(parsed, info, watching, caller)
         job = admitted.job
         if change is not None:
             job = await call_aside(change, job)
-        return await self.accept(job, info, admitted.blobs, idempotency, admitted.pinned, call.body)
+        return await self.accept(
+            job, info, admitted.blobs, idempotency, admitted.pinned, current().body
+        )
+
+    async def plan(self, parsed: ParsedRequest, caller: Caller) -> JobPlan:
+        """Return what a request would compute.
+
+        Raises MidstreamError for an invalid one, as `submit`.
+        """
+        info, watching = await self._watched(parsed)
+        job = (await self._admitted(parsed, info, watching, caller)).job
+        return JobPlan(
+            model=info.name,
+            tokens=[len(prompt.token_ids) for prompt in job.prompts],
+            layers=job.layers,
+            num_layers=info.num_layers,
+        )
+
+    async def _watched(self, parsed: ParsedRequest) -> tuple[ModelInfo, list[str]]:
+        """Return the request's model, and the policies that apply to all its traffic."""
+        info, watching = await self.ledger.watched_model(parsed.model)
+        return await self.served.usable(parsed.model, info), watching
+
+    async def _admitted(
+        self, parsed: ParsedRequest, info: ModelInfo, watching: list[str], caller: Caller
+    ) -> admission.Admitted:
+        """Resolve a request against its model."""
+        named = await self.names.resolve(parsed, info, watching, caller)
+        codec = await self.served.codec(info)
+        admitting = admission.admit(parsed, info, codec, new_job_id(), named, caller)
+        entries = sum(len(module.entries) for module in named.state.modules.values())
+        large = entries > INLINE_ENTRIES or current().large
+        return await (aside(admitting) if large else admitting)
 
     async def repeated(self, idempotency: Idempotency | None) -> str | None:
         """Return the id of the job that was accepted with the same key and body, if any: then the

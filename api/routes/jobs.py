@@ -12,7 +12,7 @@ from litestar.params import HeaderParameter, JSONBody, PathParameter, QueryParam
 
 from ...broker.ledger.jobs.ledger import JobSnapshot, new_job_id
 from ...schemas.access.keys import Caller, Scope
-from ...schemas.base.errors import MidstreamError, Problem, shortened
+from ...schemas.base.errors import MidstreamError, Problem, invalid, shortened
 from ...schemas.base.limits import (
     MAX_HEADER,
     MAX_IDEMPOTENCY_KEY,
@@ -30,7 +30,15 @@ from ...schemas.jobs.job_requests import (
     JobRequestView,
     ShownPrompt,
 )
-from ...schemas.jobs.jobs import Job, JobPage, JobRequest, JobView, Sampling, State
+from ...schemas.jobs.jobs import (
+    Job,
+    JobPage,
+    JobPlan,
+    JobRequest,
+    JobView,
+    Sampling,
+    State,
+)
 from ...schemas.jobs.kinds import KINDS, installed, kind_of
 from ...schemas.jobs.models import ModelInfo
 from ...schemas.jobs.results import JobResult
@@ -118,6 +126,13 @@ Last = Annotated[
     str | None,
     HeaderParameter(
         name="Last-Event-ID", max_length=MAX_NAME, description="Id of the last event received"
+    ),
+]
+DryRun = Annotated[
+    bool,
+    QueryParameter(
+        description="Run nothing: 200 with the plan, such as how many layers are computed, or the "
+        "errors of the submission"
     ),
 ]
 
@@ -243,10 +258,22 @@ def submission_of(
     "response and returns the result with 200 "
     "if the job ends in time; repeating a submission with the same "
     "`Idempotency-Key` returns the same job.",
+    held=ResponseSpec(
+        JobResult | JobPlan,  # type: ignore[arg-type]
+        description="The result, with `Prefer: wait=N`; or the plan, with `dry_run`",
+        generate_examples=False,
+    ),
 )
-async def submit_job(data: JSONBody[JobRequest], submission: Submission) -> Response[JobView]:
+async def submit_job(
+    data: JSONBody[JobRequest], submission: Submission, dry_run: DryRun = False
+) -> Response[JobView]:
     parsed = await submission.request.computed(parse_job, data)
     row = installed(parsed.kind)
+    if dry_run:
+        if row.submit:
+            raise invalid("dry_run", f"is not served for jobs of kind {parsed.kind!r}")
+        planned: Any = await submission.context.plan(parsed, submission.caller)
+        return Response(planned, status_code=200)
     submit = row.load("submit") if row.submit else submit_prompts
     return await submission.answer(await submit(parsed, submission))
 

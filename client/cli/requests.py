@@ -103,7 +103,12 @@ def submit(
         bool, typer.Option("--verbose", "-v", help="Also print receipts and the job's facts.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only print the tokens that positions select.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Only print the tokens that positions select, and without tokens to generate "
+            "how many layers are computed.",
+        ),
     ] = False,
     json_: AsJson = False,
 ) -> None:
@@ -128,6 +133,8 @@ def submit(
     request = values.request(None, of_a_model(client, fields), JobRequest)
     if dry_run:
         _print_positions(client, request, json_)
+        if not request.sampling.max_tokens:
+            _print_layers(client, request, json_)
         return
     view = client.submit(request)
     detach(view, wait, json_)
@@ -147,6 +154,14 @@ def _print_positions(client: Client, request: JobRequest, as_json: bool) -> None
             if not print_json({"prompt": number, "field": field, "tokens": tokens}, as_json):
                 shown = "   …  known when the request ends" if late else found
                 say(f"prompt {number}, {field}:\n{shown}")
+
+
+def _print_layers(client: Client, request: JobRequest, as_json: bool) -> None:
+    """Print how many layers a job without tokens computes."""
+    plan = client.plan(request)
+    if not print_json({"layers": plan.layers, "num_layers": plan.num_layers}, as_json):
+        layers = plan.num_layers if plan.layers is None else plan.layers
+        say(f"layers: {layers} of {plan.num_layers} are computed")
 
 
 def _selectors(client: Client, request: JobRequest) -> Iterator[tuple[str, RequestedPositions]]:

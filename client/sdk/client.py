@@ -54,6 +54,7 @@ class Verbs(Calls[M]):
 
     run = verb(Jobs.run)
     submit = verb(Jobs.submit)
+    plan = verb(Jobs.plan)
     wait = verb(Jobs.wait)
     result = verb(Jobs.result)
     completion = verb(Completions.completion)

@@ -10,7 +10,7 @@ from typing import Any, Unpack
 import httpx2
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.jobs.jobs import Event, JobPage, JobRequest, JobView
+from ...schemas.jobs.jobs import Event, JobPage, JobPlan, JobRequest, JobView
 from ...schemas.jobs.openai import ChatRequest, CompletionRequest, OpenAIRequest
 from ...schemas.jobs.results import JobResult
 from ..images import with_images
@@ -51,6 +51,18 @@ class Jobs(Calls[M]):
         """
         return await self._submit(
             "/v1/jobs", await self._body(request, dict(fields), JobRequest), idempotency_key
+        )
+
+    @call
+    async def plan(
+        self, /, request: JobRequest | None = None, **fields: Unpack[JobFields]
+    ) -> JobPlan:
+        """Return how many tokens the prompts of a job have and how many layers it would compute,
+        without running it. Arguments and errors as for `submit`.
+        """
+        body = await self._body(request, dict(fields), JobRequest)
+        return await self._ask(
+            HttpCall("POST", "/v1/jobs", body=body, params={"dry_run": "true"}), JobPlan
         )
 
     @call

@@ -218,8 +218,8 @@ class Accepted(Record, omit_defaults=True, kw_only=True):
     contents: dict[str, str] = {}
     # hook point → the name that its request gave it, if that is TransformerLens'
     hook_names: dict[Hook, HookName] = {}
-    # how many layers, counted from the first, its prompts compute; null: the whole model, or it
-    # makes its prompts itself
+    # how many layers, counted from the first, its prompts compute at most; null: the whole model,
+    # as the cells of a sweep, which are graded by logits, or it computes no prompt
     layers: int | None = None
     # the queue that it enters first; in `JobView`, the one that it is in: that of vLLM's workers,
     # or `gradients`
@@ -461,6 +461,15 @@ class JobView(Accepted, kw_only=True):
     # version of the global steering that its attempt began under; null: it has not begun
     global_version: int | None = None
     retry_reason: str = ""  # why its previous attempt ended; empty: there was none
+
+
+class JobPlan(Record):
+    """Answer of `POST /v1/jobs` with `dry_run`: what the job would compute."""
+
+    model: str
+    tokens: list[int]  # of each prompt
+    layers: int | None  # as in `JobView`
+    num_layers: int  # of the model
 
 
 class JobProblem(Problem):

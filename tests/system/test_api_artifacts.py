@@ -393,3 +393,23 @@ def test_positions_are_shown_with_their_tokens_and_nothing_runs(
     assert token["text"] == "i"
     assert len(client.jobs.list().jobs) == before
     client.modules.delete("late")
+
+
+def test_a_plan_says_how_many_layers_a_job_computes_and_nothing_runs(
+    client: Client, midstream: Callable[..., str]
+) -> None:
+    before = len(client.jobs.list().jobs)
+    body = {"prompts": ["hello", "hi"], "capture": {"layers": 1}}
+    plan = client.plan(**body, sampling={"max_tokens": 0})
+    assert plan.tokens == [5, 2]
+    assert plan.layers == 2
+    assert client.plan(**body).layers is None
+    with refuses(field="capture.layers"):
+        client.plan(**body | {"capture": {"layers": 99}})
+    asked = ["submit", "hi", "--layers=1", "--dry-run", "--max-tokens"]
+    said = f"layers: 2 of {plan.num_layers} are computed"
+    assert midstream(*asked, "0").splitlines()[-1] == said
+    assert "layers:" not in midstream(*asked, "1")
+    (*_, last) = midstream(*asked, "0", "--json").splitlines()
+    assert json.loads(last) == {"layers": 2, "num_layers": plan.num_layers}
+    assert len(client.jobs.list().jobs) == before

@@ -135,6 +135,7 @@ async def plan_harvest(
         lora=lora,
         identity=info.identity,
         last_layer=info.num_layers - 1,
+        exits=info.exits,
     )
 
 

@@ -89,6 +89,7 @@ _HARVEST = Shown(
     {
         "harvest": "{id}",
         "state": lambda view: view.state + (f": {escape(view.reason)}" if view.reason else ""),
+        "computed": lambda view: f"the first {view.layers} layers" if view.layers else "",
         "read": "{documents:,} documents, {tokens:,} tokens",
         "written": "{rows:,} rows, {bytes:size} in {shards:,} shards",
         "acknowledged": lambda view: ", ".join(

@@ -22,6 +22,8 @@ from midstream.schemas.base.states import TERMINAL
 from midstream.schemas.jobs.jobs import Job, Sampling, State
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.requests.policies import Policy
+from midstream.schemas.requests.specs import probe_captures
+from midstream.schemas.service.global_capture import captures_of
 
 from ..names import OVER, PARTS_PER_WORKER, HarvestState
 from ..records.harvests import (
@@ -55,6 +57,8 @@ REFUSED = {
     "cancelling": "is being cancelled",
     "sealing": "has all its rows, and its manifest is being written",
 }
+#: What a view has of the stored harvest.
+_OF_HARVEST = (*HarvestFacts.__struct_fields__, "uri", "layers")
 # Numbers of the parts that write the plan and the manifest, and of surveys.
 PLANS = -1
 SEALS = -2
@@ -595,7 +599,12 @@ def _job(harvest: StoredHarvest, out: Out, model: ModelInfo, policies: Sequence[
         global_captures=model.global_captures if runs else [],
         identity=harvest.identity,
     )
-    return with_policies(job, policies) if runs else job
+    if not runs:
+        return job
+    job = with_policies(job, policies)
+    everyones = [captures_of(spec, model, [harvest.max_length])[0] for spec in job.global_captures]
+    beside = [*probe_captures(job.probes), *(capture for capture in everyones if capture)]
+    return msgspec.structs.replace(job, layers=harvest.depth(beside, exits=model.exits))
 
 
 def _with_lines(harvest: StoredHarvest, lines: Sequence[Line]) -> StoredHarvest:
@@ -624,7 +633,7 @@ def _surveys(packed: Iterable[bytes], sae: str | None = None) -> list[SurveyEntr
 def _view(record: Mapping[str, Any], jobs: list[str]) -> HarvestView:
     harvest = from_msgpack(record["spec"], StoredHarvest)
     fields = {name: record[name] for name in HarvestView.__struct_fields__ if name in record}
-    fields |= {name: getattr(harvest, name) for name in (*HarvestFacts.__struct_fields__, "uri")}
+    fields |= {name: getattr(harvest, name) for name in _OF_HARVEST}
     if "error" in record:
         fields["error"] = from_json(record["error"], Problem)
     view = msgspec.convert(fields, HarvestView, strict=False)  # numbers are texts in Redis

@@ -4,6 +4,7 @@ and manifests.
 docs/decisions/0035-harvests.md explains the design.
 """
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -37,7 +38,12 @@ from midstream.schemas.jobs.jobs import SamplingRequest
 from midstream.schemas.jobs.works import SideOf, Work, WorkFacts
 from midstream.schemas.prompts.selectors import Hook, Span
 from midstream.schemas.prompts.sites import At, SitesSpec, hook_layers
-from midstream.schemas.requests.specs import SteeringList, StoredSteering
+from midstream.schemas.requests.specs import (
+    SteeringList,
+    StoredCapture,
+    StoredSteering,
+    depth_of,
+)
 
 from ..names import HarvestState
 from .work import HarvestPart, ShardDType, Survey
@@ -235,6 +241,20 @@ class StoredHarvest(HarvestFacts, omit_defaults=True, kw_only=True):
     edits: list[StoredSteering] = []  # with which all rows are computed, beside it
     lora: StoredLora | None = None
     last_layer: int = 0  # of that model: its predictions follow from `post_block` there
+    exits: bool = False  # as in `ModelFacts`, of that model
+
+    @property
+    def layers(self) -> int | None:
+        return self.depth(exits=self.exits)
+
+    def depth(self, beside: Sequence[StoredCapture] = (), *, exits: bool) -> int | None:
+        """Return how many layers its longest sequences compute, counted from the first, with these
+        captures beside its own; None: the whole model. `exits`: as in `ModelFacts`.
+        """
+        if self.generate is not None or not exits:
+            return None
+        own = StoredCapture(sites=self.sites, positions="all", tag="")
+        return depth_of([own, *beside], self.max_length)
 
     @property
     def tensors(self) -> set[str]:
@@ -429,6 +449,9 @@ class HarvestView(HarvestFacts, omit_defaults=True, kw_only=True):
     state: HarvestState
     version: int
     uri: str  # of its store, for `midstream.harvest.open`
+    # how many layers, counted from the first, its rows need; null: the whole model. What the
+    # operator captures or scores beside them may need more: see its jobs
+    layers: int | None = None
     started: float | None = None  # when its first part started
     finished: float | None = None
     reason: str = ""  # why it waits or is paused

@@ -121,6 +121,10 @@ def test_lines_of_a_request_become_shards_with_every_row(client: Client) -> None
     assert done.state == "succeeded"
     assert done.rows == sum(map(len, documents))
     assert client.harvests.list(limit=1).harvests[0].id == view.id
+    assert view.layers == done.layers == 4
+    parts = [job for job in client.jobs.list().jobs if job.metadata.get("harvest") == view.id]
+    depths = {job.layers or 0 for job in parts}
+    assert depths == {0, 4}, "plan and manifest compute none"
 
 
 @pytest.mark.parametrize(

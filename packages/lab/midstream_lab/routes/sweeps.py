@@ -2,17 +2,17 @@
 quotas, and accepted as a job like any other.
 """
 
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from litestar import Response, get
 from litestar.openapi.datastructures import ResponseSpec
-from litestar.params import JSONBody, QueryParameter
+from litestar.params import JSONBody
 from msgspec.structs import replace
 
 from midstream.api.context import AppContext
 from midstream.api.resolve.edits.loras import named_lora
 from midstream.api.resolve.readings.saes import named_sae
-from midstream.api.routes.jobs import ERRORS, PROBLEM, Submission, submits
+from midstream.api.routes.jobs import ERRORS, PROBLEM, DryRun, Submission, submits
 from midstream.api.web.aside import call_aside
 from midstream.api.web.auth import needs
 from midstream.broker.ledger.named.probes import all_fitting, watched_model, with_policies
@@ -140,13 +140,6 @@ HELD = ResponseSpec(
     description="The result, with `Prefer: wait=N`; or the plan, with `dry_run`",
     generate_examples=False,
 )
-DryRun = Annotated[
-    bool,
-    QueryParameter(
-        description="Run nothing: 200 with both prompts' tokens as they would be aligned, or the "
-        "errors of the submission"
-    ),
-]
 
 
 class Grids(NamedTuple):
