@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType, MappingProxyType
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,6 +26,7 @@ from wait_kit import warn_if_late
 from midstream import __version__
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
 from midstream.schemas.base.tensors import Tensor, content_hash, from_numpy
+from midstream.schemas.prompts.selectors import Span
 from midstream.schemas.prompts.windows import Trigger
 from midstream.schemas.requests.specs import (
     RankSpec,
@@ -57,7 +59,19 @@ CALLS = {
     **{"gated": 57, "gated all": 57, "gated own": 64, "stopped all": 57},
     # tokens decide the steering of all requests; a graph is chosen for each step
     **{"triggered all": 46, "families": 38},
+    "mixed": 999,
 }
+_MIDDLE = slice(LAYERS // 2, LAYERS // 2 + 1)
+#: Kind of request → the layers whose rows it captures, and the other fields of the capture.
+CAPTURED: dict[str, tuple[slice, dict[str, Any]]] = {
+    "one": (_MIDDLE, {"positions": "all"}),
+    "both": (slice(None), {"positions": "all"}),
+    "window": (_MIDDLE, {"positions": "all", "window": Span(last=4)}),
+    "prompt": (_MIDDLE, {"positions": "all_prompt"}),
+    **{f"sites {at}": (slice(at, None, 4), {"positions": "all"}) for at in (0, 1)},
+}
+#: Kinds of mixed requests, in turn.
+MIXED = ("triggered all", "gated own", "limit", "both", "window", "prompt", "sites 0", "sites 1")
 #: Kinds that are parts of others here, or cost what another does.
 PARTS = {"one", "steer", "gated", "stopped all"}
 #: Kind of load → operations that a step queues on the forward's stream beside the forward.
@@ -149,16 +163,17 @@ class Load:
         captures = []
         steering = []
         probes = []
-        if self._kind in ("gated all", "stopped all") or (self._kind == "gated" and not number):
-            probes = [probe("stop", 2.0) if self._kind == "stopped all" else probe("steer", 0.5)]
-        if self._kind == "gated own":
+        kind = MIXED[number % len(MIXED)] if self._kind == "mixed" else self._kind
+        if kind in ("gated all", "stopped all") or (kind == "gated" and not number):
+            probes = [probe("stop", 2.0) if kind == "stopped all" else probe("steer", 0.5)]
+        if kind == "gated own":
             own = [from_numpy(np.full((1, HIDDEN), number, dtype=np.float32)), WEIGHTS[1]]
             self.plane.rank_state.vectors.put({content_hash(each): each for each in own})
             probes = [probe("steer", 0.5 + number / MOST / 8, own)]
-        if self._kind in ("one", "both"):
-            at = [LAYERS // 2] if self._kind == "one" else layers
-            captures = [StoredCapture(sites={"post_block": at}, positions="all", tag="t")]
-        if self._kind not in ("idle", "one"):
+        if kind in CAPTURED:
+            at, fields = CAPTURED[kind]
+            captures = [StoredCapture(sites={"post_block": layers[at]}, tag="t", **fields)]
+        if kind not in {"idle", *CAPTURED} or kind == "both":
             vector = from_numpy(np.full(HIDDEN, number, dtype=np.float32))
             self.plane.rank_state.vectors.put({content_hash(vector): vector})
             steering = [
@@ -169,7 +184,8 @@ class Load:
                     family="add",
                     tensors=[content_hash(vector)],
                     gate="".join(one.name for one in probes if "steer" in one.actions),
-                    trigger=TRIGGER if self._kind == "triggered all" else msgspec.UNSET,
+                    trigger=TRIGGER if kind == "triggered all" else msgspec.UNSET,
+                    limit=0.5 if kind == "limit" else 0.0,
                 )
             ]
         spec = RankSpec(
@@ -268,15 +284,17 @@ class Load:
 
 
 @pytest.mark.slow("every line is counted: 320 requests begin")
-@pytest.mark.parametrize("kind", ["one", "steer", "both"])
+@pytest.mark.parametrize("kind", ["one", "steer", "both", "mixed"])
 def test_a_request_that_begins_and_one_that_ends_cost_nothing_for_those_that_stay(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kinds = len(MIXED) if kind == "mixed" else 1
     lines = []
     for requests in (64, MOST):
         load = Load(kind, requests, tmp_path / str(requests), monkeypatch)
+        turns = [load.turn() for _ in range(4 * kinds)]
         # in some steps rows of all requests come to a new block
-        lines.append(min(load.turn() for _ in range(4)))
+        lines.append([min(turns[number::kinds]) for number in range(kinds)])
     print(f"{kind}: {lines} lines with 64 and {MOST} requests")
     few, many = lines
     assert many == few
