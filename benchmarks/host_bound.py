@@ -18,7 +18,8 @@ takes half of the time that stock vLLM's thread is busy, so that nothing is hidd
 Kinds: `idle`: nothing is asked; `one`: each request captures one layer; `steer`: each has a
 configuration of its own at all layers; `both`: that, and captures of all layers; `mixed`: in turn
 a trigger, a gate, a limit, a window, a probe, every fourth token, sites of its own, its prompt
-alone, and twice nothing.
+alone, and twice nothing. No adapters: what vLLM does for them on the host of a GPU is not what it
+does here.
 """
 
 import argparse

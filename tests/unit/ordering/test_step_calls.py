@@ -131,7 +131,7 @@ class Load:
             ring_rows=2 * LAYERS * rows,
             capacity=rows,
             lists=(2 * LAYERS + 1) * rows,
-            patterns=4,
+            patterns=8,
             configurations=MOST + 1,
             entries=LAYERS * MOST + 1,
         )
