@@ -59,7 +59,6 @@ CALLS = {
     **{"gated": 57, "gated all": 57, "gated own": 64, "stopped all": 57},
     # tokens decide the steering of all requests; a graph is chosen for each step
     **{"triggered all": 46, "families": 38},
-    "mixed": 999,
 }
 _MIDDLE = slice(LAYERS // 2, LAYERS // 2 + 1)
 #: Kind of request → the layers whose rows it captures, and the other fields of the capture.
@@ -70,8 +69,11 @@ CAPTURED: dict[str, tuple[slice, dict[str, Any]]] = {
     "prompt": (_MIDDLE, {"positions": "all_prompt"}),
     **{f"sites {at}": (slice(at, None, 4), {"positions": "all"}) for at in (0, 1)},
 }
-#: Kinds of mixed requests, in turn.
+#: Kinds of mixed requests, in turn; the first two have a condition.
 MIXED = ("triggered all", "gated own", "limit", "both", "window", "prompt", "sites 0", "sites 1")
+#: Lines for each request with a condition, in a step in which any request begins or ends. They may
+#: only fall.
+CONDITION_LINES = 24
 #: Kinds that are parts of others here, or cost what another does.
 PARTS = {"one", "steer", "gated", "stopped all"}
 #: Kind of load → operations that a step queues on the forward's stream beside the forward.
@@ -284,20 +286,32 @@ class Load:
 
 
 @pytest.mark.slow("every line is counted: 320 requests begin")
-@pytest.mark.parametrize("kind", ["one", "steer", "both", "mixed"])
+@pytest.mark.parametrize("kind", ["one", "steer", "both"])
 def test_a_request_that_begins_and_one_that_ends_cost_nothing_for_those_that_stay(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = len(MIXED) if kind == "mixed" else 1
     lines = []
     for requests in (64, MOST):
         load = Load(kind, requests, tmp_path / str(requests), monkeypatch)
-        turns = [load.turn() for _ in range(4 * kinds)]
         # in some steps rows of all requests come to a new block
-        lines.append([min(turns[number::kinds]) for number in range(kinds)])
+        lines.append(min(load.turn() for _ in range(4)))
     print(f"{kind}: {lines} lines with 64 and {MOST} requests")
     few, many = lines
     assert many == few
+
+
+@pytest.mark.slow("every line is counted: 112 requests begin")
+def test_among_mixed_requests_it_costs_only_for_gates_and_triggers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = []
+    for requests in (32, 64):
+        load = Load("mixed", requests, tmp_path / str(requests), monkeypatch)
+        lines.append([load.turn() for _ in MIXED])
+    print(f"mixed: {lines} lines with 32 and 64 requests")
+    few, many = lines
+    (more,) = {after - before for before, after in zip(few, many, strict=True)}
+    assert more <= CONDITION_LINES * (64 - 32) * 2 // len(MIXED)
 
 
 def _others() -> float:
