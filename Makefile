@@ -200,17 +200,17 @@ test-compose: $(READY) ## containers: build, start, run the demo, kill each, sto
 
 # Tools that write pages use the engines and references of the tests.
 MEASURE := PYTHONPATH="$(CURDIR)/tests/fake_engine:$(CURDIR)/tests/engine:$(CURDIR)/tools/pages:$(CURDIR)/tools/walk" $(BIN)/python
-fidelity: $(READY) ## measure every architecture, hook, runner and mode; write docs/fidelity.md (NAMES=…: only these checkpoints)
+fidelity: $(READY) ## measure every architecture, hook, runner and mode; write docs/reference/fidelity.md (NAMES=…: only these checkpoints)
 	@$(MEASURE) tools/pages/fidelity.py $(NAMES)
 	@$(MEASURE) tools/pages/fidelity_inside.py $(NAMES)
 
-perturbed: $(READY) ## change fields of configs, one by one; write the table of docs/fidelity.md (NAMES=…: only these classes)
+perturbed: $(READY) ## change fields of configs, one by one; write the table of docs/reference/fidelity.md (NAMES=…: only these classes)
 	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(MEASURE) tools/pages/perturbed.py $(NAMES)
 
 quantised: $(READY) ## measure quantised checkpoints; write the table of docs/vllm.md
 	@$(MEASURE) tools/pages/quantised_page.py
 
-walk: $(READY) ## try a tiny checkpoint of every class that vLLM has; write docs/models.md (NAMES=…: only these classes; ARGS=--rest: what has no result)
+walk: $(READY) ## try a tiny checkpoint of every class that vLLM has; write docs/reference/models.md (NAMES=…: only these classes; ARGS=--rest: what has no result)
 	@OMP_NUM_THREADS=1 VLLM_CPU_OMP_THREADS_BIND=nobind $(MEASURE) tools/walk/walk.py $(ARGS) $(NAMES)
 
 # Another environment needs vLLM, the packages of the extras worker and client, and those of the tests: docs/vllm.md.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 FILE = Path(__file__).parent.parent / ".cache" / "test" / "pace.json"
 #: Seconds of the sample, and of `make test` beside nothing else, on the two cores on which the
-#: figures of docs/testing.md were measured.
+#: figures of docs/developing.md were measured.
 SAMPLE_S = 0.9
 RUN_S = 560.0
 

@@ -1,4 +1,4 @@
-"""The key families of `docs/machines.md`: `job` → `hash`."""
+"""The key families of `docs/reference/redis.md`: `job` → `hash`."""
 
 import re
 
@@ -8,8 +8,8 @@ from tree import ROOT
 def documented() -> dict[str, str]:
     rows = re.findall(
         r"^\| `ms:([a-z-]+)(?::[^`]*)?` \| (\w+) \|",
-        (ROOT / "docs/machines.md").read_text(),
+        (ROOT / "docs/reference/redis.md").read_text(),
         re.MULTILINE,
     )
-    assert len(rows) == len(dict(rows)), "a family stands twice in docs/machines.md"
+    assert len(rows) == len(dict(rows)), "a family stands twice in docs/reference/redis.md"
     return dict(rows)

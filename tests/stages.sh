@@ -54,7 +54,7 @@ until wait; do :; done
 [ -z "$interrupted" ] || exit 130
 
 if [ "$SECONDS" -gt "${MAY:-$SECONDS}" ]; then
-  echo "== warning: $SECONDS s, more than the $MAY of docs/testing.md: is the machine busy? \`python tests/durations.py\` prints the slowest tests"
+  echo "== warning: $SECONDS s, more than the $MAY of docs/developing.md: is the machine busy? \`python tests/durations.py\` prints the slowest tests"
 fi
 failed=()
 for word in "$@"; do [ -e "$logs/$word.failed" ] && failed+=("$word"); done

@@ -1,5 +1,5 @@
-"""Metrics that are updated where things happen: adding one means a line here and a row in
-docs/observability.md. Those of `scraped_metrics` are read at each scrape.
+"""Metrics that are updated where things happen: adding one means a line here, and
+`python tools/pages/code_tables.py` for docs/reference/metrics.md. Those of `scraped_metrics` are read at each scrape.
 
 A process exposes only what it has counted itself: a gauge without labels is shown as 0 once it is
 registered, so the process that measures it registers it.

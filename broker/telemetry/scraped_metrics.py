@@ -1,5 +1,5 @@
 """Metrics that are read at each scrape, from what the ledger, the workers and their ranks report.
-Adding one means a line here and a row in docs/observability.md.
+Adding one means a line here, and `python tools/pages/code_tables.py` for the reference.
 """
 
 from collections import Counter as Tally

@@ -3,7 +3,7 @@ kernels store it.
 
 API rules, client options, modules, the ranks' rows and the kernels' families are derived from
 `FAMILIES`; only the arithmetic is elsewhere (`kernels/reference.py`, `kernels/triton_site.py`).
-`docs/kernels.md` describes how to add a row.
+`docs/developing.md` describes how to add a row.
 """
 
 from dataclasses import dataclass

@@ -95,7 +95,7 @@ class Settings(Record):
     """Every setting.
 
     `MIDSTREAM_<NAME>` in the environment overrides the file, the file overrides the default. The
-    comments are the tables of `docs/settings.md`, and a comment between blank lines is a section.
+    comments are the tables of `docs/reference/settings.md`, and a comment between blank lines is a section.
     """
 
     # Locations and addresses
@@ -384,7 +384,7 @@ class Settings(Record):
     # `DEBUG`, `INFO`, `WARNING` or `ERROR`
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     # Tests only: a fault that the ranks inject, or a point at which a process dies
-    # (`crash:at=relay.committed`, see docs/reliability.md#crash-points). Leave it empty
+    # (`crash:at=relay.committed`, see docs/reference/faults.md). Leave it empty
     fault: str = ""
 
     # Tables of the file: see their records; the first is the table [engine]

@@ -20,7 +20,7 @@ def global_share(size: int) -> int:
 class Tuning(Record):
     """Each is set as `tuning.<name>`: in the table `[tuning]` of the file, by
     `--set tuning.<name>=`, or by `MIDSTREAM_TUNING_<NAME>` in the environment. The comments are the
-    table of `docs/settings.md`.
+    table of `docs/reference/settings.md`.
     """
 
     # Weights of sparse autoencoders, in float32, that each rank keeps loaded. A job whose

@@ -14,7 +14,7 @@ class VllmOptions(Record):
     """
 
     # `auto`, `float32`, `bfloat16` or `float16`; see what `auto` stands for
-    # (docs/settings.md#what-dtypeauto-stands-for)
+    # (docs/vllm.md#what-dtypeauto-stands-for)
     dtype: Literal["auto", DType] = "auto"
     # Maximum number of tokens of prompt and output together
     max_model_len: PositiveInt | None = None

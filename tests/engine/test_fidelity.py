@@ -1,7 +1,7 @@
 """Captured and edited rows are transformers' rows: every architecture and hook, some of the other
 ways to run them, and proven options of vLLM.
 
-All of `docs/fidelity.md` is measured by `make fidelity`; here every architecture runs on v1 in fp32
+All of `docs/reference/fidelity.md` is measured by `make fidelity`; here every architecture runs on v1 in fp32
 and bf16, and a few compiled and on v2.
 """
 

@@ -53,7 +53,7 @@ class Tolerance(NamedTuple):
     reason: str
 
 
-#: The tolerances for `docs/fidelity.md`; the page quotes them.
+#: The tolerances for `docs/reference/fidelity.md`; the page quotes them.
 FIDELITY = {
     "float32": Tolerance(
         FP32_HOOKS,

@@ -1,4 +1,4 @@
-"""Has every key the type that docs/machines.md says?
+"""Has every key the type that docs/reference/redis.md says?
 
 (That all families are there is in `tests/unit/broker/test_redis_keys.py`.)
 """

@@ -1,5 +1,6 @@
-"""Writes the tables of `docs/` that repeat the code: settings and limits from their comments, the
-client's calls from its groups, commands and kinds of things from the command line.
+"""Writes the pages of `docs/reference/` that repeat the code: settings and limits from their
+comments, metrics from their declarations, options of vLLM from the lists, the client's calls from
+its groups, commands and kinds of things from the command line.
 
     python tools/pages/code_tables.py
 
@@ -10,23 +11,44 @@ code (a comment between blank lines begins one), or after the table of the file 
 import ast
 import inspect
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import kernel_costs
+import option_tables
 import typer
+from prometheus_client import REGISTRY
 
+from midstream.api.routes import service as _service  # noqa: F401
+from midstream.broker.telemetry.scraped_metrics import OF_WORKER, ScrapedMetrics
 from midstream.client import Client
 from midstream.client.cli.kinds import KINDS
 from midstream.client.cli.main import app
 from midstream.client.sdk.calls import Calls
 from midstream.schemas.base import limits
 from midstream.schemas.base.records import Record
+from midstream.schemas.requests.interventions import FAMILIES
+from midstream.schemas.settings.faults import CRASH_POINTS
 from midstream.schemas.settings.settings import TABLES, Settings
+from midstream_webhooks import sender as _sender  # noqa: F401
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = {name: ROOT / "docs" / f"{name}.md" for name in ("client", "http", "settings")}
+REFERENCE = ROOT / "docs" / "reference"
+PAGES = {
+    name: REFERENCE / f"{name}.md"
+    for name in (
+        "commands",
+        "faults",
+        "kernels",
+        "limits",
+        "metrics",
+        "options",
+        "settings",
+    )
+}
 LIMITS = ROOT / "schemas" / "base" / "limits.py"
 SETTINGS = ROOT / "schemas" / "settings"
 END = "<!-- end of the table -->"
@@ -45,10 +67,16 @@ def rewritten(page: Path) -> str:
         "groups of calls": _calls(),
         "commands": _commands(),
         "kinds": _kinds(),
+        "metrics": _metrics(),
+        "crash points": _crash_points(),
+        "kernel costs": f"{kernel_costs.table()}\n",
+        "kernel families": _families(),
+        "engine options": "\n".join([*option_tables.lists(), ""]),
+        "flags": "\n".join([*option_tables.flags(), ""]),
     }
 
     def table(found: re.Match[str]) -> str:
-        rows = LINK.sub(lambda link: _link(link, page.name), written[found["name"]])
+        rows = LINK.sub(lambda link: _link(link, page), written[found["name"]])
         return f"<!-- table: {found['name']} -->\n\n{rows}\n{END}"
 
     return TABLE.sub(table, page.read_text())
@@ -108,6 +136,42 @@ def _kinds() -> str:
     return f"| kind | verbs |\n|---|---|\n{''.join(rows)}"
 
 
+def metrics() -> Iterator[tuple[str, str, tuple[str, ...], str]]:
+    """Yield the name, kind, labels and meaning of each metric that a process registers, other than
+    those of HTTP. (A worker registers its own when its engine runs.)
+    """
+    for collector in [*REGISTRY._collector_to_names, ScrapedMetrics(OF_WORKER, list)]:
+        if not hasattr(collector, "describe"):
+            continue
+        labels = getattr(collector, "_labelnames", None)
+        for family in collector.describe():
+            if re.match(r"midstream_(?!http)", family.name):
+                name = f"{family.name}_total" if family.type == "counter" else family.name
+                own = getattr(family, "_labelnames", None) or labels or ()
+                yield name, family.type, tuple(own), family.documentation
+
+
+def _metrics() -> str:
+    rows = [
+        f"| `{name}` | {kind} | {', '.join(labels)} | {meaning} |\n"
+        for name, kind, labels, meaning in sorted(set(metrics()))
+    ]
+    return f"| metric | kind | labels | meaning |\n|---|---|---|---|\n{''.join(rows)}"
+
+
+def _crash_points() -> str:
+    rows = [f"| `{point}` | {meaning} |\n" for point, meaning in CRASH_POINTS.items()]
+    return f"| point | state at that point |\n|---|---|\n{''.join(rows)}"
+
+
+def _families() -> str:
+    rows = [
+        f"| `{family.name}` | {family.effect} | {family.formula} | {family.source} |\n"
+        for family in FAMILIES
+    ]
+    return f"| family | effect | formula | source |\n|---|---|---|---|\n{''.join(rows)}"
+
+
 def _names(group: type[Calls[Any]]) -> str:
     return ", ".join(f"`{name}`" for name in dir(group) if not name.startswith("_"))
 
@@ -157,14 +221,14 @@ def _described(lines: list[str], statements: list[ast.stmt]) -> Iterator[tuple[s
         yield section, ast.unparse(target), meaning
 
 
-def _link(found: re.Match[str], page: str) -> str:
+def _link(found: re.Match[str], page: Path) -> str:
     file = found["file"]
     anchor = found["anchor"] or ""
-    if file == page:
+    packaged = list(ROOT.glob(f"packages/*/docs/{file}"))
+    target = packaged[0] if packaged else ROOT / "docs" / file
+    if target == page:
         return f"[below]({anchor})"
-    packaged = [path.relative_to(ROOT) for path in ROOT.glob(f"packages/*/docs/{file}")]
-    place = f"../{packaged[0]}" if packaged else file
-    return f"[{file.rpartition('/')[2]}]({place}{anchor})"
+    return f"[{target.name}]({os.path.relpath(target, page.parent)}{anchor})"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """How far are captured rows, plain and edited, from transformers' rows: for every architecture,
 hook, runner, mode and dtype?
 
-    make fidelity            # all of it, tens of minutes; writes docs/fidelity.md
+    make fidelity            # all of it, tens of minutes; writes docs/reference/fidelity.md
 
 The engine captures every hook of every layer of a batch of requests: one plain, and one for each
 hook with two edits there, an addition in layer 1 and a replacement in layer 2. All rows of all of

@@ -1,7 +1,7 @@
 """How far are rows inside attention and MLP from transformers' rows, plain and edited: for every
 architecture and hook? v1, eager, fp32.
 
-It writes the last table of docs/fidelity.md and is a part of `make fidelity`.
+It writes the last table of docs/reference/fidelity.md and is a part of `make fidelity`.
 
 The engine proves its hooks at the start, as in service. One request is plain; for each hook another
 has an addition there in layer 1 and a replacement in layer 2. Every row at every hook inside, and

@@ -1,4 +1,4 @@
-"""Reads and writes the tables of `docs/fidelity.md`: measured by `fidelity.py`, checked without an
+"""Reads and writes the tables of `docs/reference/fidelity.md`: measured by `fidelity.py`, checked without an
 engine.
 """
 
@@ -13,7 +13,7 @@ from tolerances import FIDELITY
 from midstream.schemas.prompts.selectors import HOOKS, Hook
 from midstream.workers.runner.hooks.architectures import describe
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "fidelity.md"
 #: `fidelity.py` writes the part of the page between these lines.
 BEGIN = "<!-- written by `make fidelity` -->"
 END = "<!-- end of the part written by `make fidelity` -->"

@@ -2,7 +2,7 @@
 
     python tools/pages/kernel_costs.py
 
-Prints the table of `docs/kernels.md`, from `packages/ops/midstream_ops/site_costs.py`. Needs no
+Prints the table of `docs/reference/kernels.md`, from `packages/ops/midstream_ops/site_costs.py`. Needs no
 GPU, and measures nothing.
 """
 

@@ -1,12 +1,8 @@
-"""Writes the tables of options of vLLM, for `docs/vllm.md` and
-`docs/coming-from.md`, from the lists that the product reads.
-
-    python tools/pages/option_tables.py lists
-    python tools/pages/option_tables.py flags
+"""The tables of options of vLLM in `docs/reference/options.md`, from the lists that the product
+reads; `code_tables.py` writes them.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 
 from midstream.workers.engine.options.option_lists import OURS, PROVEN, WRONG
@@ -23,8 +19,8 @@ from midstream_ops.serve_flags import (
 
 
 def lists() -> Iterator[str]:
-    """Yield the lists as lines of Markdown, for `docs/vllm.md`."""
-    yield "### Proven options"
+    """Yield the lists of proven and refused options as lines of Markdown."""
+    yield "## Proven options"
     yield ""
     yield ", ".join(
         f"`{name}`"
@@ -32,13 +28,13 @@ def lists() -> Iterator[str]:
         for name, values in PROVEN.items()
     )
     yield ""
-    yield "### Refused: a setting of Midstream"
+    yield "## Refused: a setting of Midstream"
     yield ""
     yield "| option | use the setting |"
     yield "|---|---|"
     yield from (f"| `{name}` | {_named(setting)} |" for name, setting in sorted(OURS.items()))
     yield ""
-    yield "### Refused: wrong with Midstream"
+    yield "## Refused: wrong with Midstream"
     yield ""
     yield "| options | reason |"
     yield "|---|---|"
@@ -67,7 +63,7 @@ def becomes(name: str) -> str:
 
 
 def flags() -> Iterator[str]:
-    """Yield the tables of `docs/coming-from.md` as lines of Markdown."""
+    """Yield the tables of the flags of `vllm serve` as lines of Markdown."""
     shown = (*COMMON, *(name for name in (*SETTINGS, *NO_EFFECT) if name not in COMMON))
     yield "| flag | becomes |"
     yield "|---|---|"
@@ -82,6 +78,3 @@ def flags() -> Iterator[str]:
         names = (f"`{flag(name)}`" for name in refused if REFUSED[name] == reason)
         yield f"| {', '.join(names)} | {reason} |"
 
-
-if __name__ == "__main__":
-    print("\n".join({"lists": lists, "flags": flags}[sys.argv[1]]()))

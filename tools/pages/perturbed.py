@@ -1,7 +1,7 @@
 """Configs with a field changed: each is served with transformers' numbers, or refused at the start
 with a reason.
 
-    make perturbed            # all of it; writes the table of docs/fidelity.md
+    make perturbed            # all of it; writes the table of docs/reference/fidelity.md
     make perturbed NAMES="OlmoeForCausalLM …"   # only these classes; other rows stay
 
 Stock vLLM leaves out fields that transformers reads, and which ones differs from version to
@@ -34,7 +34,7 @@ from tolerances import FP32_HOOKS, FP32_LOGPROBS
 
 from midstream.schemas.requests.specs import StoredCapture
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "fidelity.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "fidelity.md"
 BEGIN = "<!-- written by `make perturbed` -->"
 END = "<!-- end of the part written by `make perturbed` -->"
 #: Least change of transformers' own logits, relative: a field that changes less shows nothing here.

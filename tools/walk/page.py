@@ -1,4 +1,4 @@
-"""Writes `docs/models.md` from the results of the walk."""
+"""Writes `docs/reference/models.md` from the results of the walk."""
 
 import re
 from collections import Counter
@@ -9,7 +9,7 @@ from own_configs import config_class
 from results import Result, in_our_words
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGE = ROOT / "docs" / "models.md"
+PAGE = ROOT / "docs" / "reference" / "models.md"
 BEGIN = "<!-- written by `make walk` -->"
 END = "<!-- end of the part written by `make walk` -->"
 BACKEND = "Transformers backend"

@@ -1,7 +1,7 @@
 """Walks vLLM's registry: a tiny checkpoint of every class, each captured and edited at every hook
 and compared with transformers.
 
-    make walk            # all of it, 16 minutes; writes results.jsonl and docs/models.md
+    make walk            # all of it, 16 minutes; writes results.jsonl and docs/reference/models.md
     make walk NAMES="Glm4MoeForCausalLM …"     # only these classes
 
 Each class is tried in a process of its own, on an engine of its own, and a result replaces the one

@@ -30,7 +30,7 @@ def choose(setting: str, config: Mapping[str, Any], *, gpu: bool) -> Choice:
 
     `setting`: the setting `dtype`. `config`: the checkpoint's config.json; may be empty. On a CPU,
     `auto` is float32 unless the checkpoint is in bfloat16 and the processor computes with that:
-    products in float32 are then faster (docs/settings.md has figures), and the weights are the
+    products in float32 are then faster (docs/reference/settings.md has figures), and the weights are the
     same.
     """
     if setting != "auto":

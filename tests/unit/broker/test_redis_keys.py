@@ -1,4 +1,4 @@
-"""docs/machines.md lists every key family that code and scripts name, and no others.
+"""docs/reference/redis.md lists every key family that code and scripts name, and no others.
 
 (System tests check the types.)
 """

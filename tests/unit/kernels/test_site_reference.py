@@ -288,7 +288,7 @@ def test_a_compiled_layer_gives_what_the_eager_one_gives(kind: type[Layer]) -> N
 
 
 def test_the_page_on_kernels_and_the_table_of_families_agree_both_ways() -> None:
-    page = (ROOT / "docs" / "kernels.md").read_text()
+    page = (ROOT / "docs" / "reference" / "kernels.md").read_text()
     assert re.findall(
         r"^\| `(\w+)` \| (rewrite|shift) \| (.+) \| (.+) \|$", page, re.MULTILINE
     ) == [(family.name, family.effect, family.formula, family.source) for family in FAMILIES]

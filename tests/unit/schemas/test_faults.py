@@ -58,10 +58,3 @@ def test_an_unknown_crash_point_is_refused(tmp_path: Path) -> None:
         SettingsError, match=r"unknown crash point 'relay\.lost'; valid: api\.committed"
     ):
         arm("crash:at=relay.lost", tmp_path)
-
-
-def test_the_page_on_reliability_lists_every_crash_point_with_its_words() -> None:
-    rows = re.findall(
-        r"^\| `([a-z.]+)` \| (.+) \|$", (ROOT / "docs" / "reliability.md").read_text(), re.MULTILINE
-    )
-    assert dict(rows) == CRASH_POINTS

@@ -12,8 +12,8 @@ FLOWERS = {"flower_worker_online"}
 
 
 def test_every_dashboard_metric_exists() -> None:
-    """docs/observability.md lists all, which a test of its own holds to the code."""
-    page = (ROOT / "docs/observability.md").read_text()
+    """docs/reference/metrics.md lists all, which a test of its own holds to the code."""
+    page = (ROOT / "docs/reference/metrics.md").read_text()
     listed = set(re.findall(r"^\| `(midstream_\w+)` \|", page, re.MULTILINE))
     names = re.findall(r"\b(?:midstream|flower)_\w+", " ".join(QUERIES))
     asked = {re.sub(r"_(bucket|count|sum)$", "", name) for name in names}

@@ -28,7 +28,7 @@ HEADING = re.compile(r"^#+ +(?P<title>.+?) *$", re.MULTILINE)
 
 
 def test_the_settings_page_and_the_settings_agree_both_ways() -> None:
-    page = (ROOT / "docs" / "settings.md").read_text()
+    page = (ROOT / "docs" / "reference" / "settings.md").read_text()
     listed = [(row["name"], _value(row["default"])) for row in SETTING_ROW.finditer(page)]
     assert len(dict(listed)) == len(listed), "a setting stands in the page twice"
     assert dict(listed) == values_of(Settings())

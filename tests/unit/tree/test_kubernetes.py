@@ -203,7 +203,7 @@ def test_a_drain_leaves_the_service_up(documents: Documents) -> None:
 
 
 def test_workers_scale_by_metrics_that_exist(overlays: dict[str, Documents]) -> None:
-    page = (ROOT / "docs" / "observability.md").read_text()
+    page = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     [metric] = of(overlays["gpu"], "HorizontalPodAutoscaler")["worker"]["spec"]["metrics"]
     assert not of(overlays["keda"], "HorizontalPodAutoscaler")
     [trigger] = of(overlays["keda"], "ScaledObject")["worker"]["spec"]["triggers"]

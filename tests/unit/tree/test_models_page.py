@@ -1,4 +1,4 @@
-"""docs/models.md says what the walk found."""
+"""docs/reference/models.md says what the walk found."""
 
 import page
 import results

@@ -71,7 +71,7 @@ def _require_allowed(name: str, types: Mapping[str, Any]) -> None:
         raise SettingsError(f"refused: {WRONG[name]}")
     if name not in types:
         known = [item for item in types if item not in WRONG]
-        suggested = suggestion(name, [*known, *OURS]) or "docs/vllm.md lists all"
+        suggested = suggestion(name, [*known, *OURS]) or "docs/reference/options.md lists all"
         raise SettingsError(f"not an option of vLLM {vllm.__version__}; {suggested}")
 
 

@@ -1,12 +1,10 @@
-"""Flags of `vllm serve`: the same as vLLM's own, each with one meaning, and the page lists them."""
+"""Flags of `vllm serve`: the same as vLLM's own, each with one meaning."""
 
 import argparse
 import re
 from typing import Any
 
-import option_tables
 import pytest
-from tree import ROOT
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -25,7 +23,6 @@ from midstream_ops.serve_flags import (
     translated,
 )
 
-PAGE = ROOT / "docs" / "coming-from.md"
 #: Fields of vLLM's arguments that its command line does not have.
 NO_FLAGS = {"enable_mm_processor_stats", "mamba_config", "model_weights"}
 
@@ -124,7 +121,3 @@ def test_refused_flags_say_why_all_at_once() -> None:
         "--lora-modules: adapters are registered while the server runs: `--max-loras NUMBER`, "
         "then `midstream put lora`; --port 'http': Expected `int`, got `str`"
     )
-
-
-def test_the_page_has_the_tables() -> None:
-    assert "\n".join(option_tables.flags()) in PAGE.read_text()

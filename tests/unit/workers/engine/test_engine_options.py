@@ -7,13 +7,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import option_tables
 import pytest
 from extension_kit import install
 from option_cases import CASES, Case
 from refusal_kit import refuses
 from tiny import checkpoint
-from tree import ROOT
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.usage.usage_lib import UsageContext
@@ -40,9 +38,6 @@ from midstream.workers.engine.options.option_lists import (
 from midstream.workers.engine.vllm import _queue_mib, require_proven
 from midstream.workers.engines import check_options, make_engine
 from midstream.workers.runner.support.denylist import check
-
-PAGE = ROOT / "docs" / "vllm.md"
-
 
 #: Proven on two machines, by `tests/machines/test_nodes.py`.
 MACHINES = {"master_addr", "master_port", "nnodes", "node_rank"}
@@ -71,14 +66,6 @@ def test_every_proven_option_and_value_has_a_case_on_the_engine() -> None:
 
 def test_our_setting_for_an_option_exists() -> None:
     assert {setting.split()[0] for setting in OURS.values()} <= known_settings().keys()
-
-
-def test_the_page_shows_the_lists() -> None:
-    mark = "written by `python tools/pages/option_tables.py lists` -->"
-    written = PAGE.read_text().split(f"<!-- {mark}")[1].split(f"<!-- end of the part {mark}")[0]
-    assert written.strip() == "\n".join(option_tables.lists()), (
-        "run python tools/pages/option_tables.py lists"
-    )
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +105,7 @@ def test_no_proven_option_leads_to_a_refused_configuration(
             0.5,
             r"not an option of vLLM .*; did you mean 'gpu_memory_utilization'\?",
         ),
-        ("no_such_thing_at_all", 1, "docs/vllm.md lists all"),
+        ("no_such_thing_at_all", 1, "docs/reference/options.md lists all"),
         ("seed", "seven", "valid integer"),
         ("seed", True, "valid integer"),
         ("seed", 1.5, "valid integer"),

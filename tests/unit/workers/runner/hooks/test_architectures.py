@@ -435,8 +435,8 @@ def test_the_launches_of_a_forward_hold_every_site_once() -> None:
 
 def test_the_table_is_the_page_s_and_has_a_row_for_each_model_and_case(costs: ModuleType) -> None:
     text = costs.table()
-    assert text in (ROOT / "docs" / "kernels.md").read_text(), (
-        "print it with `python tools/pages/kernel_costs.py`"
+    assert text in (ROOT / "docs" / "reference" / "kernels.md").read_text(), (
+        "run python tools/pages/code_tables.py"
     )
     assert all(shape.name in text for shape in costs.SHAPES)
     assert all(f"| {case} |" in text for case in CASES)
