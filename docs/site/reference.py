@@ -7,11 +7,14 @@ import re
 from importlib import import_module
 from typing import Any
 
+import comments
 import typer
 from typer.cli import get_docs_for_click
 
 METHODS = ("get", "post", "put", "patch", "delete")
 OR = " or "
+#: A page of the documentation in a comment.
+PAGE = re.compile(r"\bdocs/([\w/-]+\.md)(#[\w-]+)?")
 #: A group's calls are shown below the heading that names it in a client.
 GROUP = "    options:\n      show_root_heading: false\n      heading_level: 3"
 
@@ -109,6 +112,8 @@ def _operation(path: str, method: str, operation: dict[str, Any]) -> str:
 
 def _shape(name: str, schema: dict[str, Any]) -> str:
     required = schema.get("required", ())
+    kind = _kinds(import_module("midstream.schemas.base.records").Record).get(name)
+    meanings = comments.of_fields(kind) if kind else {}
     rows = [
         (
             f"`{field}`",
@@ -118,7 +123,7 @@ def _shape(name: str, schema: dict[str, Any]) -> str:
             else f"`{json.dumps(of['default'])}`"
             if "default" in of
             else "optional",
-            _cell(of.get("description", "")),
+            PAGE.sub(r"[\1](../\1\2)", _cell(meanings.get(field, ""))),
         )
         for field, of in schema.get("properties", {}).items()
     ]
@@ -128,6 +133,14 @@ def _shape(name: str, schema: dict[str, Any]) -> str:
         _table(("field", "type", "default", ""), rows) or _type(schema),
     ]
     return "\n\n".join(part for part in parts if part)
+
+
+def _kinds(base: type) -> dict[str, type]:
+    """Return the records that extend `base`, by name."""
+    found = {each.__name__: each for each in base.__subclasses__()}
+    for each in list(found.values()):
+        found |= _kinds(each)
+    return found
 
 
 def _type(schema: dict[str, Any]) -> str:

@@ -91,12 +91,13 @@ class CaptureSpec(SitesSpec):
     from the prompt alone: nothing is generated, and nothing else may be requested.
     """
 
-    positions: RequestedPositions = "last_prompt"
+    positions: RequestedPositions = "last_prompt"  # docs/capture.md#which-positions
     every_n: Count = 1
-    at: At = "before"
-    dtype: RowDType = "model"
-    tag: Tag = "default"
-    layout: FileLayout = "auto"
+    at: At = "before"  # the steering at the same site, or after it
+    dtype: RowDType = "model"  # of the stored rows; `model`: the model's own
+    tag: Tag = "default"  # folder; that of the operator's global capture is reserved
+    layout: FileLayout = "auto"  # how rows are packed into files: docs/capture.md#files
+    # which receive the rows; `memory` returns them in the response, base64 of safetensors
     consumers: Consumers = msgspec.field(default_factory=lambda: list(DEFAULT_CONSUMERS))
     # at hooks with heads: store only these heads, one after the other; null: all
     heads: HeadSelector | None = None

@@ -20,6 +20,7 @@ from typing import Any
 import kernel_costs
 import option_tables
 import typer
+from comments import described, parsed
 from prometheus_client import REGISTRY
 
 from midstream.api.routes import service as _service  # noqa: F401
@@ -54,9 +55,6 @@ SETTINGS = ROOT / "schemas" / "settings"
 END = "<!-- end of the table -->"
 TABLE = re.compile(rf"<!-- table: (?P<name>[^\n]+) -->\n.*?{END}", re.DOTALL)
 LINK = re.compile(r"docs/(?P<file>(?:[\w-]+/)*[\w-]+\.md)(?P<anchor>#[\w-]+)?")
-COMMENT = re.compile(r" *# (?P<text>.+)")
-#: Behind a field, on its line.
-BEHIND = re.compile(r".*\S {2}# (?P<text>.+)")
 
 
 def rewritten(page: Path) -> str:
@@ -100,7 +98,7 @@ def _settings() -> Iterator[tuple[str, str]]:
 def _limits() -> str:
     rows = [
         f"| {meaning} | {int(getattr(limits, name)):,} | `{name}` |\n"
-        for _, name, meaning in _described(*_parsed(LIMITS))
+        for _, name, meaning in described(*parsed(LIMITS))
         if name.startswith(("MAX_", "MIN_"))
     ]
     return (
@@ -188,37 +186,11 @@ def _first(text: str | None) -> str:
 def _of_record(record: type[Record]) -> Iterator[tuple[str, str, str]]:
     """Yield the section, name and comment of each setting of a record."""
     for path in SETTINGS.glob("*.py"):
-        lines, statements = _parsed(path)
+        lines, statements = parsed(path)
         for node in statements:
             if isinstance(node, ast.ClassDef) and node.name == record.__name__:
-                found = _described(lines, node.body)
+                found = described(lines, node.body)
                 yield from (each for each in found if each[1] not in TABLES.values())
-
-
-def _parsed(path: Path) -> tuple[list[str], list[ast.stmt]]:
-    text = path.read_text()
-    return text.splitlines(), ast.parse(text).body
-
-
-def _described(lines: list[str], statements: list[ast.stmt]) -> Iterator[tuple[str, str, str]]:
-    """Yield the section, name and comment of each assignment."""
-    section = ""
-    for node in statements:
-        if not isinstance(node, ast.Assign | ast.AnnAssign):
-            continue
-        target = node.targets[0] if isinstance(node, ast.Assign) else node.target
-        first = node.lineno - 1
-        last = node.end_lineno or node.lineno
-        top = first
-        while COMMENT.fullmatch(lines[top - 1]):
-            top -= 1
-        title = COMMENT.fullmatch(lines[top - 2])
-        if title and not lines[top - 1]:
-            section = title["text"]
-        above = [COMMENT.fullmatch(line) for line in lines[top:first]]
-        behind = [BEHIND.fullmatch(line) for line in lines[first:last]]
-        meaning = " ".join(each["text"] for each in [*above, *behind] if each)
-        yield section, ast.unparse(target), meaning
 
 
 def _link(found: re.Match[str], page: Path) -> str:

@@ -26,12 +26,12 @@ def test_navigation_leads_to_pages_and_links_stay_on_the_site(build: dict[str, A
     listed = [page for section in build["navigation"]().values() for page in section]
     assert set(listed) <= set(pages)
     assert len(listed) == len(set(listed))
-    assert {"tour.md", "reference/python.md", "repository/benchmarks/RESULTS.md"} <= set(listed)
+    assert {"capture.md", "reference/python.md", "repository/benchmarks/RESULTS.md"} <= set(listed)
     assert "](repository/overview.md)" in pages["README.md"]
-    assert "](../tour.md)" in pages["repository/overview.md"]
+    assert "](../capture.md)" in pages["repository/overview.md"]
     assert "## `client.jobs`\n" in pages["reference/python.md"]
     unsearched = {page for page, text in pages.items() if text.startswith("---\nsearch:")}
-    assert unsearched & {"tour.md", "decisions/0001-contracts.md"} == {
+    assert unsearched & {"capture.md", "decisions/0001-contracts.md"} == {
         "decisions/0001-contracts.md"
     }
 

@@ -89,7 +89,7 @@ class FitRequest(Handling, kw_only=True):
     batch: Annotated[int, msgspec.Meta(ge=1, le=MAX_FIT_BATCH)] = 8  # examples of one step
     # of Adam: the most that one step changes a row, about, as a share of the row's norm
     learning_rate: Annotated[float, msgspec.Meta(gt=0, le=1)] = 0.01
-    register: RegisterWhen = "if_better"
+    register: RegisterWhen = "if_better"  # than nothing, on the held-out examples
     description: Annotated[str, msgspec.Meta(max_length=MAX_DESCRIPTION)] = ""
     metadata: Metadata = {}
 

@@ -156,17 +156,24 @@ class SweepRequest(Adapted, kw_only=True):
     hooks: Hooks = msgspec.field(default_factory=lambda: ["post_block"])
     layers: LayerSelector = "all"
     positions: PromptPositions = "all_prompt"  # of the patched prompt
+    # what a column is: a token; all positions together; a head, at all positions together or at one;
+    # dimensions of the row
     axis: Axis = "position"
     heads: DimensionSelector | None = None  # for the axes `head` and `head_position`; null: all
     neurons: Neurons | None = None  # for the axis `neuron`
     path: SweepPath | None = None  # the cells are one end of a path
     window: PatchWindow = PatchWindow()
+    # `recovered`: (m − m_base) / (m_source − m_base), where m is `logit_diff`, or `logprob` without
+    # a foil; 0: as unpatched, 1: as the prompt that gives the rows. The others are in nats
     metric: Metric = "recovered"
+    # rows of the clean prompt go into the corrupt one, or (`noise`) the reverse
     direction: Direction = "denoise"
     # instead of rows of the other prompt; omit `corrupt` and `direction`
     ablation: Ablation | None = None
+    # `auto`: position by position where lengths are equal, else common prefix, suffix and equal
+    # tokens; `left`, `right`: counted from that end
     alignment: Alignment = "auto"
-    alpha: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    alpha: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0  # how much of the row is replaced
     mask: DimensionSelector | None = None  # dimensions to write; null: all
     # number of no-op patches per pair, which measure the noise floor
     noise: Annotated[int, msgspec.Meta(ge=1, le=MAX_NOISE)] = 8
