@@ -86,6 +86,17 @@ model: $(STACK) ## download the demo model into the cache folder
 demo: $(STACK) ## start the stack, capture, steer and patch a real model, stop
 	@$(BIN)/midstream demo
 
+# The notebook finds the stack by its data directory; one that already runs there is used.
+first-hour: $(STACK) ## open the first hour, a notebook, beside a stack that ends with it
+	@requirements/locked.sh $(VENV) --no-deps --require-hashes -r requirements/notebook.lock
+	@mkdir -p .cache; export MIDSTREAM_DATA_DIR="$${MIDSTREAM_DATA_DIR:-$(CURDIR)/.midstream}"; \
+	$(BIN)/midstream up >.cache/first-hour.log 2>&1 & up=$$!; trap "kill $$up 2>/dev/null; wait" EXIT; \
+	echo "starting the stack (log: .cache/first-hour.log)"; \
+	until $(BIN)/midstream status >/dev/null 2>&1; do \
+	  kill -0 $$up 2>/dev/null || { tail -n 3 .cache/first-hour.log; exit 1; }; sleep 1; \
+	done; \
+	$(BIN)/jupyter lab examples/first_hour.ipynb
+
 up: $(STACK) ## run the whole stack until Ctrl-C
 	@$(BIN)/midstream up
 

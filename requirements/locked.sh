@@ -20,12 +20,18 @@ for line in sys.stdin:
     if section in ("global", "install", ":env:") and name in OPTIONS:
         for part in ast.literal_eval(value).split():
             print(OPTIONS[name], part, sep="\n")
+    elif name == "no-index" and ast.literal_eval(value) not in ("0", "false"):
+        print("no-index", "", sep="\n")
     elif name == "cert":
         print("cert", ast.literal_eval(value), sep="\n")
 ')
 options=()
 for ((at = 0; at < ${#sources[@]}; at += 2)); do
-    if [ "${sources[at]}" = cert ]; then export SSL_CERT_FILE=${sources[at + 1]}; else options+=("${sources[@]:at:2}"); fi
+    case ${sources[at]} in
+    cert) export SSL_CERT_FILE=${sources[at + 1]} ;;
+    no-index) options+=(--no-index) ;;
+    *) options+=("${sources[@]:at:2}") ;;
+    esac
 done
 export UV_HTTP_TIMEOUT=120 UV_NO_CONFIG=1
 exec "$venv/bin/uv" pip install --python "$venv/bin/python" --index-strategy unsafe-best-match "${options[@]}" "$@"

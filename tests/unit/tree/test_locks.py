@@ -20,10 +20,11 @@ REQUIREMENTS = ROOT / "requirements"
 
 #: Lock → the extras it serves; the CPU stack's torch is in a lock of its own.
 EXTRAS_OF = {
-    "cpu.lock": ("cpu", "dev", "notebook", "plots", "probes"),
+    "cpu.lock": ("cpu", "dev", "plots", "probes"),
     "demo.lock": ("cpu",),
     "api.lock": ("api", "s3"),
     "client.lock": ("client",),
+    "notebook.lock": ("client", "notebook", "plots"),
     "service.lock": ("api", "client", "flower", "otel", "s3"),
     "worker.lock": ("engine-cpu", "model", "otel", "s3"),
     "gpu.lock": ("engine-gpu", "model", "otel", "s3"),

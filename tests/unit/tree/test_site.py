@@ -5,7 +5,12 @@ import sys
 from typing import Any
 
 import pytest
+import typer
 from tree import ROOT
+
+from midstream.client import Client
+from midstream.client.cli.main import app
+from midstream.client.sdk.calls import Calls
 
 SITE = ROOT / "docs" / "site"
 
@@ -44,3 +49,26 @@ def test_a_page_has_no_inline_script_and_no_other_host(build: dict[str, Any]) ->
     assert text == (
         f'<script src="../assets/iframe-worker.js"></script><script src="../{name}"></script>'
     )
+
+
+def test_the_references_have_every_route_command_and_call(build: dict[str, Any]) -> None:
+    pages = build["pages"]()
+    routes = [line.split()[:2] for line in (ROOT / "docs" / "routes.txt").read_text().splitlines()]
+    http = pages["reference/http.md"]
+    assert [route for route in routes if f"## `{' '.join(route)}`\n" not in http] == []
+    group: Any = typer.main.get_command(app)
+    commands = [name for name in group.list_commands(None) if not group.commands[name].hidden]
+    cli = pages["reference/cli.md"]
+    assert [name for name in commands if f"`midstream {name}`" not in cli] == []
+    python = pages["reference/python.md"]
+    groups = [name for name, group in vars(Client("127.0.0.1:1")).items() if isinstance(group, Calls)]
+    assert [name for name in groups if f"## `client.{name}`\n" not in python] == []
+
+
+def test_a_field_has_the_comment_of_its_code(build: dict[str, Any]) -> None:
+    http = build["pages"]()["reference/http.md"]
+    shape = http.partition("\n### CaptureSpec\n")[2].partition("\n### ")[0]
+    run = next(line for line in shape.splitlines() if line.startswith("| `run` |"))
+    assert "keep the rows as a source run of this name" in run
+    positions = next(line for line in shape.splitlines() if line.startswith("| `positions` |"))
+    assert "[capture.md#which-positions](../capture.md#which-positions)" in positions
