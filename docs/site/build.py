@@ -15,12 +15,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(Path(__file__).parent), str(ROOT / "tools" / "pages")]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tools" / "pages"))
+sys.path.insert(0, str(Path(__file__).parent))
 
 import notebook
 import reference
 
+ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / ".cache" / "docs"
 INDEX = "docs/README.md"
 #: Pages that the build writes, at the end of their section: section → page → its Markdown.

@@ -71,4 +71,4 @@ def test_a_field_has_the_comment_of_its_code(build: dict[str, Any]) -> None:
     run = next(line for line in shape.splitlines() if line.startswith("| `run` |"))
     assert "keep the rows as a source run of this name" in run
     positions = next(line for line in shape.splitlines() if line.startswith("| `positions` |"))
-    assert "[capture.md#which-positions](../capture.md#which-positions)" in positions
+    assert "[capture.md](../capture.md#which-positions)" in positions
