@@ -10,6 +10,7 @@
 #   worker.lock  the container with an engine on CPU; used with torch-cpu.lock
 #   gpu.lock     the container with an engine on GPU, including torch and CUDA's libraries
 #   client.lock  the Python client and the CLI only
+#   notebook.lock  these with JupyterLab, data frames and figures (`make first-hour`)
 #   lens.lock    TransformerLens, in its own environment (`make lens`); used with torch-cpu.lock
 #   sae.lock     SAELens and the Python client, in their own environment (`make sae`); used with torch-cpu.lock
 #   inspect.lock Inspect AI and the Python client, in their own environment (`make inspect`)

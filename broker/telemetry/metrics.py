@@ -1,5 +1,6 @@
 """Metrics that are updated where things happen: adding one means a line here, and
-`python tools/pages/code_tables.py` for docs/reference/metrics.md. Those of `scraped_metrics` are read at each scrape.
+`python tools/pages/code_tables.py` for docs/reference/metrics.md. Those of `scraped_metrics` are
+read at each scrape.
 
 A process exposes only what it has counted itself: a gauge without labels is shown as 0 once it is
 registered, so the process that measures it registers it.

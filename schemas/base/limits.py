@@ -1,8 +1,9 @@
 """Limits on the contents of one request, as constants.
 
-Their comments are the table in `docs/reference/limits.md`. Limits that an operator may need to change are
-settings instead (`max_body_mib`, `sweep_cells`, …). Lengths of texts are in characters. msgspec
-checks a list's length only after building it, so `json_bounds` counts a body's values before that.
+Their comments are the table in `docs/reference/limits.md`. Limits that an operator may need to
+change are settings instead (`max_body_mib`, `sweep_cells`, …). Lengths of texts are in characters.
+msgspec checks a list's length only after building it, so `json_bounds` counts a body's values
+before that.
 """
 
 from typing import Annotated

@@ -95,7 +95,8 @@ class Settings(Record):
     """Every setting.
 
     `MIDSTREAM_<NAME>` in the environment overrides the file, the file overrides the default. The
-    comments are the tables of `docs/reference/settings.md`, and a comment between blank lines is a section.
+    comments are the tables of `docs/reference/settings.md`, and a comment between blank lines is a
+    section.
     """
 
     # Locations and addresses

@@ -1,8 +1,8 @@
 """Captured and edited rows are transformers' rows: every architecture and hook, some of the other
 ways to run them, and proven options of vLLM.
 
-All of `docs/reference/fidelity.md` is measured by `make fidelity`; here every architecture runs on v1 in fp32
-and bf16, and a few compiled and on v2.
+All of `docs/reference/fidelity.md` is measured by `make fidelity`; here every architecture runs on
+v1 in fp32 and bf16, and a few compiled and on v2.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Configs with a field changed are served with transformers' numbers, or refused at the start with
 a reason.
 
-The table is `perturbed.CHANGES`; its page, a section of `docs/reference/fidelity.md`, is written by `make
-perturbed`.
+The table is `perturbed.CHANGES`; its page, a section of `docs/reference/fidelity.md`, is written
+by `make perturbed`.
 """
 
 from collections.abc import Mapping

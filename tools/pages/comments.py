@@ -1,4 +1,4 @@
-"""Reads what the comments of a source file say of its assignments, such as the fields of a record."""
+"""Reads what comments say of the assignments of a file, such as the fields of a record."""
 
 import ast
 import re

@@ -1,5 +1,5 @@
-"""Reads and writes the tables of `docs/reference/fidelity.md`: measured by `fidelity.py`, checked without an
-engine.
+"""Reads and writes the tables of `docs/reference/fidelity.md`: measured by `fidelity.py`, checked
+without an engine.
 """
 
 import itertools

@@ -2,8 +2,8 @@
 
     python tools/pages/kernel_costs.py
 
-Prints the table of `docs/reference/kernels.md`, from `packages/ops/midstream_ops/site_costs.py`. Needs no
-GPU, and measures nothing.
+Prints the table of `docs/reference/kernels.md`, from `packages/ops/midstream_ops/site_costs.py`.
+Needs no GPU, and measures nothing.
 """
 
 from collections.abc import Collection, Sequence

@@ -77,4 +77,3 @@ def flags() -> Iterator[str]:
     for reason in dict.fromkeys(map(REFUSED.__getitem__, refused)):
         names = (f"`{flag(name)}`" for name in refused if REFUSED[name] == reason)
         yield f"| {', '.join(names)} | {reason} |"
-

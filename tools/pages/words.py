@@ -45,7 +45,9 @@ def main() -> None:
     counts = {path.relative_to(ROOT): words(path) for path in (*pages(), *beside())}
     for path, count in sorted(counts.items(), key=lambda item: -item[1]):
         print(f"{count:6,} {path}")
-    print(f"{sum(counts.values()):6,} in {len(pages())} pages and {len(beside())} files beside them")
+    print(
+        f"{sum(counts.values()):6,} in {len(pages())} pages and {len(beside())} files beside them"
+    )
 
 
 if __name__ == "__main__":

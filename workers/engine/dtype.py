@@ -30,8 +30,8 @@ def choose(setting: str, config: Mapping[str, Any], *, gpu: bool) -> Choice:
 
     `setting`: the setting `dtype`. `config`: the checkpoint's config.json; may be empty. On a CPU,
     `auto` is float32 unless the checkpoint is in bfloat16 and the processor computes with that:
-    products in float32 are then faster (docs/reference/settings.md has figures), and the weights are the
-    same.
+    products in float32 are then faster (docs/vllm.md#what-dtypeauto-stands-for), and the weights
+    are the same.
     """
     if setting != "auto":
         return Choice(setting, "set by `dtype`")

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tree import CORE, ROOT, sources
+from tree import CORE, sources
 
 from midstream.schemas.settings.faults import CRASH_POINTS, FOLDER, arm, crash_point
 from midstream.schemas.settings.settings import SettingsError

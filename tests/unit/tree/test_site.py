@@ -61,7 +61,9 @@ def test_the_references_have_every_route_command_and_call(build: dict[str, Any])
     cli = pages["reference/cli.md"]
     assert [name for name in commands if f"`midstream {name}`" not in cli] == []
     python = pages["reference/python.md"]
-    groups = [name for name, group in vars(Client("127.0.0.1:1")).items() if isinstance(group, Calls)]
+    groups = [
+        name for name, group in vars(Client("127.0.0.1:1")).items() if isinstance(group, Calls)
+    ]
     assert [name for name in groups if f"## `client.{name}`\n" not in python] == []
 
 

@@ -26,9 +26,7 @@ def test_no_page_has_too_many_words() -> None:
 
 def test_references_are_written_by_tools() -> None:
     references = [
-        path
-        for path in (ROOT / "docs" / "reference").glob("*.md")
-        if path.name not in HANDWRITTEN
+        path for path in (ROOT / "docs" / "reference").glob("*.md") if path.name not in HANDWRITTEN
     ]
     assert [path.name for path in references if not WRITTEN.search(path.read_text())] == []
     assert {path.name: words(path) for path in references if words(path) > BY_HAND} == {}

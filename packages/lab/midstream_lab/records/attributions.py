@@ -22,8 +22,8 @@ class AttributionRequest(SweepRequest, kw_only=True):
     `path` is not valid.
     """
 
-    # `attribution`: first order; `integrated`: mean of gradients between the prompts; `edges`: senders
-    # and receivers; `adaptive`: exact cells, coarse to fine, guided by the estimates
+    # `attribution`: first order; `integrated`: mean of gradients between the prompts; `edges`:
+    # senders and receivers; `adaptive`: exact cells, coarse to fine, guided by the estimates
     method: EstimateMethod = "attribution"
     # points between the two prompts at which gradients are taken; null: 1, and 8 for `integrated`
     steps: Annotated[int, msgspec.Meta(ge=1, le=MAX_ATTRIBUTION_STEPS)] | None = None

@@ -156,8 +156,8 @@ class SweepRequest(Adapted, kw_only=True):
     hooks: Hooks = msgspec.field(default_factory=lambda: ["post_block"])
     layers: LayerSelector = "all"
     positions: PromptPositions = "all_prompt"  # of the patched prompt
-    # what a column is: a token; all positions together; a head, at all positions together or at one;
-    # dimensions of the row
+    # what a column is: a token; all positions together; a head, at all positions together or at
+    # one; dimensions of the row
     axis: Axis = "position"
     heads: DimensionSelector | None = None  # for the axes `head` and `head_position`; null: all
     neurons: Neurons | None = None  # for the axis `neuron`
