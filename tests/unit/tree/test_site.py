@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,19 +16,27 @@ from midstream.client.sdk.calls import Calls
 SITE = ROOT / "docs" / "site"
 
 
-@pytest.fixture
-def build(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def build() -> Iterator[dict[str, Any]]:
     """The names of the script that builds the site. Its `reference` is not that of the engine
     tests, whose place in `sys.modules` it takes only here.
     """
-    monkeypatch.setattr(sys, "path", [str(SITE), *sys.path])
-    monkeypatch.setitem(sys.modules, "reference", sys)
-    del sys.modules["reference"]
-    return runpy.run_path(str(SITE / "build.py"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "path", [str(SITE), *sys.path])
+        patch.setitem(sys.modules, "reference", sys)
+        del sys.modules["reference"]
+        yield runpy.run_path(str(SITE / "build.py"))
 
 
-def test_navigation_leads_to_pages_and_links_stay_on_the_site(build: dict[str, Any]) -> None:
-    pages = build["pages"]()
+@pytest.fixture(scope="module")
+def pages(build: dict[str, Any]) -> dict[str, str]:
+    found: dict[str, str] = build["pages"]()
+    return found
+
+
+def test_navigation_leads_to_pages_and_links_stay_on_the_site(
+    build: dict[str, Any], pages: dict[str, str]
+) -> None:
     listed = [page for section in build["navigation"]().values() for page in section]
     assert set(listed) <= set(pages)
     assert len(listed) == len(set(listed))
@@ -51,8 +60,7 @@ def test_a_page_has_no_inline_script_and_no_other_host(build: dict[str, Any]) ->
     )
 
 
-def test_the_references_have_every_route_command_and_call(build: dict[str, Any]) -> None:
-    pages = build["pages"]()
+def test_the_references_have_every_route_command_and_call(pages: dict[str, str]) -> None:
     routes = [line.split()[:2] for line in (ROOT / "docs" / "routes.txt").read_text().splitlines()]
     http = pages["reference/http.md"]
     assert [route for route in routes if f"## `{' '.join(route)}`\n" not in http] == []
@@ -67,8 +75,8 @@ def test_the_references_have_every_route_command_and_call(build: dict[str, Any])
     assert [name for name in groups if f"## `client.{name}`\n" not in python] == []
 
 
-def test_a_field_has_the_comment_of_its_code(build: dict[str, Any]) -> None:
-    http = build["pages"]()["reference/http.md"]
+def test_a_field_has_the_comment_of_its_code(pages: dict[str, str]) -> None:
+    http = pages["reference/http.md"]
     shape = http.partition("\n### CaptureSpec\n")[2].partition("\n### ")[0]
     run = next(line for line in shape.splitlines() if line.startswith("| `run` |"))
     assert "keep the rows as a source run of this name" in run
