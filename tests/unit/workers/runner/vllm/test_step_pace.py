@@ -55,7 +55,9 @@ def test_a_step_that_was_held_up_counts_little() -> None:
     assert pace.tokens(PACE) == pytest.approx(80, rel=0.3)
 
 
-@pytest.mark.parametrize(("base_s", "token_s", "tokens"), [(1, 1e-9, MOST), (1e-6, 1, MOST // 64 + 1)])
+@pytest.mark.parametrize(
+    ("base_s", "token_s", "tokens"), [(1, 1e-9, MOST), (1e-6, 1, MOST // 64 + 1)]
+)
 def test_the_tokens_have_bounds(base_s: float, token_s: float, tokens: int) -> None:
     pace = StepPace(MOST)
     assert pace.tokens(PACE) == MOST // 8, "before anything is known"
