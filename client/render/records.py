@@ -19,7 +19,7 @@ from ...schemas.artifacts.tuned_lenses import TunedLens
 from ...schemas.base.errors import shortened
 from ...schemas.base.limits import POLICY_DAYS
 from ...schemas.jobs.captures import CaptureEntry
-from ...schemas.jobs.jobs import JobView, Output
+from ...schemas.jobs.jobs import JobView, ListedJob, Output
 from ...schemas.jobs.kinds import kind_of
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
@@ -38,6 +38,7 @@ from .jobs import (
     day,
     facts,
     lines,
+    moment,
     run_prompts,
     seconds,
     size,
@@ -48,6 +49,8 @@ from .steering import DIGEST, entries, what
 
 #: The most characters of a URL in a list: about as many as the id of a webhook above it has.
 _URL = 48
+#: The most characters of a prompt in a list: as many as the id of the job above it has.
+_PROMPT = 39
 #: The cell of a digest in a list.
 _SHORT_DIGEST = f"{{digest:.{DIGEST}}}"
 #: The most values of an array that a reader returned.
@@ -105,6 +108,31 @@ def _extent(view: JobView) -> str:
     return (
         f"{view.cells} of {view.cells_expected} cells" if view.cells_expected else "estimates only"
     )
+
+
+def _job(view: ListedJob) -> str:
+    """Return the id, the beginning of the prompt, and the model."""
+    prompt = shortened(" ".join(view.prompt.split()), _PROMPT)
+    return escape("\n".join(filter(None, (view.id, prompt, view.model))))
+
+
+def _standing(view: JobView) -> str:
+    """Return the state, how long that took, and which attempt it is."""
+    took = seconds(view.created, view.finished)
+    attempt = f"attempt {view.attempt}" if view.retry_reason else ""
+    return "\n".join(filter(None, (coloured(view.state), took and f"in {took}", attempt)))
+
+
+def _what(view: JobView) -> str:
+    """Return the kind and how much it is, what became of captures, and which policies triggered."""
+    captures = coloured(view.capture_status)
+    parts = (
+        view.kind,
+        _extent(view),
+        "" if view.capture_status == "not_requested" else f"captures {captures}",
+        f"triggered {_triggered(view)}" if view.triggered else "",
+    )
+    return "\n".join(filter(None, parts))
 
 
 def _triggered(view: JobView) -> str:
@@ -296,6 +324,32 @@ _CONDITION: Cells = {
     "latch": lambda policy: _condition(policy).latch.removeprefix("none"),
 }
 
+#: The facts of a job.
+_JOB: Cells = {
+    "job": "{id}",
+    "state": lambda view: coloured(view.state),
+    "kind": lambda view: f"{view.kind}, {_extent(view)}, model {escape(view.model)}",
+    "identity": lambda view: view.identity[:SHOWN_IDENTITY],
+    "triggered": _triggered,
+    "attempt": lambda view: (
+        f"{view.attempt}" + (f", after {view.retry_reason}" if view.retry_reason else "")
+    ),
+    "waited": lambda view: seconds(view.queued or view.created, view.started),
+    "generated in": lambda view: seconds(view.started, view.generated),
+    "ended after": lambda view: seconds(view.created, view.finished),
+    "worker": "{worker}",
+    "layers": lambda view: "" if view.layers is None else f"{view.layers}, from the first",
+    "captures": lambda view: (
+        coloured(view.capture_status)
+        if view.capture_status != "not_requested"
+        else "none requested"
+    ),
+    "receipts": lambda view: (
+        f"{view.receipts} of {view.receipts_expected}" if view.receipts_expected else ""
+    ),
+    "error": lambda view: f"[red]{escape(view.error.detail)}[/]" if view.error else "",
+}
+
 #: Record type → how it is shown.
 SHOWN: dict[type, Shown] = {
     ModuleView: _registered(
@@ -429,50 +483,18 @@ SHOWN: dict[type, Shown] = {
         },
         lambda view: [run_prompts(view.prompts)] if view.prompts else [],
     ),
-    # the model is below the job's id, for the same reason
-    JobView: Shown(
+    JobView: Shown(facts=_JOB),
+    # the prompt and the model are below the job's id, for the same reason
+    ListedJob: Shown(
         "Jobs",
         {
-            "job": "{id}\n{model}",
-            "state": lambda view: (
-                coloured(view.state)
-                + (f", attempt {view.attempt}" if view.retry_reason else "")
-                + (
-                    ""
-                    if view.capture_status == "not_requested"
-                    else f"\ncaptures {coloured(view.capture_status)}"
-                )
-            ),
-            "what": lambda view: (
-                f"{view.kind}\n{_extent(view)}"
-                + (f"\ntriggered {_triggered(view)}" if view.triggered else "")
-            ),
-            "took": lambda view: seconds(view.created, view.finished),
+            "job": _job,
+            "state": _standing,
+            "what": _what,
+            # without the year
+            "sent": lambda view: "\n".join(moment(view.created)[5:].split()),
         },
-        {
-            "job": "{id}",
-            "state": lambda view: coloured(view.state),
-            "kind": lambda view: f"{view.kind}, {_extent(view)}, model {escape(view.model)}",
-            "identity": lambda view: view.identity[:SHOWN_IDENTITY],
-            "triggered": _triggered,
-            "attempt": lambda view: (
-                f"{view.attempt}" + (f", after {view.retry_reason}" if view.retry_reason else "")
-            ),
-            "waited": lambda view: seconds(view.queued or view.created, view.started),
-            "generated in": lambda view: seconds(view.started, view.generated),
-            "ended after": lambda view: seconds(view.created, view.finished),
-            "worker": "{worker}",
-            "layers": lambda view: "" if view.layers is None else f"{view.layers}, from the first",
-            "captures": lambda view: (
-                coloured(view.capture_status)
-                if view.capture_status != "not_requested"
-                else "none requested"
-            ),
-            "receipts": lambda view: (
-                f"{view.receipts} of {view.receipts_expected}" if view.receipts_expected else ""
-            ),
-            "error": lambda view: f"[red]{escape(view.error.detail)}[/]" if view.error else "",
-        },
+        _JOB,
     ),
     CaptureEntry: Shown(
         "Captures",

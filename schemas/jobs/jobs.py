@@ -478,8 +478,15 @@ class JobProblem(Problem):
     probes: list[ProbeResult] = []  # of its policies, with what they decided before it failed
 
 
+class ListedJob(JobView, kw_only=True):
+    """A job in a list."""
+
+    # the beginning of its first prompt (of a chat: the last message; of a sweep: both prompts)
+    prompt: str = ""
+
+
 class JobPage(Record):
-    jobs: list[JobView]
+    jobs: list[ListedJob]
     next: str | None = None  # pass as `?cursor=`
 
 

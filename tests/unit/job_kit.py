@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import msgspec
+
 from midstream.schemas.jobs.jobs import (
     CaptureResults,
     JobView,
+    ListedJob,
     Output,
     State,
 )
@@ -22,6 +25,10 @@ def job_view(**given: Any) -> JobView:
         "created": 1.0,
     }
     return JobView(**known | given)
+
+
+def listed_job(*, prompt: str = "", **given: Any) -> ListedJob:
+    return ListedJob(**msgspec.structs.asdict(job_view(**given)), prompt=prompt)
 
 
 def job_result(*texts: str, **given: Any) -> JobResult:

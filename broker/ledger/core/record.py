@@ -56,6 +56,8 @@ DECODERS = {
 }
 #: The fields of `ms:job:{id}` that views and results need; not `spec`, which may be large.
 FIELDS = [*DECODERS]
+#: Those that a list needs: see `views.listed`.
+LIST_FIELDS = ["prompt", *FIELDS]
 #: Fields that are stored unchanged from `Job`.
 AS_IN_JOB = sorted({*FIELDS} & {*Job.__struct_fields__} - {"prompts", "captures"})
 

@@ -26,6 +26,7 @@ from ....schemas.jobs.jobs import (
     Job,
     JobPage,
     JobView,
+    ListedJob,
     State,
     StoredOutcome as JobOutcome,
 )
@@ -39,7 +40,7 @@ from ..core.aof_barrier import Barrier, persistence_in
 from ..core.connection import of_each as of_each
 from ..core.job_room import never_fits, room_of
 from ..core.reachable import reachable as reachable
-from ..core.record import FIELDS, JobRecord, decode
+from ..core.record import FIELDS, LIST_FIELDS, JobRecord, decode
 from ..core.tenants import MIB, refusal
 from ..results import pages, views
 from .fleet import Fleet
@@ -568,13 +569,14 @@ class Ledger(Fleet):
         if state is State.EXPIRED:  # no younger job is expired
             score = min(score, now() - self.settings.result_ttl_s)
 
-        async def read(chunk: pages.Chunk) -> Iterable[JobView | None]:
+        async def read(chunk: pages.Chunk) -> Iterable[ListedJob | None]:
             names = [name for name, _ in chunk]
             found = await of_each(
-                self.redis, names, lambda pipe, name: pipe.hmget(f"ms:job:{name}", FIELDS)
+                self.redis, names, lambda pipe, name: pipe.hmget(f"ms:job:{name}", LIST_FIELDS)
             )
             return [
-                record and views.view(record, self.settings) for record in map(decode, names, found)
+                views.listed(name, values, self.settings)
+                for name, values in zip(names, found, strict=True)
             ]
 
         def wanted(view: JobView) -> bool:

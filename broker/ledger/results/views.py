@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 from msgspec import UNSET
 
@@ -16,6 +17,7 @@ from ....schemas.jobs.jobs import (
     Determinism,
     FileEntry,
     JobView,
+    ListedJob,
     RankReport,
     StageReport,
     State,
@@ -27,7 +29,7 @@ from ....schemas.jobs.works import Work
 from ....schemas.prompts.selectors import as_ranges
 from ....schemas.readings.stored import READER
 from ....schemas.settings.settings import Settings
-from ..core.record import JobRecord
+from ..core.record import JobRecord, decode
 from .outcomes import grid, outcome
 from .readings import readings
 
@@ -47,6 +49,18 @@ def view(record: JobRecord, settings: Settings) -> JobView:
         "steered": record.steers or record.everyone,
     }
     return JobView(**fields)
+
+
+def listed(job_id: str, values: Sequence[bytes | None], settings: Settings) -> ListedJob | None:
+    """Return a job as a list shows it, of `values` as HMGET returns them for `LIST_FIELDS`; None if
+    there is no such job.
+    """
+    prompt, *others = values
+    record = decode(job_id, others)
+    if record is None:
+        return None
+    fields = msgspec.structs.asdict(view(record, settings))
+    return ListedJob(**fields, prompt=(prompt or b"").decode())
 
 
 def result(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from midstream.broker.ledger.core.record import FIELDS, SHOWN, decode
+from midstream.broker.ledger.core.record import LIST_FIELDS, SHOWN
 from midstream.broker.ledger.jobs.ledger import Ledger, reachable
 from midstream.broker.ledger.results import views
 from midstream.schemas.base.errors import shortened
@@ -47,7 +47,7 @@ async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
         return []
     async with ledger.redis.pipeline(transaction=False) as pipe:
         for name in names:
-            pipe.hmget(f"ms:job:{name}", ["prompt", *FIELDS])
+            pipe.hmget(f"ms:job:{name}", LIST_FIELDS)
             pipe.hget(f"ms:capture:{name}", "tags").getrange(f"ms:out:{name}", 0, OUTPUT_BYTES - 1)
         raw = await pipe.execute(raise_on_error=False)
     result = []
@@ -56,18 +56,10 @@ async def read_jobs(ledger: Ledger, names: Sequence[str]) -> list[FeedJob]:
             for part in (values, tags, out):
                 if isinstance(part, Exception):
                     raise ValueError(f"its record has another type: {part}")
-            prompt, *values = values
-            if (record := decode(name, values)) is not None:
-                view = views.view(record, ledger.settings)
-                listed = from_json(tags, list[str]) if tags else []
-                result.append(
-                    FeedJob(
-                        **msgspec.structs.asdict(view),
-                        tags=listed,
-                        prompt=(prompt or b"").decode(),
-                        output=_output(out),
-                    )
-                )
+            if (job := views.listed(name, values, ledger.settings)) is not None:
+                known = from_json(tags, list[str]) if tags else []
+                fields = msgspec.structs.asdict(job)
+                result.append(FeedJob(**fields, tags=known, output=_output(out)))
         except (TypeError, ValueError, msgspec.DecodeError) as error:
             log.warning(
                 "job %s is left out of the page's table: its record cannot be read: %r", name, error

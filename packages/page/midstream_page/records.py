@@ -8,7 +8,7 @@ import msgspec
 
 from midstream.schemas.access.keys import Scope, TenantView
 from midstream.schemas.base.records import Published, Record
-from midstream.schemas.jobs.jobs import JobView
+from midstream.schemas.jobs.jobs import ListedJob
 
 #: The longest key that a login accepts, in characters; real keys have at most 272.
 MAX_LOGIN_KEY = 512
@@ -37,12 +37,10 @@ class SessionView(Published, kw_only=True):
     links: dict[str, str] = {}  # name → URL of related pages: docs, Flower, Grafana
 
 
-class FeedJob(JobView, omit_defaults=True, kw_only=True):
+class FeedJob(ListedJob, omit_defaults=True, kw_only=True):
     """A job of the feed."""
 
     tags: list[str] = []  # of its captures that are stored as files
-    # the beginning of its first prompt (of a chat: the last message; of a sweep: both prompts)
-    prompt: str = ""
     output: str = ""  # the beginning of its first output
 
 

@@ -9,7 +9,7 @@ from midstream.broker.ledger.core import record
 from midstream.broker.ledger.results import views
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.artifacts.loras import LoraUse, StoredLora
-from midstream.schemas.base.records import from_msgpack, to_msgpack
+from midstream.schemas.base.records import fields_of, from_msgpack, to_msgpack
 from midstream.schemas.jobs.jobs import Job, JobView, Sampling, State, StoredPrompt
 from midstream.schemas.settings.settings import Settings
 from midstream_lab.records.sweep_units import SweepWork
@@ -119,6 +119,17 @@ def test_a_stored_record_is_read() -> None:
         contents={"sae/x": "y"},
         global_version=0,
     )
+
+
+def test_a_list_has_a_job_with_the_beginning_of_its_prompt() -> None:
+    stored = {**STORED, "prompt": b"Where is it?"}
+    values = [stored.get(name) for name in record.LIST_FIELDS]
+    listed = views.listed("job_a", values, Settings())
+    assert listed is not None
+    assert listed.prompt == "Where is it?"
+    known = views.view(read(STORED), Settings())
+    assert fields_of(listed, JobView) == fields_of(known, JobView)
+    assert views.listed("job_a", [None] * len(values), Settings()) is None
 
 
 def test_a_record_from_before_tenants_is_read() -> None:

@@ -12,7 +12,7 @@ import pytest
 import typer
 from cli_kit import Cli
 from http_kit import reply, server
-from job_kit import job_result, job_view
+from job_kit import job_result, listed_job
 
 from midstream import MidstreamError, __version__
 from midstream.client import Client
@@ -154,15 +154,20 @@ def test_hooks_and_layers_are_the_only_names_of_sites() -> None:
 
 
 def test_a_table_of_jobs_says_what_they_are_and_counts_no_hand_over(cli: Cli) -> None:
-    handed = job_view(kind="attribution", attempt=2, cells_expected=9, model="m")
-    again = job_view(attempt=2, retry_reason="worker_lost", prompts=3, model="m")
+    handed = listed_job(kind="attribution", attempt=2, cells_expected=9, model="m")
+    again = listed_job(
+        attempt=2, retry_reason="worker_lost", prompts=3, model="m", prompt="Why is it so?"
+    )
     ended, _ = cli.served("list", "jobs", by=[reply(JobPage(jobs=[handed, again]))])
-    found = {words: ended.out.count(words) for words in ("attribution", "of 9", "3 p", "attempt 2")}
+    found = {
+        words: ended.out.count(words)
+        for words in ("attribution", "of 9", "3 p", "attempt 2", "Why is it so?")
+    }
     assert found == dict.fromkeys(found, 1)
 
 
 def test_an_attribution_that_computes_no_cell_has_estimates_only(cli: Cli) -> None:
-    bare = job_view(kind="attribution", cells_expected=0, model="m")
+    bare = listed_job(kind="attribution", cells_expected=0, model="m")
     ended, _ = cli.served("list", "jobs", by=[reply(JobPage(jobs=[bare]))])
     assert "estimates only" in ended.out
     assert "0 of 0" not in ended.out
@@ -204,6 +209,21 @@ def test_a_dose_is_asked_for_like_a_job(cli: Cli) -> None:
     assert asked["prompts"] == ["Hi"]
     assert asked["layers"] == 2
     assert asked["steering"][0]["module"] == "joy"
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("The cat sat", "POST /v1/jobs"),
+        ("Hello", "POST /v1/jobs"),
+        ("Either/or is a choice", "POST /v1/jobs"),
+        ("job_1", "GET /v1/captures/job_1"),
+    ],
+)
+def test_attention_takes_a_prompt_or_a_job(cli: Cli, source: str, asked: str) -> None:
+    refusal = MidstreamError("invalid_request", "refused here").problem()
+    _, seen = cli.served("attention", source, "--model", "m", by=[reply(refusal, 400)])
+    assert seen[0].startswith(asked)
 
 
 def test_every_command_accepts_h_and_version(cli: Cli) -> None:
@@ -275,7 +295,13 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
         ("get server", "no Midstream server answers"),
         ("submit --file wrong.json", "promts: unknown field; did you mean 'prompts'?"),
         ("submit --file torn.json", "Expecting value: line 2 column 1"),
-        ("dose --prompts Hello", "--prompts: Hello: No such file or directory (allowed: FILE"),
+        (
+            "dose --prompts Hello",
+            "--prompts: Hello: No such file or directory; a prompt itself is given without the "
+            "option: midstream dose 'TEXT' (allowed: FILE",
+        ),
+        ("sweep -f pairs.json --model m", "pair: unknown field; did you mean 'pairs'?"),
+        ("attribute -f pairs.json --model m", "pair: unknown field; did you mean 'pairs'?"),
         ("dose --held-out Hello", "--held-out: Hello: No such file"),
         ("list steerings", "KIND: unknown kind 'steerings' (allowed: job, "),
         ("create key eve --set scopes=submit,red", "or --set scopes=… for each (allowed: submit, "),
@@ -345,6 +371,7 @@ def test_commands_end_with_their_exit_codes(cli: Cli, typed: str, code: int, sai
 def test_cli_errors_are_one_line_naming_the_option(cli: Cli, typed: str, words: str) -> None:
     Path("lines.jsonl").write_text("[1]\n")
     Path("torn.json").write_text('{"prompts":\n')
+    Path("pairs.json").write_text('{"pair": [{"clean": "x", "corrupt": "y"}]}')
     Path("wrong.json").write_text('{"promts": ["x"]}')
     Path("torn.jsonl").write_text("text,label\n")
     Path("lines.csv").write_text("text,label\n")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from capture_kit import finished, values, write
-from job_kit import job_result, job_view
+from job_kit import job_result, job_view, listed_job
 from refusal_kit import refuses
 from sweep_kit import FAILED, LAYERS, PEAK, pair, result
 
@@ -109,7 +109,7 @@ def hostile_grid() -> Grid:
 def test_everything_that_calls_return_has_html(tmp_path: Path) -> None:
     pages = {
         "job": job_view()._repr_html_(),
-        "page of jobs": JobPage(jobs=[job_view()])._repr_html_(),
+        "page of jobs": JobPage(jobs=[listed_job()])._repr_html_(),
         "result": job_result("Paris")._repr_html_(),
         "module": module("joy")._repr_html_(),
         "modules": Listing([module("joy"), module("fear")])._repr_html_(),
@@ -150,7 +150,7 @@ def test_what_a_server_says_is_escaped() -> None:
     problem = Problem(type="t", title="t", status=500, detail=HOSTILE)
     pages = [
         job_view(id=HOSTILE, model=HOSTILE, worker=HOSTILE, error=problem)._repr_html_(),
-        JobPage(jobs=[job_view(id=HOSTILE, model=HOSTILE)])._repr_html_(),
+        JobPage(jobs=[listed_job(id=HOSTILE, model=HOSTILE, prompt=HOSTILE)])._repr_html_(),
         job_result(HOSTILE)._repr_html_(),
         module(HOSTILE, HOSTILE)._repr_html_(),
         Listing([module(HOSTILE, HOSTILE)])._repr_html_(),
