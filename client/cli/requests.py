@@ -225,7 +225,7 @@ def lens(
     if json_:
         print_json(client.result(result.job).lens)
     else:
-        out.print(readings.lens_table(result))
+        out.print(readings.LensTable(result))
         if result.named:
             out.print(readings.named_table(result))
     if figure is not None:
@@ -237,7 +237,7 @@ def attention(
         str | None,
         typer.Argument(
             metavar="[JOB|FOLDER|PROMPT]",
-            help="A capture of q and k at all positions, or a prompt of several words.",
+            help="A capture of q and k at all positions, or a prompt.",
         ),
     ] = None,
     prompt: Annotated[
@@ -267,7 +267,7 @@ def attention(
     """Show what tokens attend to: a map of tokens by tokens for each head, and the strongest heads
     of each behaviour, such as attention to the previous token.
     """
-    if prompt is None and source is not None and " " in source and not Path(source).exists():
+    if prompt is None and source is not None and _is_prompt(source):
         source, prompt = None, source
     if (source is None) == (prompt is None):
         raise invalid("--prompt", "give either a prompt or a capture (job or folder)")
@@ -292,6 +292,12 @@ def attention(
     if not print_json(_facts(result), json_):
         out.print(show_attention.report(result, panels))
     finish(result.job, figure, lambda path: result.plot(path, panels=panels), json_)
+
+
+def _is_prompt(source: str) -> bool:
+    """Return whether a source is a prompt: it names no job, no folder and no store."""
+    named = source.startswith("job_") or "/" in source
+    return not Path(source).exists() and (" " in source or not named)
 
 
 def _facts(attention: Attention) -> dict[str, Any]:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
@@ -42,13 +43,17 @@ _COLOURS = {
     "delivered": "green",
     "refused": "red",
 }
-#: Columns that are never folded, because users copy their values.
+#: Columns that are folded only where the others have no room, because users copy their values.
 _WHOLE = frozenset(
     [
         *("checksum", "crc32", "job", "state", "id", "run", "name", "digest", "process", "pid"),
         "condition",
     ]
 )
+#: In characters: the most that a folded word may ask for, and the width of a terminal that cuts
+#: nothing.
+_WORD = 8
+_UNBOUND = 10_000
 #: The most rows of a table; a caption counts the rest.
 TABLE_ROWS = 24
 #: The characters shown of a segment's name.
@@ -128,6 +133,34 @@ def text_of(cell: Cell, entry: Any) -> str:
     return escape(_Template().vformat(cell, entry, {})) if isinstance(cell, str) else cell(entry)
 
 
+class FittingTable(Table):
+    """A table that loses no column on a narrow terminal: whole columns are folded, too, where they
+    leave the others less room than a short word.
+    """
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if self._needed(console, options) > options.max_width:
+            for column in self.columns:
+                column.no_wrap = False
+                column.overflow = "fold"
+        yield from super().__rich_console__(console, options)
+
+    def _needed(self, console: Console, options: ConsoleOptions) -> int:
+        """Return the characters that a line takes if whole columns stay whole."""
+        free = options.update(width=_UNBOUND)
+
+        def wide(cell: RenderableType, whole: bool) -> int:
+            found = Measurement.get(console, free, cell)
+            return found.maximum if whole else min(found.minimum, _WORD)
+
+        widths = [
+            max(wide(cell, column.no_wrap) for cell in (column.header, *column.cells))
+            for column in self.columns
+        ]
+        gap = 1 + self.padding[1] + self.padding[3]
+        return sum(widths) + gap * len(widths)
+
+
 def table(
     title: str,
     *columns: str,
@@ -139,7 +172,7 @@ def table(
 
     `right`: columns that are aligned to the right here, besides those that are everywhere.
     """
-    result = Table(
+    result = FittingTable(
         title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False
     )
     for column in columns:
@@ -190,7 +223,7 @@ def lines(
     )
 
 
-def bare(title: str, gap: int = 2) -> Table:
+def bare(title: str | None, gap: int = 2) -> Table:
     """Return an empty table without lines, with `gap` characters between its columns."""
     return Table(
         box=None, pad_edge=False, padding=(0, gap, 0, 0), title=title, title_justify="left"

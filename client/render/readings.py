@@ -1,9 +1,11 @@
 """Terminal output of readings: logit lens, SAE features and probe scores, by token."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from rich.align import Align
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -19,6 +21,8 @@ PROMPTS = 4
 _RUNS = 6
 #: The most characters of a token in a cell.
 _CELL = 9
+#: The characters of the column of layers, with the one after it.
+_LAYER = len("layer ")
 #: Terminal colours, most probable first: (smallest probability, style).
 _STEPS = (
     (0.8, "black on #fde725"),
@@ -37,18 +41,53 @@ def shown(word: str) -> str:
     return text if len(text) <= _CELL else f"{text[: _CELL - 1]}…"
 
 
-def lens_table(lens: Lens, last: int = 12) -> Table:
-    """Return a table of top tokens: a row per layer, last layer first, and a column for each of the
-    `last` positions. In a narrow terminal, tokens are cut; the layers are not.
+class LensTable:
+    """A rich renderable of the top tokens: a row per layer, last layer first, and a column for each
+    of the `last` positions. Those that do not fit side by side stand below each other, each time
+    with the layers.
     """
-    places = range(max(0, len(lens.positions) - last), len(lens.positions))
-    drawn = bare(f"top next token at {lens.hook}", gap=1)
-    drawn.add_column("layer", justify="right", style="dim", no_wrap=True)
-    for place in places:
-        drawn.add_column(_word(lens.tokens[place]))
-    for row in reversed(range(len(lens.layers))):
-        drawn.add_row(str(lens.layers[row]), *[_cell(lens, row, place) for place in places])
-    return drawn
+
+    def __init__(self, lens: Lens, last: int = 12):
+        self.title: str | None = f"top next token at {lens.hook}"
+        self._lens = lens
+        self._places = range(max(0, len(lens.positions) - last), len(lens.positions))
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        title = self.title
+        for places in self._parts(options.max_width - _LAYER):
+            yield self._part(places, title)
+            title = None
+
+    def _parts(self, room: int) -> Iterator[list[int]]:
+        """Yield the positions that stand side by side in `room` characters, at least one."""
+        part: list[int] = []
+        left = room
+        for place in self._places:
+            wide = self._width(place)
+            if part and wide > left:
+                yield part
+                part = []
+                left = room
+            part.append(place)
+            left -= wide
+        if part:
+            yield part
+
+    def _width(self, place: int) -> int:
+        """Return the characters of a position's column, with the one after it."""
+        lens = self._lens
+        words = [lens.tokens[place], *map(lens.word, lens.top_ids[:, place, 0])]
+        return max(cell_len(shown(word)) for word in words) + 1
+
+    def _part(self, places: Sequence[int], title: str | None) -> Table:
+        lens = self._lens
+        drawn = bare(title, gap=1)
+        drawn.add_column("layer", justify="right", style="dim", no_wrap=True)
+        for place in places:
+            drawn.add_column(_word(lens.tokens[place]))
+        for row in reversed(range(len(lens.layers))):
+            drawn.add_row(str(lens.layers[row]), *[_cell(lens, row, place) for place in places])
+        return drawn
 
 
 def named_table(lens: Lens, place: int = -1) -> Table:
@@ -109,11 +148,11 @@ def tokens(result: JobResult) -> list[int]:
     return sorted(lens_tokens.union(*(reading.token_ids for reading in result.features or [])))
 
 
-def tables(result: JobResult, words: Words) -> Iterator[Table | str]:
+def tables(result: JobResult, words: Words) -> Iterator[Table | LensTable | str]:
     """Yield titles and tables of a result's lens and feature readings. `words`: token id → text."""
     many = len(result.outputs) > 1
-    readings = [
-        (item.request, lens_table(lens_of(item, result.id, words)))
+    readings: list[tuple[int, Table | LensTable]] = [
+        (item.request, LensTable(lens_of(item, result.id, words)))
         for item in result.lens or []
         if item.request < PROMPTS
     ]

@@ -18,7 +18,7 @@ _STATES = {
     for state in State
     if state not in (State.CANCELLING, State.EXPIRED)
 }
-#: The most characters of a name, so that numbers fit 80 columns.
+#: The most characters of a name in a line, so that numbers fit 80 columns.
 _NAME = 22
 #: Seconds for which a disagreement of ranks is shown.
 DESYNC_SHOWN_S = 24 * 3600.0
@@ -76,14 +76,14 @@ def _alive(name: str, alive: bool, more: str) -> str:
 def _table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], name_columns: int = 1
 ) -> Table:
-    """Build a table. The first `name_columns` columns contain names, which are truncated to fit;
-    the others contain numbers, which are not.
+    """Build a table. The first `name_columns` columns contain names, which are folded to fit: the
+    end of a worker's name tells it from others. The other columns contain numbers.
     """
     result = bare(f"\n{title}", gap=1)
     result.title_style = "bold"
     for place, column in enumerate(columns):
         if place < name_columns:
-            result.add_column(column, overflow="ellipsis", no_wrap=True, max_width=_NAME)
+            result.add_column(column, overflow="fold", max_width=_NAME)
         else:
             widest = max([len(column), *[len(row[place]) for row in rows]])
             result.add_column(column, justify="right", no_wrap=True, min_width=widest)

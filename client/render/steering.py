@@ -15,7 +15,7 @@ from ...schemas.requests.steering import (
     RankAgreement,
     WorkerSteering,
 )
-from .jobs import TABLE_ROWS, Cells, count, lines, text_of
+from .jobs import TABLE_ROWS, Cells, FittingTable, count, lines, text_of
 
 #: Characters shown of a digest, enough to distinguish digests.
 DIGEST = 12
@@ -91,7 +91,7 @@ def ranks(worker: WorkerSteering, agreement: RankAgreement) -> Table:
         if stage.worker == worker.worker and not stage.consistent
     }
     # no padding, so that a rank fits on one line of 80 columns
-    shown = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
+    shown = FittingTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=0)
     for column in _RANK:
         shown.add_column(column, justify="right", no_wrap=True)
     for rank in worker.ranks:

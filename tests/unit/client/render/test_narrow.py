@@ -1,15 +1,20 @@
 """Tables keep all their columns on a terminal of 80 characters."""
 
+import time
+from string import ascii_uppercase
+
 import numpy as np
 import pytest
-from job_kit import job_view
+from job_kit import listed_job
 from rich.console import Console, RenderableType
 
 from midstream.client.render import records
-from midstream.client.render.readings import lens_table
+from midstream.client.render.forms import added
+from midstream.client.render.jobs import table
+from midstream.client.render.readings import LensTable
 from midstream.client.sdk.readings import Lens
 from midstream.schemas.access.webhooks import WebhookDelivery
-from midstream.schemas.jobs.jobs import JobView
+from midstream.schemas.jobs.jobs import ListedJob
 
 JOB = "job_1m7wyqaqe78qxr5dmkjyqtj1ezxcg251d27"
 
@@ -41,7 +46,7 @@ def lens(tokens: list[str]) -> Lens:
 @pytest.mark.parametrize("count", [2, 9, 12])
 def test_a_lens_keeps_its_layers_and_marks_only_tokens_that_are_cut(count: int) -> None:
     words = [" a", " quantitative", *"bcdefghijk"][:count]
-    lines = printed(lens_table(lens(words)))
+    lines = printed(LensTable(lens(words)))
     head = next(at for at, line in enumerate(lines) if line.startswith("layer ␣a "))
     last, first = lines[head + 1 : head + 3]
     assert last.startswith("   29 ␣a ")
@@ -49,17 +54,45 @@ def test_a_lens_keeps_its_layers_and_marks_only_tokens_that_are_cut(count: int) 
     assert last.count("…") == 1
 
 
-def test_a_lens_cuts_its_tokens_before_its_layers_on_a_terminal_of_50_characters() -> None:
-    lines = printed(lens_table(lens([" quantitative"] * 12)), width=50)
-    assert any(line.startswith("layer ␣q") for line in lines)
+def test_tokens_of_a_lens_that_do_not_fit_stand_below_with_their_layers() -> None:
+    words = [f" token{number:02}" for number in range(12)]
+    lines = printed(LensTable(lens(words)))
+    heads = [line.split() for line in lines if line.startswith("layer ")]
+    assert [head[0] for head in heads] == ["layer", "layer"]
+    assert [word for head in heads for word in head[1:]] == [
+        word.replace(" ", "␣") for word in words
+    ]
+    assert sum(line.startswith("   29 ␣token") for line in lines) == 2
+    assert max(map(len, lines)) <= 80
 
 
-def test_a_list_of_jobs_that_triggered_policies_keeps_its_columns() -> None:
+LISTS = {
+    **{kind: shown for kind, form in added().items() if (shown := form.shown)},
+    **records.SHOWN,
+}
+
+
+@pytest.mark.parametrize("width", [40, 80])
+@pytest.mark.parametrize("kind", [kind for kind, shown in LISTS.items() if shown.columns])
+def test_no_list_cuts_or_drops_a_cell(kind: type, width: int) -> None:
+    columns = LISTS[kind].columns
+    cells = [f"{letter * 20}-{letter * 20}" for letter in ascii_uppercase[: len(columns)]]
+    drawn = "".join(printed(table("", *columns, rows=[cells]), width))
+    assert {cell[0]: drawn.count(cell[0]) for cell in cells} == {cell[0]: 40 for cell in cells}
+
+
+def test_a_list_of_jobs_has_prompts_and_times_beside_policies_that_triggered() -> None:
     triggered = {"prompts-about-weapons": False, "guard-of-all-traffic": True}
-    view = job_view(id=JOB, triggered=triggered, capture_status="ok", created=1.0, finished=2.5)
-    lines = "\n".join(printed(records.listed([view], JobView)))
-    for column in ("state", "what", "took", "1.50 s", "generate"):
-        assert column in lines
+    prompt = "The Eiffel Tower is in the city of Paris,\nwhich is the capital of France"
+    more = {"created": 1.0, "finished": 2.5, "kind": "attribution", "capture_status": "timed_out"}
+    view = listed_job(id=JOB, triggered=triggered, prompt=prompt, **more)
+    lines = printed(records.listed([view], ListedJob))
+    shown = "\n".join(lines)
+    sent = time.strftime("%m-%d", time.localtime(1.0))
+    beginning = "The Eiffel Tower is in the city of Par…"
+    for words in (JOB, beginning, "state", "what", "sent", sent, "in 1.50 s", "attribution"):
+        assert words in shown
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_list_of_webhooks_keeps_its_columns_beside_a_long_url() -> None:

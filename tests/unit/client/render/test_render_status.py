@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console, RenderableType
-from status_kit import AT, status
+from status_kit import AT, status, worker
 
 from midstream.client.render import readings, records, status as show_status
 from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
@@ -88,6 +88,16 @@ def test_a_busy_service_fits_on_80_columns_and_keeps_its_numbers() -> None:
         assert number in text, number
     later = status(at=AT + 2, counts={"meta-llama-3.1-70b-instruct": {"succeeded": 1_200_041}})
     assert " 20.5" in printed(later, status())
+
+
+def test_workers_whose_names_begin_alike_are_told_apart() -> None:
+    name = "gpu-node-17.cluster.example-meta-llama-3.1-70b"
+    names = [name, f"{name}-gradients"]
+    text = printed(status(workers=[worker(each) for each in names]))
+    assert max(map(len, text.splitlines())) <= 80
+    folded = "".join(line.split(" ")[0] for line in text.splitlines())
+    assert folded.count(name) == 2
+    assert f"{name}-gradients" in folded
 
 
 def test_status_shows_missing_parts_and_ranks_that_disagreed_lately() -> None:
