@@ -112,7 +112,7 @@ class Calls(Generic[M]):
     async def _send(self, call: HttpCall) -> httpx2.Response:
         """Return the response, regardless of its status. Raises ServerUnreachable."""
         with Translated(
-            (httpx2.TransportError, RuntimeError),  # RuntimeError: of a closed client
+            httpx2.TransportError,
             lambda error: wire.unreachable(self._io.url, error),
             hidden=True,
         ):

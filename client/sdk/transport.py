@@ -12,9 +12,19 @@ from typing import Any, TypeAlias, TypeVar
 
 import httpx2
 
+from ...schemas.base.errors import MidstreamError
 from .wire import HttpCall
 
 T = TypeVar("T")
+H = TypeVar("H", httpx2.Client, httpx2.AsyncClient)
+
+
+def _opened(http: H) -> H:
+    """Return a client that can send. Raises MidstreamError for one that was closed."""
+    if http.is_closed:
+        hint = "make a new one: Client(), AsyncClient()"
+        raise MidstreamError("conflict", "this client is closed", hint=hint)
+    return http
 
 
 class BlockingTransport:
@@ -32,17 +42,17 @@ class BlockingTransport:
         self._http.close()
 
     async def send(self, call: HttpCall) -> httpx2.Response:
-        """Send a request. Raises httpx2.TransportError."""
-        return self._http.request(**call.arguments())
+        """Send a request. Raises httpx2.TransportError, MidstreamError for a closed client."""
+        return _opened(self._http).request(**call.arguments())
 
     @asynccontextmanager
     async def stream(self, **arguments: Any) -> AsyncIterator[httpx2.Response]:
         """Send a request, and yield the response, whose body `chunks` reads; that of an error is
         read whole. `arguments`: those of `httpx2.Client.stream`.
 
-        Raises httpx2.TransportError, here and while the body is read.
+        Raises httpx2.TransportError, here and while the body is read, and as `send`.
         """
-        with self._http.stream(**arguments) as response:
+        with _opened(self._http).stream(**arguments) as response:
             if response.is_error:
                 response.read()
             yield response
@@ -92,11 +102,11 @@ class AwaitingTransport:
         await self._http.aclose()
 
     async def send(self, call: HttpCall) -> httpx2.Response:
-        return await self._http.request(**call.arguments())
+        return await _opened(self._http).request(**call.arguments())
 
     @asynccontextmanager
     async def stream(self, **arguments: Any) -> AsyncIterator[httpx2.Response]:
-        async with self._http.stream(**arguments) as response:
+        async with _opened(self._http).stream(**arguments) as response:
             if response.is_error:
                 await response.aread()
             yield response

@@ -252,11 +252,7 @@ def submission(path: str, body: Any, key: str | None) -> HttpCall:
 
 
 def unreachable(url: str, error: Exception) -> ServerUnreachable:
-    """Return the error of a request that got no answer: the server is slow, or there is none, or
-    the client was closed.
-    """
-    if isinstance(error, RuntimeError):
-        return ServerUnreachable("this client is closed", "make a new one: Client(), AsyncClient()")
+    """Return the error of a request that got no answer: the server is slow, or there is none."""
     if isinstance(error, httpx2.TimeoutException) and not isinstance(error, httpx2.ConnectTimeout):
         return ServerTimeout(
             f"the server at {url} did not answer in time ({type(error).__name__})",

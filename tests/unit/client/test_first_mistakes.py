@@ -59,10 +59,21 @@ def test_an_address_may_omit_its_scheme() -> None:
     assert seen == ["GET /v1/models"]
 
 
-def test_a_closed_client_says_so() -> None:
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda client: client.models(),
+        lambda client: client.submit(prompt="x", model="m"),
+        lambda client: next(client.jobs.events("job_1")),
+    ],
+    ids=["call", "submission", "stream"],
+)
+def test_a_closed_client_says_so(ask: Callable[[Client], Any]) -> None:
     with Client(CLOSED) as client:
         pass
-    assert str(refusal(client.models)).startswith("this client is closed; make a new one")
+    assert str(refusal(lambda: ask(client))) == (
+        "this client is closed; make a new one: Client(), AsyncClient()"
+    )
 
 
 def test_a_file_in_place_of_a_vector_is_to_be_read() -> None:
