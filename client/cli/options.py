@@ -114,11 +114,11 @@ def _fields_of(file: Path) -> Any:
     return content if isinstance(content, dict) else None
 
 
-def texts(file: str | Path | None, option: str = "FILE") -> list[Any]:
+def texts(file: str | Path | None, option: str = "FILE", hint: str | None = None) -> list[Any]:
     """Return the texts of a file, or its lists of token ids; none of None. Raises as `rows`."""
     if file is None:
         return []
-    found = [row["text"] for row in rows(file, TEXT, option=option)]
+    found = [row["text"] for row in rows(file, TEXT, option=option, hint=hint)]
     if any(isinstance(item, dict) for text in found if isinstance(text, list) for item in text):
         raise invalid(
             option,
@@ -130,14 +130,19 @@ def texts(file: str | Path | None, option: str = "FILE") -> list[Any]:
 
 
 def rows(
-    file: str | Path, wanted: Sequence[str], required: bool = True, option: str = "FILE"
+    file: str | Path,
+    wanted: Sequence[str],
+    required: bool = True,
+    option: str = "FILE",
+    hint: str | None = None,
 ) -> list[dict[str, Any]]:
     """Return the rows of a file, of which there must be some, and no more of them than it takes to
-    see that they are too many. Raises as `read_rows`, MidstreamError that names `option` in place
-    of OSError.
+    see that they are too many. Raises as `read_rows`, MidstreamError that names `option`, with
+    `hint`, in place of OSError.
     """
     with Translated(
-        OSError, lambda error: invalid(option, f"{file}: {error.strerror}", allowed=ROWS_FORM)
+        OSError,
+        lambda error: invalid(option, f"{file}: {error.strerror}", allowed=ROWS_FORM, hint=hint),
     ):
         found = [*islice(read_rows(file, wanted, required), MAX_PROMPTS + 1)]
     if not found:

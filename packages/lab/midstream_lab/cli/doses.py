@@ -21,6 +21,9 @@ from midstream.client.sdk.client import Client
 
 from ..show import doses
 
+#: What is meant by a text in place of the file of `--prompts`.
+_TYPED = "a prompt itself is given without the option: midstream dose 'TEXT'"
+
 
 @with_client
 def dose(
@@ -48,7 +51,7 @@ def dose(
     """
     figures.check(figure, "--figure")
     typed = {
-        "prompts": [*(prompt or []), *options.texts(prompts, "--prompts")],
+        "prompts": [*(prompt or []), *options.texts(prompts, "--prompts", _TYPED)],
         "held_out": options.texts(held_out, "--held-out"),
         "steering": options.steering(steer),
         "layers": options.layers(layers),

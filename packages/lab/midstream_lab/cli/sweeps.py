@@ -5,6 +5,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
+from midstream.client import values
 from midstream.client.cli import options
 from midstream.client.cli.requests import CellLayers, Figure, finish, of_a_model
 from midstream.client.cli.terminal import (
@@ -142,6 +143,7 @@ def _pairs(
     """
     figures.check(figure, "--figure")
     shared = {name: fields.pop(name) for name in _SHARED if name in fields}
+    values.known_keywords(fields, kind)
     pairs = fields.pop("pairs", [{}])
     if twice := [name for pair in pairs for name in shared if name in pair]:
         raise invalid(twice[0], "is also in `pairs`: give it once")
