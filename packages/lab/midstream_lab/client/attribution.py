@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from midstream.client import frames
 from midstream.schemas.base.errors import MidstreamError, invalid
@@ -33,6 +34,9 @@ class Score(NamedTuple):
     name: str  # `head 3.5 → q 7.2`, or `feature 12, layer 3` with its column's label
     score: float
     item: Edge | FeatureScore
+
+    def __repr__(self) -> str:
+        return f"Score({self.name!r}, {self.score:.4g}, pair={self.pair})"
 
 
 def estimated(result: AttributionResult) -> SweepResult:
@@ -84,7 +88,9 @@ class Attribution(Plotted):
     pair: int | None = None
 
     def __repr__(self) -> str:
-        listed = {name: len(getattr(self, name)) for name in ("cells", "off", "edges", "features")}
+        grids = self.estimates.values.values()
+        listed = {"estimates": sum(int(np.isfinite(grid).sum()) for grid in grids)}
+        listed |= {name: len(getattr(self, name)) for name in ("cells", "off", "edges", "features")}
         shown = [f"{name}={count}" for name, count in listed.items() if count]
         return f"Attribution({', '.join([self.job, self.result.method, *shown])})"
 

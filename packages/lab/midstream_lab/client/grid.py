@@ -51,6 +51,18 @@ class Effect(NamedTuple):
     head: int = -1  # −1: on an axis without heads
     neurons: tuple[int, ...] = ()  # those chosen by rank, strongest first; only for one pair
 
+    def __repr__(self) -> str:
+        """Return the cell's site and numbers, without what its axis does not have."""
+        parts = [
+            repr(self.label),
+            f"{self.hook} {self.layer}",
+            "" if self.head < 0 else f"head {self.head}",
+            f"neurons {', '.join(map(str, self.neurons))}" if self.neurons else "",
+            f"value={self.value:.4g}",
+            "" if self.effect == self.value else f"effect={self.effect:.4g}",
+        ]
+        return f"Effect({', '.join(filter(None, parts))})"
+
 
 @dataclass(frozen=True)
 class Grid(Plotted):

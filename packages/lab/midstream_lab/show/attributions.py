@@ -23,8 +23,8 @@ def _signed(value: float | None) -> str:
 
 
 def report(attribution: Attribution, most: int = 10) -> RenderableType:
-    """Return the estimates as a heatmap (of edges and features: a list), the `most` strongest cells
-    whose exact value is known, others that disagree, and how well both agree.
+    """Return the estimates as a heatmap (of edges and features: a list of the `most` strongest),
+    and the findings.
     """
     scores = attribution.edges or attribution.features
     estimates: list[RenderableType] = (
@@ -32,9 +32,16 @@ def report(attribution: Attribution, most: int = 10) -> RenderableType:
         if scores
         else [_ESTIMATES, Heatmap(estimated(attribution.result), attribution.pair)]
     )
+    return Group(*estimates, Text(""), findings(attribution, most))
+
+
+def findings(attribution: Attribution, most: int = 10) -> RenderableType:
+    """Return the `most` strongest cells whose exact value is known, others that disagree, and how
+    well both agree.
+    """
     checked = [checked_table(attribution, most)] if attribution.cells else []
     lines = map(Text, agreement(attribution))
-    return Group(*estimates, Text(""), *checked, *lines, *remarks(attribution.result))
+    return Group(*checked, *lines, *remarks(attribution.result))
 
 
 def scores_table(scores: list[Score], most: int) -> Table:

@@ -39,7 +39,9 @@ def _registered(result: FitResult) -> str:
 #: Class → its form.
 FORMS: dict[type, Form] = {
     Attribution: Form(
-        plot=attribution_figure, printed=lambda attribution: [attributions.report(attribution)]
+        plot=attribution_figure,
+        html=notebook.attribution_html,
+        printed=lambda attribution: [attributions.report(attribution)],
     ),
     DoseResult: Form(
         plot=dose_figure,

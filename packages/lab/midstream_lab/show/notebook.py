@@ -1,14 +1,15 @@
-"""Notebook output of sweeps, grids, doses and items of datasets."""
+"""Notebook output of sweeps, attributions, grids, doses and items of datasets."""
 
 from rich.text import Text
 
 from midstream.client.render.notebook import html, image_of, plot, png_of, record_html
 
+from ..client.attribution import Attribution
 from ..client.grid import Grid
 from ..client.mapping.map import Mapped
 from ..records.doses import DoseResult
 from ..records.sweeps import SweepResult
-from . import doses, sweeps
+from . import attributions, doses, sweeps
 
 
 def sweep_png(result: SweepResult) -> bytes | None:
@@ -22,6 +23,16 @@ def sweep_html(result: SweepResult) -> str:
     if drawn is None:
         return html(sweeps.report(result))
     return image_of("heatmap", drawn) + html(sweeps.findings(result))
+
+
+def attribution_html(attribution: Attribution) -> str:
+    """Return the figure (without matplotlib, what the terminal prints), the cells that were
+    computed exactly, and how well both agree.
+    """
+    drawn = png_of(lambda: plot(attribution, None))
+    if drawn is None:
+        return html(attributions.report(attribution))
+    return image_of("attribution", drawn) + html(attributions.findings(attribution))
 
 
 def dose_html(result: DoseResult) -> str:

@@ -4,6 +4,7 @@ disagree, edges and features, and how both agree; and as it is drawn and printed
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_grids_and_cells_have_estimates_and_exact_values() -> None:
     assert np.isnan(whole.exact.values[HOOK]).sum() == whole.exact.values[HOOK].size - 2
     assert [(cell.layer, cell.column) for cell in whole.cells] == [STRONG, WRONG, FAILED]
     assert [(cell.layer, cell.column) for cell in whole.off] == [WRONG]
-    assert repr(whole) == "Attribution(job_1, attribution, cells=3, off=1)"
+    assert repr(whole) == "Attribution(job_1, attribution, estimates=298, cells=3, off=1)"
 
 
 def test_figures_of_agreement_are_over_all_pairs_or_one() -> None:
@@ -214,6 +215,15 @@ def test_edges_and_features_are_bars_and_a_table(result: AttributionResult, name
     shown = printed(result)
     assert name in shown
     assert re.search(r"\n what +estimate \n", shown)
+
+
+def test_a_notebook_shows_the_figure_and_how_both_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = found()._repr_html_()
+    assert shown.startswith('<img alt="attribution"')
+    for words in ("Effects of cells computed exactly", "1 of 2 cells off by more than"):
+        assert words in shown
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "Estimates by gradients" in found()._repr_html_()
 
 
 def test_the_terminal_calls_estimates_estimates() -> None:

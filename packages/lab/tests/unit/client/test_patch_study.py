@@ -19,7 +19,7 @@ from sweep_kit import CORRUPT, FAILED, LAYERS, PEAK, VIEW, grid, over, pair, res
 
 from midstream import AsyncClient, AsyncPatchStudy, Client, PatchStudy
 from midstream.schemas.base.records import from_json, to_json
-from midstream_lab.client.grid import grid_of
+from midstream_lab.client.grid import Effect, grid_of
 from midstream_lab.client.patch_study import Region
 from midstream_lab.client.progress import bar
 from midstream_lab.records.sweeps import (
@@ -152,6 +152,16 @@ def test_top_gives_the_strongest_cells_with_token_position_layer_and_hook() -> N
     assert best.hook == "mlp_out"
     assert best.value == -30.0
     assert best.effect == -21.0  # the base is −9
+
+
+def test_a_cell_is_shown_in_few_digits() -> None:
+    share = 0.8724349610999258
+    cell = Effect("attn_out", 21, 9, " of", [9], value=share, effect=share)
+    assert repr(cell) == "Effect(' of', attn_out 21, value=0.8724)"
+    other = cell._replace(effect=-0.25, head=3, neurons=(4, 7))
+    assert repr(other) == (
+        "Effect(' of', attn_out 21, head 3, neurons 4, 7, value=0.8724, effect=-0.25)"
+    )
 
 
 def test_the_mean_over_pairs_leaves_out_the_cells_that_have_no_value() -> None:
