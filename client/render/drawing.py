@@ -50,6 +50,11 @@ RED = "#b2182b"
 GREEN = "#1b7837"
 
 
+#: From the ground of a cell to teal, as on the page (`lib/heatmap.js`): for values that have no
+#: other side, such as probabilities.
+_SHADES = ("#f3f7f7", "#bfe2e2", "#70b8bb", "#1c8086", "#064850")
+
+
 def matplotlib() -> Any:
     """Import matplotlib. Raises MidstreamError if the extra `plots` is not installed."""
     with Translated(
@@ -59,6 +64,7 @@ def matplotlib() -> Any:
         ),
     ):
         import matplotlib
+        import matplotlib.colors
         import matplotlib.figure
         import matplotlib.font_manager
     return matplotlib
@@ -74,6 +80,11 @@ def styled() -> Iterator[Any]:
     family = {"font.family": ["DejaVu Sans", *(font for font in _FONTS if font in fonts)]}
     with module.rc_context(_STYLE | family):
         yield module
+
+
+def shades() -> Any:
+    """Return the colour map of values that have no other side."""
+    return matplotlib().colors.LinearSegmentedColormap.from_list("shades", _SHADES)
 
 
 def png(drawn: "Figure") -> bytes:

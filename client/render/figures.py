@@ -15,7 +15,7 @@ from ..captures.reader import CaptureReader
 from ..sdk.readings import Features, Lens, Words
 from . import curves
 from .attention import Panel, panels_of, written
-from .drawing import check as check, new_figure, png as png, saved
+from .drawing import check as check, new_figure, png as png, saved, shades
 from .forms import form_of, formless
 from .lines import computed
 from .readings import shown
@@ -41,8 +41,8 @@ _LENS_ROW = 0.2
 _LENS_AROUND = 1.4
 #: The least width of a figure in inches: room for a title with a job's id.
 _TITLED = 3.4
-#: Cells with a probability above this are light, and get black text.
-_LIGHT = 0.6
+#: Cells with a probability above this are dark, and get white text: at least 4.5 to 1.
+_DARK = 0.74
 
 
 # --- Attention patterns
@@ -70,7 +70,7 @@ def attention_figure(attention: Attention, panels: Sequence[Panel] | None = None
     for axis, (layer, head), pattern in zip(axes, panels, patterns, strict=False):
         causal = np.where(later, np.nan, pattern)
         image = axis.imshow(
-            causal, cmap="Blues", vmin=0, vmax=most, interpolation="nearest", aspect="equal"
+            causal, cmap=shades(), vmin=0, vmax=most, interpolation="nearest", aspect="equal"
         )
         axis.set(title=f"layer {layer}, head {head}")
         if len(names) <= _NAMED:
@@ -110,7 +110,7 @@ def lens_figure(lens: Lens, places: Sequence[int] | None = None) -> "Figure":
         linewidth=0.3,
     )
     for (row, column), value in np.ndenumerate(values):
-        colour = "black" if value > _LIGHT else "white"
+        colour = "white" if value > _DARK else "black"
         word = shown(lens.word(lens.top_ids[row, places[column], 0]))
         look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 5.5, "color": colour}
         drawn.axes[0].text(column + 0.5, row + 0.5, word, **look)
@@ -186,7 +186,7 @@ def _draw_heat(
     width = max(len(columns) * wide + _LENS_AROUND, _TITLED)
     drawn = new_figure(width, len(rows) * _LENS_ROW + 1.0)
     axis = drawn.subplots()
-    mesh = axis.pcolormesh(values, cmap="viridis", **look)
+    mesh = axis.pcolormesh(values, cmap=shades(), **look)
     axis.set_xticks(
         np.arange(len(columns)) + 0.5,
         [shown(word) for word in columns],

@@ -76,9 +76,12 @@ def training_figure(trained: Fit | Probe, label: int = 0) -> "Figure":
     curves.legend(loc="lower right")
     counts = held_out[label].histogram
     name = content.labels[label]
-    look = {"fill": True, "alpha": 0.55}
-    for rows, of, colour in ((counts.negative, f"not {name}", BLUE), (counts.positive, name, RED)):
-        bars.stairs(rows, counts.edges, color=colour, label=f"{of} ({sum(rows)})", **look)
+    # the positive class has an outline: two fills would mix to a third colour
+    for rows, of, look in (
+        (counts.negative, f"not {name}", {"color": BLUE, "alpha": 0.55, "fill": True}),
+        (counts.positive, name, {"color": RED, "linewidth": 1.6}),
+    ):
+        bars.stairs(rows, counts.edges, label=f"{of} ({sum(rows)})", **look)
     if (threshold := content.thresholds[label]) is not None:
         bars.axvline(threshold, color="black", linewidth=0.9, linestyle="--", label="threshold")
     bars.set(

@@ -2,6 +2,7 @@
 missing; `plot` draws every kind of result.
 """
 
+import dataclasses
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from attribution_kit import attribution, edges, verified_features
 from capture_kit import finished, values, write
 from job_kit import job_result
+from matplotlib.colors import to_rgb
 from msgspec.structs import replace
 from refusal_kit import refuses
 from rich.console import Console
@@ -285,6 +287,31 @@ def test_estimates_are_drawn_against_exact_effects_with_a_scale_of_effects() -> 
     assert scatter.texts[0].get_text() == "Col 1, pre_attn 2"
     assert {axis.collections[0].get_clim() for axis in maps} == {(-0.95, 0.95)}
     assert bar.get_ylabel().startswith("effect on")
+
+
+def _luminance(colour: Any) -> float:
+    """Return the relative luminance of a colour, as WCAG defines it."""
+    parts = np.array(to_rgb(colour))
+    linear = np.where(parts <= 0.03928, parts / 12.92, ((parts + 0.055) / 1.055) ** 2.4)
+    return float(linear @ (0.2126, 0.7152, 0.0722))
+
+
+def test_words_of_a_lens_are_read_on_every_shade() -> None:
+    logprobs = np.log(np.linspace(0.01, 1.0, 60))[:, None, None]
+    many = dataclasses.replace(
+        lens_of(LENS), layers=list(range(60)), positions=[0], token_ids=[5], logprobs=logprobs,
+        top_ids=np.zeros((60, 1, 1), int),
+    )  # fmt: skip
+    axis, _ = many.plot().get_axes()
+    mesh = axis.collections[0]
+    for text, colour in zip(axis.texts, mesh.to_rgba(mesh.get_array()).reshape(-1, 4), strict=True):
+        light, dark = sorted(map(_luminance, (text.get_color(), colour)), reverse=True)
+        assert (light + 0.05) / (dark + 0.05) >= 4.5
+
+
+def test_classes_of_a_histogram_mix_to_no_third_colour() -> None:
+    bars = fitted().plot().get_axes()[1]
+    assert [patch.get_fill() for patch in bars.patches] == [True, False]
 
 
 def guarded(*decisions: Decision, **fields: Any) -> ProbeResult:
