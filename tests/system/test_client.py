@@ -293,7 +293,8 @@ async def jobs(client: AsyncClient) -> None:
     assert [event.event async for event in client.jobs.events(job)][-1] == "done"
     assert (await client.wait(job, timeout=120)).state is State.SUCCEEDED
     assert (await client.jobs.get(job)).state is State.SUCCEEDED
-    assert job.id in [each.id for each in (await client.jobs.list(limit=5)).jobs]
+    listed = {each.id: each.prompt for each in (await client.jobs.list(limit=5)).jobs}
+    assert listed[job.id] == "hello"
     assert len((await client.result(job)).outputs) == 2
     await refused(client.jobs.cancel(job), "conflict")
     with pytest.raises(TimeoutError):
