@@ -225,7 +225,7 @@ def lens(
     if json_:
         print_json(client.result(result.job).lens)
     else:
-        out.print(readings.LensTable(result))
+        out.print(readings.lens_table(result))
         if result.named:
             out.print(readings.named_table(result))
     if figure is not None:

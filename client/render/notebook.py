@@ -161,7 +161,7 @@ def attention_html(attention: Attention) -> str:
 def lens_html(lens: Lens) -> str:
     """Return the top tokens by layer and position, and the ranks of named tokens."""
     named = [readings.named_table(lens)] if lens.named else []
-    return html(readings.LensTable(lens), readings.KEY, *named)
+    return html(readings.lens_table(lens), readings.KEY, *named)
 
 
 def features_html(features: Features) -> str:

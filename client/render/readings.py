@@ -1,11 +1,12 @@
 """Terminal output of readings: logit lens, SAE features and probe scores, by token."""
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from rich.align import Align
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderResult
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -21,8 +22,8 @@ PROMPTS = 4
 _RUNS = 6
 #: The most characters of a token in a cell.
 _CELL = 9
-#: The characters of the column of layers, with the one after it.
-_LAYER = len("layer ")
+#: The name of the column of layers.
+_LAYER = "layer"
 #: Terminal colours, most probable first: (smallest probability, style).
 _STEPS = (
     (0.8, "black on #fde725"),
@@ -41,70 +42,82 @@ def shown(word: str) -> str:
     return text if len(text) <= _CELL else f"{text[: _CELL - 1]}…"
 
 
-class LensTable:
-    """A rich renderable of the top tokens: a row per layer, last layer first, and a column for each
-    of the `last` positions. Those that do not fit side by side stand below each other, each time
-    with the layers.
+class _Column(NamedTuple):
+    head: Text
+    cells: Sequence[RenderableType]  # of each layer
+    width: int  # characters
+
+
+class LayerTable:
+    """A rich renderable with a row for each layer, the last one first. Columns that do not fit side
+    by side stand below each other, each time with the layers.
     """
 
-    def __init__(self, lens: Lens, last: int = 12):
-        self.title: str | None = f"top next token at {lens.hook}"
-        self._lens = lens
-        self._places = range(max(0, len(lens.positions) - last), len(lens.positions))
+    def __init__(
+        self, title: str, layers: Sequence[int], columns: Sequence[_Column], *, gap: int = 1
+    ):
+        """`gap`: the characters between two columns."""
+        self.title: str | None = title
+        self.layers = layers
+        self._columns = columns
+        self._gap = gap
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         title = self.title
-        for places in self._parts(options.max_width - _LAYER):
-            yield self._part(places, title)
+        for columns in self._parts(options.max_width - len(_LAYER) - self._gap):
+            yield self._part(columns, title)
             title = None
 
-    def _parts(self, room: int) -> Iterator[list[int]]:
-        """Yield the positions that stand side by side in `room` characters, at least one."""
-        part: list[int] = []
+    def _parts(self, room: int) -> Iterator[list[_Column]]:
+        """Yield the columns that stand side by side in `room` characters, at least one."""
+        part: list[_Column] = []
         left = room
-        for place in self._places:
-            wide = self._width(place)
-            if part and wide > left:
+        for column in self._columns:
+            if part and column.width > left:
                 yield part
                 part = []
                 left = room
-            part.append(place)
-            left -= wide
+            part.append(column)
+            left -= column.width + self._gap
         if part:
             yield part
 
-    def _width(self, place: int) -> int:
-        """Return the characters of a position's column, with the one after it."""
-        lens = self._lens
-        words = [lens.tokens[place], *map(lens.word, lens.top_ids[:, place, 0])]
-        return max(cell_len(shown(word)) for word in words) + 1
-
-    def _part(self, places: Sequence[int], title: str | None) -> Table:
-        lens = self._lens
-        drawn = bare(title, gap=1)
-        drawn.add_column("layer", justify="right", style="dim", no_wrap=True)
-        for place in places:
-            drawn.add_column(_word(lens.tokens[place]))
-        for row in reversed(range(len(lens.layers))):
-            drawn.add_row(str(lens.layers[row]), *[_cell(lens, row, place) for place in places])
+    def _part(self, columns: Sequence[_Column], title: str | None) -> Table:
+        drawn = bare(title, gap=self._gap)
+        drawn.add_column(_LAYER, justify="right", style="dim", no_wrap=True)
+        for column in columns:
+            drawn.add_column(column.head)
+        for row in reversed(range(len(self.layers))):
+            drawn.add_row(str(self.layers[row]), *[column.cells[row] for column in columns])
         return drawn
 
 
-def named_table(lens: Lens, place: int = -1) -> Table:
+def lens_table(lens: Lens, last: int = 12) -> LayerTable:
+    """Return a table of top tokens, with a column for each of the `last` positions."""
+    rows = range(len(lens.layers))
+    columns = []
+    for place in range(max(0, len(lens.positions) - last), len(lens.positions)):
+        words = [lens.tokens[place], *map(lens.word, lens.top_ids[:, place, 0])]
+        width = max(cell_len(shown(word)) for word in words)
+        cells = [_cell(lens, row, place) for row in rows]
+        columns.append(_Column(_word(lens.tokens[place]), cells, width))
+    return LayerTable(f"top next token at {lens.hook}", lens.layers, columns)
+
+
+def named_table(lens: Lens, place: int = -1) -> LayerTable:
     """Return a table of the named tokens' ranks and probabilities by layer, at the position
     `lens.positions[place]`.
     """
-    drawn = bare(f"after {lens.tokens[place]!r}")
-    drawn.add_column("layer", justify="right", style="dim")
-    for token in lens.named:
-        drawn.add_column(Text(repr(lens.word(token))), justify="right")
-    for row in reversed(range(len(lens.layers))):
-        pairs = zip(lens.ranks[row, place], lens.named_logprobs[row, place], strict=True)
-        drawn.add_row(
-            str(lens.layers[row]),
-            *(f"rank {rank}, {np.exp(logprob):.2%}" for rank, logprob in pairs),
-        )
-    return drawn
+    columns = []
+    for number, token in enumerate(lens.named):
+        head = repr(lens.word(token))
+        shares = np.exp(lens.named_logprobs[:, place, number])
+        ranks = lens.ranks[:, place, number]
+        cells = [f"rank {rank}, {share:.2%}" for rank, share in zip(ranks, shares, strict=True)]
+        width = max(map(cell_len, (head, *cells)))
+        texts = [Text(cell.rjust(width)) for cell in (head, *cells)]
+        columns.append(_Column(texts[0], texts[1:], width))
+    return LayerTable(f"after {lens.tokens[place]!r}", lens.layers, columns, gap=2)
 
 
 def _word(word: str) -> Text:
@@ -148,11 +161,11 @@ def tokens(result: JobResult) -> list[int]:
     return sorted(lens_tokens.union(*(reading.token_ids for reading in result.features or [])))
 
 
-def tables(result: JobResult, words: Words) -> Iterator[Table | LensTable | str]:
+def tables(result: JobResult, words: Words) -> Iterator[Table | LayerTable | str]:
     """Yield titles and tables of a result's lens and feature readings. `words`: token id → text."""
     many = len(result.outputs) > 1
-    readings: list[tuple[int, Table | LensTable]] = [
-        (item.request, LensTable(lens_of(item, result.id, words)))
+    readings: list[tuple[int, Table | LayerTable]] = [
+        (item.request, lens_table(lens_of(item, result.id, words)))
         for item in result.lens or []
         if item.request < PROMPTS
     ]

@@ -286,7 +286,7 @@ def test_a_lens_gives_arrays_and_tables(
     assert found.tokens == list("hello")
     assert found.ranks.shape == found.named_logprobs.shape == (NUM_LAYERS, 5, 1)
     assert "rank 4" in found._repr_html_()
-    assert readings.named_table(found).row_count == NUM_LAYERS
+    assert len(readings.named_table(found).layers) == NUM_LAYERS
     figure = tmp_path / "lens.png"
     shown = midstream("lens", "hello", "--layers=0-2", "--token=e", "--figure", str(figure))
     assert "top next token at post_block" in " ".join(shown.split())

@@ -1,5 +1,6 @@
 """Tables keep all their columns on a terminal of 80 characters."""
 
+import dataclasses
 import time
 from string import ascii_uppercase
 
@@ -11,7 +12,7 @@ from rich.console import Console, RenderableType
 from midstream.client.render import records
 from midstream.client.render.forms import added
 from midstream.client.render.jobs import table
-from midstream.client.render.readings import LensTable
+from midstream.client.render.readings import lens_table, named_table
 from midstream.client.sdk.readings import Lens
 from midstream.schemas.access.webhooks import WebhookDelivery
 from midstream.schemas.jobs.jobs import ListedJob
@@ -46,7 +47,7 @@ def lens(tokens: list[str]) -> Lens:
 @pytest.mark.parametrize("count", [2, 9, 12])
 def test_a_lens_keeps_its_layers_and_marks_only_tokens_that_are_cut(count: int) -> None:
     words = [" a", " quantitative", *"bcdefghijk"][:count]
-    lines = printed(LensTable(lens(words)))
+    lines = printed(lens_table(lens(words)))
     head = next(at for at, line in enumerate(lines) if line.startswith("layer ␣a "))
     last, first = lines[head + 1 : head + 3]
     assert last.startswith("   29 ␣a ")
@@ -56,7 +57,7 @@ def test_a_lens_keeps_its_layers_and_marks_only_tokens_that_are_cut(count: int) 
 
 def test_tokens_of_a_lens_that_do_not_fit_stand_below_with_their_layers() -> None:
     words = [f" token{number:02}" for number in range(12)]
-    lines = printed(LensTable(lens(words)))
+    lines = printed(lens_table(lens(words)))
     heads = [line.split() for line in lines if line.startswith("layer ")]
     assert [head[0] for head in heads] == ["layer", "layer"]
     assert [word for head in heads for word in head[1:]] == [
@@ -64,6 +65,22 @@ def test_tokens_of_a_lens_that_do_not_fit_stand_below_with_their_layers() -> Non
     ]
     assert sum(line.startswith("   29 ␣token") for line in lines) == 2
     assert max(map(len, lines)) <= 80
+
+
+def test_named_tokens_that_do_not_fit_stand_below() -> None:
+    named = [100 + number for number in range(9)]
+    shape = (2, 2, len(named))
+    many = dataclasses.replace(
+        lens([" a", " b"]),
+        named=named,
+        ranks=np.full(shape, 4864),
+        named_logprobs=np.full(shape, -9.0),
+        words={number: f" city{number}" for number in named},
+    )
+    lines = printed(named_table(many))
+    assert max(map(len, lines)) <= 80
+    assert sum(line.count("rank 4864, 0.01%") for line in lines) == 2 * len(named)
+    assert all(f"' city{number}'" in "".join(lines) for number in named)
 
 
 LISTS = {
