@@ -81,7 +81,7 @@ def test_features_shade_the_text_and_list_the_strongest(site: Site, visit: Visit
     strongest.click()
     expect(strongest).to_have_attribute("aria-pressed", "true")
     expect(page.locator(".finding")).to_contain_text(f"Feature {found['features'][1][0]} ")
-    expect(page.locator('.chip[data-position="3"]')).to_have_attribute("title", "b: 1")
+    expect(page.locator('.chip[data-position="3"]')).to_have_attribute("title", "b: 1.0")
 
 
 def test_a_probe_draws_scores_and_its_threshold(site: Site, visit: Visit) -> None:
@@ -173,6 +173,31 @@ def test_attention_says_what_a_model_without_its_hooks_needs(site: Site, visit: 
     expect(visit.page.get_by_text("midstream up --set hooks=all,inside")).to_be_visible()
 
 
+def test_an_invented_example_is_smaller_than_a_figure(site: Site, visit: Visit) -> None:
+    page = visit.log_in(site.alice, "attention")
+    drawn = page.get_by_role("region", name="What it shows").locator("svg")
+    expect(drawn).to_be_visible()
+    box = drawn.bounding_box()
+    assert box is not None
+    assert box["width"] <= 320
+
+
+def test_classes_of_a_probe_mix_to_no_third_colour(site: Site, visit: Visit) -> None:
+    histogram = {"edges": [-1.0, 0.0, 1.0], "negative": [3, 2], "positive": [1, 4]}
+    roc = {"fpr": [0.0, 1.0], "tpr": [0.0, 1.0], "auc": 0.5}
+    listed = site.alice.get("/v1/artifacts/probes", model="fake-model")
+    for probe in listed["probes"]:
+        probe["held_out"] = [{"roc": roc, "histogram": histogram}] * len(probe["content"]["labels"])
+    visit.page.route("**/v1/artifacts/probes?*", lambda route: route.fulfill(json=listed))
+    page = visit.log_in(site.alice, "probes?probe=calm")
+    figure = page.get_by_role("figure", name="Scores of both classes")
+    expect(figure.locator("g rect.fill, g rect.outline")).to_have_count(2)  # the key
+    expect(figure.locator("svg > rect.fill")).to_have_count(2)
+    expect(figure.locator("svg > rect.outline")).to_have_count(2)
+    expect(figure).to_contain_text("others")
+    expect(figure).to_contain_text("calm")
+
+
 @pytest.mark.parametrize(
     "more",
     [
@@ -230,6 +255,8 @@ def test_a_harvest_is_started_followed_and_deleted(site: Site, visit: Visit) -> 
     documents = {"Documents": "one document\n\nanother one"}
     page = asked(site, visit, "harvests", documents, "Harvest 2 documents")
     expect(page.get_by_text("midstream.harvest.open")).to_be_visible()
+    head = page.get_by_role("paragraph").filter(has_text="All harvests")
+    expect(head).to_contain_text("fake-model")
     (made,) = site.alice.get("/v1/harvests")["harvests"]
     assert made["state"] == "succeeded"
     assert made["rows"] == len("one document" + "another one")
@@ -291,8 +318,8 @@ def test_features_stand_beside_the_examples_of_a_survey(site: Site, visit: Visit
     found = site.alice.get(f"/v1/harvests/{view.id}/surveys/{survey.survey.job}?feature={feature}")
     (density,) = found["figures"]["density"]
     (mean,) = found["figures"]["mean"]
-    expect(beside).to_contain_text(f"Active on {round(100 * density, 2):g} %")
-    expect(beside).to_contain_text(f"its mean is {mean:.4g}")
+    expect(beside).to_contain_text(f"Active on {100 * density:.2f} %")
+    expect(beside).to_contain_text(f"its mean is {mean:#.2g}")
     shown = [
         "".join(lines[example["document"]][at] for at in example["positions"]).replace(" ", "·")
         for example in found["examples"]
@@ -309,6 +336,29 @@ def test_features_stand_beside_the_examples_of_a_survey(site: Site, visit: Visit
     expect(beside).to_have_count(0)
 
 
+def test_a_feature_is_steered_by_and_saved(site: Site, visit: Visit) -> None:
+    job = site.alice.ended(([1, 5, 9],), features=[{"sae": "tiny"}])  # type: ignore[arg-type]
+    page = visit.log_in(site.alice, f"features/{job}")
+    picked = page.get_by_role("list", name="Features", exact=True).get_by_role("button").first
+    feature = int(picked.locator(".bar-text").inner_text().split()[0])
+    value = float(picked.locator(".bar-value").inner_text())
+    picked.click()
+    page.get_by_role("link", name="Steer by it").click()
+    expect(page.get_by_role("group", name=f"Module tiny feature {feature}")).to_be_visible()
+    page.get_by_role("button", name="Run", exact=True).click()
+    for title in ("Baseline", "Steered"):
+        expect(page.get_by_role("region", name=title)).to_contain_text("finished")
+    code = page.locator('pre[data-code="Python"]').text_content() or ""
+    for words in ('"sae": "tiny"', f'"feature": {feature}', f'"value": {value:g}'):
+        assert words in code
+    page.get_by_label("Save as a module").fill("found")
+    page.get_by_role("button", name="Save", exact=True).click()
+    expect(page.get_by_role("group", name="Module found")).to_be_visible()
+    module = site.alice.get("/v1/artifacts/modules/found")
+    assert module["description"] == f"feature {feature} of tiny"
+    assert [entry["op"] for entry in module["entries"]] == ["add"]
+
+
 def test_a_direction_of_two_lists_is_tried_and_saved(site: Site, visit: Visit) -> None:
     page = visit.log_in(site.alice, "playground")
     page.get_by_text("Make a direction from two lists of texts").click()
@@ -317,6 +367,11 @@ def test_a_direction_of_two_lists_is_tried_and_saved(site: Site, visit: Visit) -
     page.get_by_role("button", name="Make and try it").click()
     for title in ("Baseline", "Steered"):
         expect(page.get_by_role("region", name=title)).to_contain_text("finished")
+    spread = page.get_by_role("figure", name="Texts along the direction")
+    for words in ("away", "towards", "component, in the rows' scale", "of 3 on their list's side"):
+        expect(spread).to_contain_text(words)
+    expect(spread.locator(".dot")).to_have_count(3)
+    assert len(saved(page, "Texts along the direction", "CSV").splitlines()) == 4
     capture = {"layers": 2, "positions": "all_prompt"}
     texts = ("red sea", "blue", "office")
     with Client(site.url, api_key=site.alice.key) as client:
@@ -339,8 +394,8 @@ def test_a_direction_of_two_lists_is_tried_and_saved(site: Site, visit: Visit) -
     assert entry["scale"] == 0.2
     expected = ((red + blue) / 2 - office).astype("<f4")
     file = site.alice.http.get("/v1/artifacts/modules/coast/file").content
-    (saved,) = (rows for rows in load(file).values() if rows.shape == (HIDDEN,))
-    np.testing.assert_allclose(saved, expected, rtol=1e-5, atol=1e-6)
+    (kept,) = (rows for rows in load(file).values() if rows.shape == (HIDDEN,))
+    np.testing.assert_allclose(kept, expected, rtol=1e-5, atol=1e-6)
     tags = {tag for held in site.alice.get("/v1/captures")["captures"] for tag in held["tags"]}
     assert "direction" not in tags, "its rows are deleted once they were read"
 

@@ -51,8 +51,10 @@ export function bytes(value) {
 export const percent = (share) =>
   share === null || share === undefined ? "–" : `${Math.round(share * 100)} %`;
 /** A share in whole percents would make the rare 0 % and the frequent 100 %. */
-export const fine = (share) =>
-  `${share > 0 && share < 0.01 ? Number((100 * share).toPrecision(2)) : number(100 * share, 2)} %`;
+export const fine = (share) => {
+  const parts = 100 * share;
+  return `${parts > 0 && parts < 1 ? parts.toPrecision(2) : parts.toFixed(parts === 0 ? 0 : 2)} %`;
+};
 /** A moment as `2026-11-28 14:02:11`, as the command line writes it. */
 export const time = (moment) => (moment ? new Date(moment * 1000).toLocaleString("sv") : "–");
 

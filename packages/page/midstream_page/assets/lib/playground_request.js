@@ -3,11 +3,12 @@
 export const PATHS = { plain: "/v1/completions", chat: "/v1/chat/completions" };
 export const TAG = "playground";
 
-/** Modules whose slider is not at zero. One that is not saved yet has its own `entry`. */
-export const steeringOf = (form) =>
-  form.modules
-    .filter(({ scale }) => scale !== 0)
-    .map(({ name, scale, entry }) => (entry ? { ...entry, scale } : { module: name, scale }));
+/** A module as an entry: one that is not saved yet has its own, and of a feature the slider is its value. */
+export const entryOf = ({ name, scale, entry }) =>
+  entry ? { ...entry, [entry.sae ? "value" : "scale"]: scale } : { module: name, scale };
+
+/** Modules whose slider is not at zero. */
+export const steeringOf = (form) => form.modules.filter(({ scale }) => scale !== 0).map(entryOf);
 
 const messagesOf = ({ system, prompt }) => [
   ...(system ? [{ role: "system", content: system }] : []),

@@ -2,13 +2,13 @@
 // of before.
 
 import { get, post, whileSeen } from "./api.js";
-import { Button, Control, Loading, Problem, faultOf, html, useMemo, useState, useTask } from "./ui.js";
+import { Button, Control, Loading, Problem, faultOf, html, useMemo, useState, useTask, Coded } from "./ui.js";
 import { EmptyState, Standing } from "./parts.js";
 import { age } from "./format.js";
 import { Guide } from "./guides.js";
 import { over, titleOf } from "./jobs.js";
 import { useAnswer, useJobs, useModels } from "./ask.js";
-import { Chips, Legend, short, visible } from "./chips.js";
+import { Chips, Legend, brief, visible } from "./chips.js";
 import { shade } from "./heatmap.js";
 
 const RECENT = 6;
@@ -196,7 +196,7 @@ export function Reading({ id, name, jobs, children }) {
       html`
         <div class="problem" role="alert">
           The job is ${view.state}
-          ${view.error ? `: ${view.error.detail}` : ""}.
+          ${view.error && html`: <${Coded} text=${view.error.detail} />`}.
         </div>
       `
     }
@@ -324,19 +324,20 @@ export function Examples({ model, examples, what = "activation" }) {
   return (
     word &&
     html`
-      <${Legend} low=${0} paint=${shade} from=${0} to=${Number(top.toPrecision(2))} what=${what} />
+      <${Legend} low=${0} paint=${shade} from=${0} to=${top} what=${what} text=${brief} />
       <ol class="examples">
         ${examples.map(
           ({ document, position, value, positions, token_ids, values }) => html`
             <li key=${document}>
               <p class="soft">
-                ${short(value)} at ${quoted(
+                ${brief(value)} at ${quoted(
                   word(token_ids[positions.indexOf(position)]),
                 )}, token ${position} of document ${document}
               </p>
               <${Chips}
                 label=${`Document ${document}`}
                 paint=${shade}
+                text=${brief}
                 active=${position}
                 items=${positions.map((at, n) => ({
                   key: at,

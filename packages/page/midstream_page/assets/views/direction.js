@@ -5,6 +5,8 @@ import { Button, Problem, byStart, html, useEffect, useForm, useRef, useState } 
 import { count } from "../lib/format.js";
 import { short } from "../lib/chips.js";
 import { MOST, direction, linesOf } from "../lib/direction.js";
+import { entryOf } from "../lib/playground_request.js";
+import { Plot } from "../plots/plot.js";
 
 const EXAMPLE = {
   positive: [
@@ -20,32 +22,37 @@ const EXAMPLE = {
 };
 const SCALE = 0.2; // of each row's norm
 
-/** How far each text lies along the direction: dots on a line, one row for each list. */
-function Spread({ found }) {
-  const reach = Math.max(...found.positive.concat(found.negative).map(Math.abs));
-  const right =
-    found.positive.filter((value) => value > 0).length + found.negative.filter((value) => value < 0).length;
-  const total = found.positive.length + found.negative.length;
-  const dots = (values, y, name) =>
-    values.map((value) => html`<circle class=${name} cx=${160 + (value / reach) * 140} cy=${y} r="5" />`);
+const SIDES = ["away", "towards"]; // from below
+
+/**
+ * How far each text lies along the direction: dots in a row for each list. `texts`: as in `found`.
+ */
+function Spread({ found, texts }) {
+  const rows = SIDES.flatMap((list, n) => {
+    const of = n ? "positive" : "negative";
+    return texts[of].map((text, at) => ({ list, text, component: found[of][at] }));
+  });
+  const right = rows.filter(({ list, component }) => (list === "towards" ? component > 0 : component < 0));
   return html`
-    <figure class="chart spread">
-      <svg
-        viewBox="0 0 320 72"
-        role="img"
-        aria-label=${`${right} of ${total} texts are on their list's side`}
-      >
-        <line class="axis" x1="160" x2="160" y1="2" y2="70" />
-        <line class="axis" x1="10" x2="310" y1="35" y2="35" />
-        <text x="10" y="12">towards</text>
-        <text x="10" y="68">away</text>
-        ${dots(found.negative, 48, "negative")}
-        ${dots(found.positive, 22, "positive")}
-      </svg>
-      <figcaption>
-        ${right} of ${total} texts are on their list's side; the lists' means are ${short(found.norm)} apart.
-      </figcaption>
-    </figure>
+    <${Plot}
+      title="Texts along the direction"
+      note=${`${right.length} of ${rows.length} on their list's side; the lists' means are ${short(found.norm)} apart`}
+      name="direction"
+      bare
+      rows=${rows}
+      height=${150}
+      x=${{ label: "component, in the rows' scale; 0: the middle" }}
+      y=${{ low: -0.6, high: 1.6, ticks: SIDES.map((list, n) => [n, list]) }}
+      rules=${[{ axis: "x", at: 0, quiet: true }]}
+      series=${SIDES.map((list, n) => ({
+        kind: "dots",
+        tone: n ? "2" : "1",
+        size: 5,
+        points: rows
+          .filter((row) => row.list === list)
+          .map(({ text, component }) => ({ x: component, y: n, tip: `“${text}”: ${short(component)}` })),
+      }))}
+    />
   `;
 }
 
@@ -71,7 +78,7 @@ export function Making({ model, made }) {
         signal: leave.current.signal,
         said: say,
       });
-      setFound(answer);
+      setFound({ ...answer, texts: { positive, negative } });
       made(answer.entry, SCALE);
     } catch (failure) {
       if (!leave.current.signal.aborted) throw failure;
@@ -116,21 +123,24 @@ export function Making({ model, made }) {
         <span class="soft" role="status">${said}</span>
       </div>
       <${Problem} error=${error} />
-      ${found && html`<${Spread} found=${found} />`}
+      ${found && html`<${Spread} found=${found} texts=${found.texts} />`}
     </details>
   `;
 }
 
-/** Saves a direction with its scale as a module; `saved(name)`. */
-export function Saving({ model, entry, scale, saved }) {
+/** Saves a direction, or a feature, with its scale as a module; `saved(name)`. */
+export function Saving({ model, module, saved }) {
+  const { entry, scale } = module;
   const [name, setName] = useState("");
   const [error, setError] = useState(null);
   const save = async () => {
     setError(null);
     await put(`/v1/artifacts/modules/${encodeURIComponent(name)}`, {
       model,
-      steering: [{ ...entry, scale }],
-      description: "difference of means of two lists of texts",
+      steering: [entryOf(module)],
+      description: entry.sae
+        ? `feature ${entry.feature} of ${entry.sae}`
+        : "difference of means of two lists of texts",
     });
     saved(name);
   };

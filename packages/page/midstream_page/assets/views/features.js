@@ -2,14 +2,13 @@
 
 import { html, useMemo, useRef, useState, Loading } from "../lib/ui.js";
 import { count, fine, number, percent } from "../lib/format.js";
-import { Chips, Legend, short, visible } from "../lib/chips.js";
+import { Chips, Legend, brief, visible } from "../lib/chips.js";
 import { shade } from "../lib/heatmap.js";
 import { useAnswer } from "../lib/ask.js";
 import { SaveAs } from "../plots/save.js";
 import { Bars, Examples, Reading, ReadingForm, moving, quoted, useWords } from "../lib/readings.js";
 
 const LISTED = 12; // features at first
-const tidy = (value) => Number(value.toPrecision(2));
 
 const form = {
   name: "features",
@@ -83,7 +82,7 @@ function Elsewhere({ id, survey: { path, job }, model, box }) {
             Active on ${fine(found.figures.density[0])} of ${count(
               found.survey.rows,
               "row",
-            )}, where its mean is ${short(found.figures.mean[0])}. <a href=${`#/${path}/${job}`}>
+            )}, where its mean is ${brief(found.figures.mean[0])}. <a href=${`#/${path}/${job}`}>
               The survey
             </a>
           </p>
@@ -142,10 +141,11 @@ export function FeaturesResult({ reading, model }) {
         active=${at}
         onPick=${move}
         values
+        text=${brief}
         items=${positions.map((position, n) => ({
           key: n,
           word: word(reading.token_ids[n]),
-          value: tidy(values[n]),
+          value: values[n],
           share: position === 0 && positions.length > 1 ? null : values[n] / top,
         }))}
       />
@@ -153,7 +153,8 @@ export function FeaturesResult({ reading, model }) {
         low=${0}
         paint=${shade}
         from=${0}
-        to=${tidy(top)}
+        to=${top}
+        text=${brief}
         what=${feature === null ? "largest activation of any feature" : `activation of feature ${feature}`}
       />
       ${
@@ -161,7 +162,12 @@ export function FeaturesResult({ reading, model }) {
         html`
           <button type="button" class="button small" onClick=${() => setFeature(null)}>
             Show all features
-          </button>
+          </button> <a
+            class="button small"
+            href=${`#/playground?sae=${encodeURIComponent(reading.sae)}&feature=${feature}&value=${brief(top)}`}
+          >
+            Steer by it
+          </a>
         `
       }
     </div>
@@ -180,7 +186,7 @@ export function FeaturesResult({ reading, model }) {
               at ${quoted(word(reading.token_ids[where]))}, ${count(tokens, "token")}
             </span>
           `,
-          value: `${tidy(most)}`,
+          value: brief(most),
           share: most / listed[0].most,
         }))}
       />
@@ -203,7 +209,7 @@ export function FeaturesResult({ reading, model }) {
           key: id,
           active: id === feature,
           text: `${id}`,
-          value: `${tidy(activations[at][k])}`,
+          value: brief(activations[at][k]),
           share: activations[at][k] / (activations[at][0] || 1),
         }))}
       />
@@ -222,7 +228,7 @@ export function FeaturesResult({ reading, model }) {
               Feature ${feature} is among the most active of ${count(
                 chosen.tokens,
                 "token",
-              )}, most at ${quoted(word(reading.token_ids[chosen.where]))} (${short(chosen.most)}).
+              )}, most at ${quoted(word(reading.token_ids[chosen.where]))} (${brief(chosen.most)}).
             `
           : listed.length
             ? html`

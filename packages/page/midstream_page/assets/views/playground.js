@@ -27,6 +27,7 @@ const GIVEN = 256; // of the prompt's tokens, the last ones
 const REACH = 4; // of a slider, either way; the number beside it may be larger
 const SHARE = 1; // the same of a direction, whose scale is a share of the row's norm
 const MADE = "new direction"; // name of the one that is not saved yet
+const STRONG = 4; // times the strongest activation of a feature: its slider's reach
 const BEGIN = {
   model: "",
   mode: "plain",
@@ -38,6 +39,14 @@ const BEGIN = {
   modules: [],
   colour: null,
 };
+
+/** The feature that the address names, with its strongest activation in a text. */
+function featureOf(query) {
+  const [sae, feature] = [query.get("sae"), Number(query.get("feature"))];
+  const value = Number(query.get("value")) || 1;
+  const entry = { sae, feature, op: "add", positions: { start: 1 } };
+  return { name: `${sae} feature ${feature}`, scale: value, reach: STRONG * value, entry };
+}
 
 /** The modules that may be added: those that match, some at a time. */
 function Adding({ modules, used, add }) {
@@ -107,7 +116,8 @@ function Adding({ modules, used, add }) {
 
 function Slider({ module, wrong, change, remove, children }) {
   const { name, scale, entry } = module;
-  const reach = entry ? SHARE : REACH;
+  const reach = module.reach || (entry ? SHARE : REACH);
+  const step = module.reach ? reach / 40 : entry ? 0.05 : 0.1;
   return html`
     <div class="slider" role="group" aria-label=${`Module ${name}`}>
       <span class="mono">${name}</span>
@@ -115,14 +125,14 @@ function Slider({ module, wrong, change, remove, children }) {
         type="range"
         min=${-reach}
         max=${reach}
-        step=${entry ? 0.05 : 0.1}
+        step=${step}
         value=${scale}
         aria-label=${`Scale of ${name}`}
         onInput=${(event) => change(Number(event.target.value))}
       />
       <input
         type="number"
-        step=${entry ? 0.05 : 0.1}
+        step=${step}
         min="-1000000"
         max="1000000"
         value=${scale}
@@ -237,8 +247,9 @@ export default function View({ session, query }) {
         setModules(found);
         setProbes(watching);
         const name = query.get("module");
-        if (found.some((module) => module.name === name))
-          setForm((known) => ({ ...known, modules: [{ name, scale: 1 }] }));
+        const chosen = found.some((module) => module.name === name) && { name, scale: 1 };
+        const first = query.get("sae") ? featureOf(query) : chosen;
+        if (first) setForm((known) => ({ ...known, modules: [first] }));
       },
       (failure) => stop.signal.aborted || setError(failure),
     );
@@ -285,17 +296,17 @@ export default function View({ session, query }) {
   const made = (entry, scale) => {
     const next = {
       ...latest.current,
-      modules: [...latest.current.modules.filter((module) => !module.entry), { name: MADE, scale, entry }],
+      modules: [...latest.current.modules.filter((module) => module.name !== MADE), { name: MADE, scale, entry }],
     };
     setForm(next);
     run(next).catch(setError);
     panes.current.scrollIntoView({ block: "nearest" });
   };
-  const saved = async (name) => {
+  const saved = (made) => async (name) => {
     setForm((known) => ({
       ...known,
       modules: [
-        ...known.modules.filter((module) => !module.entry && module.name !== name),
+        ...known.modules.filter((module) => ![made.name, name].includes(module.name)),
         { name, scale: 1 },
       ],
     }));
@@ -332,8 +343,10 @@ export default function View({ session, query }) {
               ${
                 module.entry &&
                 html`
-                  <small>× the norm of each row</small>
-                  <${Saving} model=${form.model} entry=${module.entry} scale=${module.scale} saved=${saved} />
+                  <small>
+                    ${module.entry.sae ? "in units of the feature's activation" : "× the norm of each row"}
+                  </small>
+                  <${Saving} model=${form.model} module=${module} saved=${saved(module)} />
                 `
               }
             <//>

@@ -3,7 +3,7 @@
 
 import { post } from "../lib/api.js";
 import { Button, Problem, html, useForm, useState } from "../lib/ui.js";
-import { short } from "../lib/chips.js";
+import { brief, short } from "../lib/chips.js";
 import { count, fine } from "../lib/format.js";
 import { Id } from "../lib/parts.js";
 import { useAnswer } from "../lib/ask.js";
@@ -123,7 +123,7 @@ export default function Survey({ harvest, job }) {
                       active: chosen === each,
                       text: html`
                         ${each.feature} <span class="soft">
-                          mean ${Sides({ values: each.mean, text: short })}
+                          mean ${Sides({ values: each.mean, text: brief })}
                         </span>
                       `,
                       value: Sides({ values: each.density, text: fine }),
