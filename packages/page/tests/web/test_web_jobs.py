@@ -283,6 +283,7 @@ def test_ops_shows_every_rank_to_those_who_may_see_it(site: Site, visit: Visit) 
         drawn = visit.page.get_by_role("img", name=re.compile(f"{chart}: .* at most "))
         expect(drawn).to_be_visible()
         expect(drawn.locator(".now")).to_have_count(1)
+        expect(drawn).to_contain_text("60 min ago")
     expect(visit.page.get_by_role("main").get_by_role("link", name="Flower")).to_have_attribute(
         "href", f"http://127.0.0.1:{site.stack.settings.flower_port}"
     )
@@ -296,6 +297,15 @@ def test_ops_lists_the_caveats_of_models(site: Site, visit: Visit) -> None:
     expect(visit.page.get_by_role("region", name="Caveats")).to_contain_text(
         "not compared with transformers: the setting compare=off"
     )
+
+
+def test_ops_shows_words_in_backticks_as_code(site: Site, visit: Visit) -> None:
+    models = site.operator.http.get("/v1/models").json()
+    models["data"][0]["dtype_reason"] = "set by `dtype`"
+    visit.page.route("**/v1/models", lambda route: route.fulfill(json=models))
+    listed = visit.log_in(site.operator, "ops").get_by_role("region", name="Models")
+    expect(listed).to_contain_text("set by dtype")
+    expect(listed.locator("code")).to_have_text("dtype")
 
 
 def test_ops_counts_the_workers_that_the_bar_counts(site: Site, visit: Visit) -> None:

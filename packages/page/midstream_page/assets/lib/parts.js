@@ -171,15 +171,15 @@ function ceiling(value) {
 
 /**
  * A line over time: `points` is [[seconds since the epoch, value or null], …], oldest first;
- * `text(value)` writes a value. Over something else, such as steps: `ends` has the words at both
- * ends.
+ * `text(value)` writes a value. `span`: where the axis begins and ends, by default those of the
+ * points. Over something else, such as steps: `ends` has the words at both ends.
  */
-export function Chart({ title, note = "", points, text = String, ends }) {
+export function Chart({ title, note = "", points, text = String, span, ends }) {
   const known = points.filter(([, value]) => value !== null && value !== undefined);
   const last = known.length ? known[known.length - 1] : null;
   const most = Math.max(...known.map(([, value]) => value), 0);
   const top = ceiling(most);
-  const [from, to] = points.length ? [points[0][0], points[points.length - 1][0]] : [0, 0];
+  const [from, to] = span || (points.length ? [points[0][0], points[points.length - 1][0]] : [0, 0]);
   const x = (at) => LEFT + ((at - from) / (to - from || 1)) * (WIDTH - LEFT - 4);
   const y = (value) => 8 + (1 - value / top) * (HEIGHT - BOTTOM - 8);
   const line = known.map(([at, value]) => `${x(at).toFixed(1)},${y(value).toFixed(1)}`).join(" ");

@@ -106,7 +106,10 @@ export function Field({ label, hint, error, children }) {
       <label for=${id.current}>${label}</label>
       ${made}
       ${hint && html`<small id=${`${id.current}-hint`}>${hint}</small>`}
-      ${error && html`<small id=${`${id.current}-error`} class="bad" role="alert">${error}</small>`}
+      ${
+        error &&
+        html`<small id=${`${id.current}-error`} class="bad" role="alert"><${Coded} text=${error} /></small>`
+      }
     </div>
   `;
 }

@@ -1,7 +1,7 @@
 // An attribution: estimates beside exact values, with the cells that disagree marked; edges and
 // features as a list.
 
-import { Button, Copy, Problem, html, useState } from "../lib/ui.js";
+import { Button, Copy, Problem, html, useState, Coded } from "../lib/ui.js";
 import { count } from "../lib/format.js";
 import { AttributionGrid } from "../lib/attribution.js";
 import { MEANING, shown } from "../lib/grid.js";
@@ -85,7 +85,7 @@ function Attribution({ id, session, jobs }) {
         <${Checked} grid=${grid} pair=${chosen} />
       </div>
       ${[...notesOf(grid), ...grid.result.estimated.map((found) => found.reason).filter(Boolean)].map(
-        (note) => html`<p class="note">Note: ${note}</p>`,
+        (note) => html`<p class="note">Note: <${Coded} text=${note} /></p>`,
       )}
       ${!scores.length && html`<${Missing} grid=${grid.estimates} />`}
       <h2>The same attribution as code</h2>

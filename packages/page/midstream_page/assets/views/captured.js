@@ -12,6 +12,7 @@ import {
   useRef,
   useState,
   useTask,
+  Coded,
 } from "../lib/ui.js";
 import { bytes, count, number } from "../lib/format.js";
 import { hookTitle } from "../lib/hooks.js";
@@ -203,7 +204,7 @@ function Files({ job }) {
         html`
           <p>
             ${number(manifest.files.length)} files, ${bytes(manifest.bytes)}
-            ${manifest.detail && `: ${manifest.detail}`}. <a
+            ${manifest.detail && html`: <${Coded} text=${manifest.detail} />`}. <a
               href=${`/v1/captures/${job}`}
               download=${`${job}.json`}
             >
@@ -244,7 +245,7 @@ export function Shown({ job, jobs }) {
       html`
         <div class="problem" role="alert">
           The job is ${view.state}
-          ${view.error ? `: ${view.error.detail}` : ""}.
+          ${view.error && html`: <${Coded} text=${view.error.detail} />`}.
         </div>
       `
     }

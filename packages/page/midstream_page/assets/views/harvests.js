@@ -1,7 +1,7 @@
 // Harvests: a list with progress, one in detail, and a form that starts one from lines of text.
 
 import { del, post } from "../lib/api.js";
-import { Button, Copy, Problem, Progress, byStart, html, useEffect, useForm, useState } from "../lib/ui.js";
+import { Button, Copy, Problem, Progress, byStart, html, useEffect, useForm, useState, Coded } from "../lib/ui.js";
 import { EmptyState, Id, State, Stats, Table, shortId } from "../lib/parts.js";
 import { age, bytes, count, duration, number, percent, time } from "../lib/format.js";
 import { useModels, usePolled } from "../lib/ask.js";
@@ -172,7 +172,7 @@ function One({ id }) {
   const { state } = harvest || {};
   return html`
     <h1>Harvest</h1>
-    <p><a href="#/harvests">All harvests</a> · <${Id} id=${id} /></p>
+    <p><a href="#/harvests">All harvests</a> · ${harvest && `${harvest.model} · `}<${Id} id=${id} /></p>
     <${Problem} error=${error || failed} />
     ${
       harvest &&
@@ -187,7 +187,7 @@ function One({ id }) {
             html`<${Button} kind="danger" onClick=${remove} onError=${setFailed}>Delete<//>`
           }
         </p>
-        ${harvest.reason && html`<p class="note" role="status">${harvest.reason}</p>`}
+        ${harvest.reason && html`<p class="note" role="status"><${Coded} text=${harvest.reason} /></p>`}
         ${harvest.error && html`<${Problem} error=${harvest.error.detail} />`}
         <${Stats}
           items=${[
@@ -234,18 +234,16 @@ function One({ id }) {
             : html`<p class="soft">The folder is complete once it has a <code>manifest.json</code>.</p>`
         }
         ${state === "succeeded" && html`<${Surveys} harvest=${harvest} look=${look} />`}
-        <p class="soft">
-          ${harvest.model}
-          ${
-            harvest.jobs.length
-              ? html`
-                  ; ${count(harvest.jobs.length, "job")}: ${harvest.jobs
-                    .slice(0, 8)
-                    .map((job) => html`<a class="mono" href=${`#/jobs/${job}`}>${job}</a> `)}
-                `
-              : ""
-          }
-        </p>
+        ${
+          harvest.jobs.length > 0 &&
+          html`
+            <p class="soft">
+              ${count(harvest.jobs.length, "job")}: ${harvest.jobs
+                .slice(0, 8)
+                .map((job) => html`<a class="mono" href=${`#/jobs/${job}`}>${job}</a> `)}
+            </p>
+          `
+        }
       `
     }
   `;

@@ -1,6 +1,6 @@
 // One job: prompt, output, receipts by rank, files, and its request as code.
 
-import { html, useLayoutEffect, useRef, useState, useTask, Button, Copy, Guard, Problem } from "../lib/ui.js";
+import { html, useLayoutEffect, useRef, useState, useTask, Button, Copy, Guard, Problem, Coded } from "../lib/ui.js";
 import { ApiError } from "../lib/api.js";
 import { useAnswer } from "../lib/ask.js";
 import { bytes, count, identity, number, time } from "../lib/format.js";
@@ -80,7 +80,7 @@ function Files({ id, captured }) {
       >
         View the rows
       </a>
-      ${captured.detail && html`<br /><small>${captured.detail}</small>`}
+      ${captured.detail && html`<br /><small><${Coded} text=${captured.detail} /></small>`}
     </p>
     <${List} items=${captured.files} more="files">
       ${(file) => html`

@@ -22,7 +22,7 @@ function Ranks({ dynamic }) {
         <h3>${worker.worker} · ${worker.model}</h3>
         <p>
           ${worker.state}
-          ${worker.detail ? `: ${worker.detail}` : ""} · ${count(
+          ${worker.detail && html`: <${Coded} text=${worker.detail} />`} · ${count(
             worker.waiting,
             "request",
           )} waiting for rows · ${number(worker.desyncs)} disagreements, ${number(
@@ -136,7 +136,7 @@ function Service({ status }) {
           html`<span class="mono">${identity(worker.identity)}</span>`,
           worker.healthy
             ? html`<span class="pill good">healthy</span>`
-            : html`<strong class="bad">${worker.detail || "not healthy"}</strong>`,
+            : html`<strong class="bad"><${Coded} text=${worker.detail || "not healthy"} /></strong>`,
           worker.stats ? number(worker.stats.jobs) : "–",
           worker.stats ? number(worker.stats.generated_tokens_s) : "–",
           worker.stats ? shares(worker.stats.tenant_tokens_s) : "–",
@@ -195,9 +195,16 @@ function Slow({ jobs }) {
 
 const MINUTES = 60;
 
-/** Tokens/s, the queue, and how long jobs took, in the last hour: what the feed has brought. */
+/**
+ * Tokens/s, the queue, and how long jobs took, in the last hour, over one axis: what the feed has
+ * brought.
+ */
 function Charts({ jobs, history, observes }) {
-  const now = useNow(2);
+  const own = useNow(2);
+  const last = history.points[history.points.length - 1];
+  const now = last ? last.at : own; // of the service: a browser's clock may be wrong
+  const span = [now - MINUTES * 60, now];
+  const lately = (name) => history.of(name).filter(([at]) => at >= span[0]);
   const digits = (value) => number(value, value < 10 ? 1 : 0);
   const whole = (value) => (Number.isInteger(value) ? number(value) : "");
   return html`
@@ -205,8 +212,8 @@ function Charts({ jobs, history, observes }) {
       ${
         observes &&
         html`
-          <${Chart} title="Tokens per second" points=${history.of("tokens_s")} text=${digits} />
-          <${Chart} title="Jobs in the queue" points=${history.of("queued")} text=${whole} />
+          <${Chart} title="Tokens per second" points=${lately("tokens_s")} text=${digits} span=${span} />
+          <${Chart} title="Jobs in the queue" points=${lately("queued")} text=${whole} span=${span} />
         `
       }
       <${Chart}
@@ -214,6 +221,7 @@ function Charts({ jobs, history, observes }) {
         note="no sweeps"
         points=${latencies(jobs.list, now, MINUTES)}
         text=${(value) => (value ? duration(value) : "0")}
+        span=${span}
       />
     </div>
   `;
@@ -225,7 +233,11 @@ export default function View({ session, jobs, history }) {
   const [status, , unknown] = usePolled(has("observe") && "/v1/status", EVERY_S);
   const [models] = usePolled(has("read") && "/v1/models", EVERY_S);
   const agreed = dynamic && dynamic.determinism;
-  const computed = (models?.data ?? []).map((model) => [model.id, model.dtype, model.dtype_reason]);
+  const computed = (models?.data ?? []).map((model) => [
+    model.id,
+    model.dtype,
+    html`<${Coded} text=${model.dtype_reason} />`,
+  ]);
   const caveats = (models?.data ?? []).flatMap((model) =>
     model.caveats.map((caveat) => [model.id, html`<${Coded} text=${caveat} />`]),
   );
@@ -284,7 +296,11 @@ export default function View({ session, jobs, history }) {
                   short=${
                     agreed.consistent
                       ? "All ranks agree."
-                      : html`<strong class="bad">Ranks or workers disagree: ${agreed.detail}</strong>`
+                      : html`
+                          <strong class="bad">
+                            Ranks or workers disagree: <${Coded} text=${agreed.detail || ""} />
+                          </strong>
+                        `
                   }
                   open=${agreed.consistent ? undefined : true}
                 >

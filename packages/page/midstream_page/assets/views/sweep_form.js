@@ -13,6 +13,7 @@ import {
   useRef,
   useState,
   useTask,
+  Coded,
 } from "../lib/ui.js";
 import { useModels } from "../lib/ask.js";
 import { count, number } from "../lib/format.js";
@@ -587,6 +588,6 @@ function Aligned({ pair, patched, title }) {
       .map(
         ([name, ids]) => html`<p>The ${name} has ${ids.length} tokens, so each cell takes more passes.</p>`,
       )}
-    ${pair.notes.map((note) => html`<p class="note">Note: ${note}</p>`)}
+    ${pair.notes.map((note) => html`<p class="note">Note: <${Coded} text=${note} /></p>`)}
   `;
 }

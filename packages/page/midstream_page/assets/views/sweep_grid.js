@@ -15,6 +15,7 @@ import {
   useNow,
   useRef,
   useState,
+  Coded,
 } from "../lib/ui.js";
 import { count, duration, number } from "../lib/format.js";
 import { MEANING, SweepGrid, csv, shareOf, shown } from "../lib/grid.js";
@@ -215,7 +216,7 @@ export default function Grid({ id, session, jobs }) {
           />
         `
       }
-      ${notesOf(grid).map((note) => html`<p class="note">Note: ${note}</p>`)}
+      ${notesOf(grid).map((note) => html`<p class="note">Note: <${Coded} text=${note} /></p>`)}
       <${Missing} grid=${grid} />
       ${
         request &&
@@ -674,7 +675,9 @@ export function Missing({ grid }) {
     <details class="missing">
       <summary>${count(grid.reasons.size, "cell")} without a value</summary>
       <ul>
-        ${sorted.slice(0, REASONS).map(([reason, count]) => html`<li>${number(count)}: ${reason}</li>`)}
+        ${sorted
+          .slice(0, REASONS)
+          .map(([reason, count]) => html`<li>${number(count)}: <${Coded} text=${reason} /></li>`)}
         ${sorted.length > REASONS && html`<li>… and ${sorted.length - REASONS} other reasons</li>`}
       </ul>
     </details>
