@@ -281,6 +281,7 @@ class Visit:
     def check_shown(self) -> None:
         self.check_accessible()
         self.check_fits()
+        self.check_hints()
 
     def check_accessible(self) -> None:
         """axe finds nothing in the page as it is shown now."""
@@ -293,6 +294,22 @@ class Visit:
             "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
         )
         assert wide <= shown, f"{wide} pixels on {shown}"
+
+    def check_hints(self) -> None:
+        """No hint in an empty input is cut."""
+        cut = self.page.evaluate(
+            """() => [...document.querySelectorAll("input[placeholder]")].filter((input) => {
+              const pen = document.createElement("canvas").getContext("2d");
+              const style = getComputedStyle(input);
+              pen.font = style.font;
+              const inside = input.clientWidth - parseFloat(style.paddingLeft)
+                - parseFloat(style.paddingRight);
+              // a search field keeps room for the button that clears it
+              const room = inside - (input.type === "search" ? 20 : 0);
+              return input.clientWidth > 0 && pen.measureText(input.placeholder).width > room;
+            }).map((input) => input.placeholder)"""
+        )
+        assert cut == []
 
     def check_apart(self) -> None:
         """No text of a figure lies on another, or on a point."""

@@ -33,11 +33,12 @@ export function ticks(low, high, many) {
   );
 }
 
+const filling = (each) => `${each.outline ? "outline" : "fill"} ${tone(each)}`;
 const tone = (each) => (each.tone ? `tone-${each.tone}` : "tone-1");
 const marks = {
   line: (each) => html`<line class=${`line ${tone(each)}`} x2="16" y1="6" y2="6" />`,
   dots: (each) => html`<circle class=${`fill ${tone(each)}`} cx="10" cy="6" r="5" />`,
-  bars: (each) => html`<rect class=${`fill ${tone(each)}`} x="4" width="12" height="12" />`,
+  bars: (each) => html`<rect class=${filling(each)} x="4" width="12" height="12" />`,
 };
 
 /**
@@ -104,7 +105,8 @@ function bounded(axis, values) {
 /**
  * `x`, `y`: {label, low, high, text(value), ticks: [[value, text], …]}, of which all may be left out.
  * `series`: [{name, kind: "line", "dots" or "bars", points: [{x, y, tip, tone}], tone, quiet}]; a
- * bar's points have `to`, its right side, and `from`, its base; a quiet series is not read. `bands`:
+ * bar's points have `to`, its right side, and `from`, its base; those of an `outline` are not filled,
+ * where they lie on others; a quiet series is not read. `bands`:
  * [{axis, from, to, tone, text}]; `rules`: [{axis, at, text}], across the figure. `rows`: records
  * behind it. `at`, `onAt`: the point read in the first series, if a view keeps it. `bare`: it lies in
  * a card. `about`: what a file of it says beside title and note.
@@ -231,7 +233,7 @@ export function Plot({
       each.points.map(
         (p) => html`
           <rect
-            class=${`fill ${tone(each)}`}
+            class=${filling(each)}
             x=${px(p.x) + 0.5}
             width=${Math.max(1, px(p.to) - px(p.x) - 1)}
             y=${py(p.y)}

@@ -127,7 +127,13 @@ function HeldOut({
           rules=${thresholds[label] === null ? [] : [{ axis: "x", at: thresholds[label], text: "threshold" }]}
           series=${[
             { kind: "bars", name: "others", points: bars(negative, "of the others") },
-            { kind: "bars", name: labels[label], tone: "2", points: bars(positive, `of ${labels[label]}`) },
+            {
+              kind: "bars",
+              name: labels[label],
+              tone: "2",
+              outline: true,
+              points: bars(positive, `of ${labels[label]}`).filter(({ y }) => y),
+            },
           ]}
         />
       </div>
@@ -310,7 +316,9 @@ function Scores({ found, result, view }) {
           ? ""
           : crossed === undefined
             ? `, below its threshold of ${short(threshold)} all the way`
-            : `; it reached its threshold of ${short(threshold)} at token ${crossed}`
+            : `; it reached its threshold of ${short(threshold)} at token ${crossed}${
+                crossed === 0 ? ", the first, whose row is an outlier in most models" : ""
+              }`
       }.
       ${found.stopped ? " It ended the request." : ""}
     </p>
