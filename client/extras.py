@@ -42,6 +42,7 @@ PACKAGED = {
     "convert": ("midstream-bridges", "bridges"),
     **dict.fromkeys(("sweep", "attribute", "dose", "fit"), ("midstream-lab", "lab")),
     **dict.fromkeys(("harvest", "survey", "pause", "resume"), ("midstream-harvest", "harvest")),
+    **dict.fromkeys(("mark", "replay"), ("midstream-review", "review")),
 }
 #: Name of the client that a package beside this one offers → the extra that installs it.
 FACADES = dict.fromkeys(("AsyncPatchStudy", "Mapped", "PatchStudy"), "lab")
@@ -50,9 +51,10 @@ CALLS = {
     **dict.fromkeys(("attribute", "attributions", "dose", "doses"), "lab"),
     **dict.fromkeys(("fit_lens", "fit_module", "fits", "map", "sweep", "sweeps"), "lab"),
     "harvests": "harvest",
+    **dict.fromkeys(("hits", "replays"), "review"),
 }
 #: Extras that name packages beside this one.
-WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest", "probes", "flower")
+WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest", "review", "probes", "flower")
 #: Missing modules that an error names; more are counted.
 NAMED = 5
 

@@ -72,6 +72,7 @@ EXTRAS: dict[str, Extra] = {
     ),
     "lab": Extra("import midstream_lab.records.sweeps"),
     "page": Extra("import midstream_page.routes; print(midstream_page.files.page_files().keys())"),
+    "review": Extra("import midstream_review.kinds, midstream_review.records"),
     "webhooks": Extra("import midstream_webhooks.routes, midstream_webhooks.sender"),
     "api": Extra(
         "import midstream.api.app, midstream.api.__main__, midstream_page.routes", "api.lock"

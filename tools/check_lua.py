@@ -17,6 +17,7 @@ from midstream.broker.ledger.jobs import ledger as jobs
 from midstream.broker.queue import transport
 from midstream_harvest.ledger import streams
 from midstream_ops import redis_server
+from midstream_review import ledger as review
 from midstream_webhooks import outbox
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +31,7 @@ def sources() -> Iterator[tuple[str, str]]:
     """Name and text of each script as it is sent."""
     yield from scripts.sources().items()
     yield from scripts.sources(outbox.LUA, outbox.PARTS).items()
+    yield from scripts.sources(review.LUA, review.PARTS).items()
     yield from scripts.sources(streams.LUA).items()
     yield from (
         ("transport.TAKE", transport.TAKE),

@@ -115,6 +115,9 @@ def act_on(
 
 def list_(
     kind: Annotated[str, kind_argument("list")],
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="Of hits and precisions: the policy.")
+    ] = None,
     limit: Annotated[
         int | None, typer.Option(help="Number of entries, newest first; default: 20.")
     ] = None,
@@ -128,7 +131,7 @@ def list_(
     with _acting(kind, "list", url) as (row, _, act):
         if limit is None and row.paged:
             fields["limit"] = LISTED
-        answer = act(**fields)
+        answer = act(*_given(name), **fields)
     entries = answer if isinstance(answer, list) else getattr(answer, answer.__struct_fields__[0])
     print_list(answer, entries, row.plural, json_)
 

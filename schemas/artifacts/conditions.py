@@ -104,6 +104,7 @@ class StoredPolicy(Record, omit_defaults=True):
     # the job of the same conversation whose latch turned it on before this request
     inherited: str = ""
     registered: float = 0.0  # when that content was registered: latches are those of a registration
+    keep_texts: bool = False  # whether its hits keep the tokens around them
 
     def __post_init__(self) -> None:
         if self.mode == "canary":

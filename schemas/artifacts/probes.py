@@ -232,6 +232,10 @@ class ProbeScore(Wire):
     policy: StoredPolicy | None = None  # whose decisions follow
     decisions: list[Decision] = []  # the first `MAX_DECISIONS`
     triggers: int = 0  # of all decisions
+    # with `StoredPolicy.keep_texts`: the tokens around its first trigger, see `hits.HitText`
+    text_ids: bytes = b""
+    text_from: int = 0
+    text_prompt: int = 0
 
     @property
     def triggered(self) -> bool:

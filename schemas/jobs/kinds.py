@@ -38,6 +38,7 @@ KINDS = _by_name([*OWN, *load_all(GROUP)])
 EXTRAS = {
     **dict.fromkeys(("attribution", "dose", "fit", "gradient", "sweep"), "lab"),
     "harvest": "harvest",
+    "replay": "review",
 }
 
 

@@ -76,6 +76,7 @@ class PolicyRequest(Registration, kw_only=True):
     all_traffic: bool = False  # applies to every request to the model; otherwise to those naming it
     # of all traffic, while it may act: whether requests may edit rows that its probe reads
     edits: EditsAllowed = "refuse"
+    keep_texts: bool = False  # whether its hits are kept with the tokens around them
 
     def __post_init__(self) -> None:
         once = [kind for kind in self.kinds if kind != "steer"]
@@ -114,6 +115,7 @@ class PolicyChange(Record):
     mode: Mode | None = None
     all_traffic: bool | None = None
     edits: EditsAllowed | None = None
+    keep_texts: bool | None = None
 
 
 class PolicyVersion(Record):

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 
 from ..base.errors import Translated, suggestion
-from ..base.limits import MAX_DRAFTS, MAX_IMAGE
+from ..base.limits import MAX_DRAFTS, MAX_HITS, MAX_IMAGE
 from ..base.records import Record, json_or_text, to_json
 from .secret_files import is_burnt, is_exposed
 from .tuning import Natural, Positive, PositiveInt, Tuning
@@ -290,6 +290,15 @@ class Settings(Record):
     sweep_cells: PositiveInt = 20_000  # Maximum number of cells in one sweep
     # Maximum number of cells in all unfinished sweeps; a sweep beyond it is rejected with 429
     sweep_cells_waiting: PositiveInt = 200_000
+
+    # Policies
+
+    # Hits of each policy that are kept for review (docs/probes.md#review), the newest; as many are
+    # kept beside them once they are marked. With `keep_texts`, a hit takes up to 9 KiB of Redis'
+    # memory, otherwise a third of a KiB. 0: none
+    hits_kept: Annotated[int, msgspec.Meta(ge=0, le=MAX_HITS)] = 1000
+    # Seconds for which a hit is kept, with its text and its mark
+    hits_ttl_s: PositiveInt = 30 * 24 * 3600
 
     # Harvests
 

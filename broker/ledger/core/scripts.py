@@ -14,6 +14,7 @@ import msgspec
 from zlib_ng import zlib_ng
 
 from ....schemas.artifacts.conditions import StoredPolicy
+from ....schemas.artifacts.hits import hit_of, text_of
 from ....schemas.artifacts.loras import use_of
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.artifacts.registered import Registered
@@ -59,7 +60,10 @@ BLOB_TTL_FACTOR = 3
 #: Folder of the scripts; file names are unique across its subfolders.
 LUA = Path(__file__).parents[1] / "lua"
 #: Included at the start of every script, in this order.
-PARTS = ("arguments", "job", "announce", "usage", "message", "dispatch", "transitions", "pins")
+PARTS = (
+    *("arguments", "job", "hits", "announce", "usage", "message", "dispatch", "transitions"),
+    "pins",
+)
 
 #: The hash field for the time at which a state was entered.
 STAMP: dict[State, str] = {
@@ -349,12 +353,29 @@ def settle(settings: Settings, receipts: Iterable[NumberedReceipt]) -> list[byte
                     score.policy.name,
                     int(score.triggered),
                     int(score.triggered and score.policy.acts),
+                    *_kept_hit(report.request, score, score.policy),
                 )
             ],
         )
         for seq, report in receipts
     ]
-    return pack(settings, receipts=rows)
+    return pack(
+        settings, receipts=rows, hits_kept=settings.hits_kept, hits_ttl=settings.hits_ttl_s
+    )
+
+
+def _kept_hit(
+    request: int, score: ProbeScore, policy: StoredPolicy
+) -> tuple[msgspec.Raw | bool, msgspec.Raw | bool]:
+    """Return what is kept of a policy's first trigger on a prompt, and the tokens around it, both
+    packed; False: nothing.
+    """
+    hit = hit_of(request, score, policy)
+    text = text_of(score)
+    return (
+        hit is not None and binary(to_msgpack(hit)),
+        text is not None and binary(to_msgpack(text)),
+    )
 
 
 def _decision(report: Receipt, score: ProbeScore, policy: StoredPolicy) -> bytes:

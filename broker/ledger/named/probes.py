@@ -138,6 +138,7 @@ def scores_of(policy: Policy, *, steers: bool = True) -> StoredProbe:
         version=version.version,
         digest=version.digest,
         registered=version.registered,
+        keep_texts=content.keep_texts,
         condition=content.condition,
         actions=actions,
         mode=policy.mode,

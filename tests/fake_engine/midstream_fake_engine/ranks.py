@@ -13,6 +13,7 @@ import numpy as np
 
 from midstream.broker.receipts.curve import client_keys
 from midstream.broker.receipts.outbox import Outbox
+from midstream.schemas.artifacts.hits import with_text
 from midstream.schemas.artifacts.probes import ProbeScore
 from midstream.schemas.base.dtypes import narrowed
 from midstream.schemas.base.version import __version__
@@ -238,10 +239,12 @@ class FakeRanks:
         if watch is None:
             return []
         gates = gates_of(finished.spec, watch)
-        return [
+        found = [
             shown(watch, score, positions) if score.name in gates else score
             for score in watch.results(positions)[0]
         ]
+        token_ids = [*finished.prompt, *finished.token_ids]
+        return [with_text(score, token_ids, len(finished.prompt)) for score in found]
 
     def _watch(self, finished: _Finished, pp: int) -> Watch | None:
         share = set(self._stages[pp].tolist())

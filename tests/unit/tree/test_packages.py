@@ -19,6 +19,7 @@ ROOMS: dict[str, set[str]] = {
         *("client", "schemas", "storage", "workers"),
     },
     "ops": {"broker", "client", "schemas", "storage", "workers"},
+    "review": {"api", "broker.ledger", "client", "schemas"},
     "s3": {"schemas.jobs", "schemas.settings", "storage"},
     "webhooks": {"api", "broker.ledger", "schemas"},
 }

@@ -5,6 +5,7 @@ import logging
 import math
 from typing import Any
 
+from ....schemas.artifacts.hits import with_text
 from ....schemas.artifacts.probes import ProbeScore
 from ....schemas.base.version import __version__
 from ....schemas.jobs.receipts import Receipt
@@ -71,6 +72,8 @@ class Reports:
             except ProbeError as error:
                 self.failed(step, tracked, f"{error} (rank {self._place.rank})", "probe_failed")
                 return
+            prompt = tracked.spec.prompt_tokens
+            tracked.scores = [with_text(score, token_ids, prompt) for score in tracked.scores]
         recordings = {
             number: recording
             for number, recording in tracked.recordings.items()

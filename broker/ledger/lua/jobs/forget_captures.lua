@@ -20,6 +20,9 @@ if args.spare and redis.call('ZCOUNT', key('run-lease', id), now, '+inf') > 0 th
   return 'leased'
 end
 redis.call('HSET', capture, 'deleted', args.at)
+if not args.spare then -- their owner deletes them
+  drop_texts(id)
+end
 charge(id, -(tonumber(redis.call('HGET', capture, 'bytes')) or 0))
 redis.call('EXPIRE', capture, 2 * args.result_ttl) -- as long as clients may still request it
 redis.call('ZREM', 'ms:captures', id)

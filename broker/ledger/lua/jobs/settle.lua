@@ -2,8 +2,8 @@
 -- keys: the mark of (worker, rank, epoch)
 -- args: receipts: {seq, job, request, rank, pp, attempt, status, packed receipt, bytes and rows of its files, account, about, whether a
 --       probe flags it, policies that act on it and were on: {policy, number of its own triggers, decision as JSON, ...}, all policies
---       that read it: {policy, whether it was on, whether it acted then, ...}} of each, by seq. Values that are not read separately are
---       joined: an account is checksum:actions:epoch:edited (epoch of the rank's action ledger, number of token rows edited); about is
+--       that read it: {policy, whether it was on, whether it acted then, its hit packed or false, the tokens around that packed or
+--       false, ...}} of each, by seq; hits_kept, hits_ttl (of a policy). Values that are not read separately are joined: an account is checksum:actions:epoch:edited (epoch of the rank's action ledger, number of token rows edited); about is
 --       worker, its boot, kind and message, separated by zero bytes
 -- returns {mark, applied, duplicate, stale, unknown, beyond a gap, {worker, disagreement of its ranks, ...},
 --          partial and error among the applied, {id, model, created, generated of each job that has succeeded by it, ...}}
@@ -85,14 +85,14 @@ local function act(job, request, decided)
 end
 
 -- Count a prompt in the present day of the policies that read it, 1 for true and 0 for false: a ring of `POLICY_DAYS` days for each policy
--- that is still registered. Name on the job those that were on, and whether they acted. Of a stage's ranks the first counts: each reports
--- the decisions about a request that fails.
+-- that is still registered, which also keeps its hit. Name on the job those that were on, and whether they acted. Of a stage's ranks the
+-- first counts: each reports the decisions about a request that fails.
 local function tally(job, request, pp, readers)
   if #readers == 0 or redis.call('HSETNX', key('agree', job.id), request .. '/' .. pp .. '/read', 1) == 0 then
     return
   end
   local day, marks = math.floor(now / 86400), nil
-  for place = 1, #readers, 3 do
+  for place = 1, #readers, 5 do
     local policy, slot = readers[place], day % POLICY_DAYS
     if readers[place + 1] == 1 then
       marks = marks or cjson.decode(redis.call('HGET', key('job', job.id), 'triggered') or '{}')
@@ -109,6 +109,7 @@ local function tally(job, request, pp, readers)
         counts[count + 1] = counts[count + 1] + more
       end
       redis.call('HSET', days, slot, cjson.encode(counts))
+      keep_hit(job, request, policy, readers[place + 3], readers[place + 4])
     end
   end
   if marks then

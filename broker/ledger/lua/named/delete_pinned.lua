@@ -9,6 +9,7 @@ if args.tenant then
 end
 if args.kind == 'policies' then
   redis.call('DEL', key('policy-days', model .. ':' .. name))
+  drop_hits(model .. ':' .. name)
 end
 pin(args.kind .. ':' .. model .. ':' .. name, {})
 return redis.call('HDEL', key(args.kind, model), name)

@@ -17,12 +17,18 @@ def fit(
     kind: Annotated[str, kind_argument("fit")],
     name: Annotated[str, typer.Argument(help="The name to register it under.")],
     file: Annotated[
-        str,
+        str | None,
         typer.Argument(
             help="Examples in CSV, JSON lines or Parquet, FILE[:COLUMN,…]: see the guides to fits "
             "and probes."
         ),
-    ],
+    ] = None,
+    from_: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="hits:POLICY", help="In place of FILE, of a probe: marked hits."
+        ),
+    ] = None,
     model: Model = None,
     set_: Annotated[
         list[str] | None,
@@ -33,7 +39,7 @@ def fit(
 ) -> None:
     """Learn a module, a Jacobian lens or a probe from examples, and register it."""
     fields = options.fields(None, set_, {"model": model})
-    act_on("fit", kind, [name, file], fields, url, json_)
+    act_on("fit", kind, [name, file or from_], fields, url, json_)
 
 
 COMMANDS = (fit,)

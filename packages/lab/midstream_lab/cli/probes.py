@@ -20,11 +20,27 @@ from ..client.probes import LEAST, check_labels, classes_of, fit
 from ..show.probes import measured
 
 
+#: The beginning of a source of examples: a policy, whose marked hits they are.
+HITS = "hits:"
+#: The class of hits that are marked as false alarms.
+FALSE_ALARM = "false_alarm"
+
+
 class TrainingLine(msgspec.Struct):
     """A line of a training file of a probe."""
 
     text: str | Conversation
     label: str | int | bool
+
+
+class TrainingHit(msgspec.Struct):
+    """A marked hit of a policy."""
+
+    text: list[int]  # the tokens up to the hit's
+    label: str
+
+
+Examples = list[TrainingLine] | list[TrainingHit]
 
 
 def probe(
@@ -49,7 +65,9 @@ def probe(
     description: Any = None,
 ) -> Probe:
     """Capture rows of labelled texts, fit a probe on them, show its metrics on held-out texts, and
-    register it. A line of the file has `text`, which may be a conversation, and `label`.
+    register it. A line of the file has `text`, which may be a conversation, and `label`. In place
+    of a file, `hits:POLICY` takes that policy's hits which are marked as right, which become the
+    positive class, or as false alarms; its rows are those of their tokens.
 
     `rows`: of a text, of its last token, their mean, or all; `positions`: of these, as of a
     capture. `strength`: scikit-learn's C. `positive`: which of two classes has the high scores, see
@@ -57,8 +75,13 @@ def probe(
     """
     need("probes", "fitting a probe")
     client = connect()
-    read = options.rows(file, TrainingLine.__struct_fields__)
-    examples = checked(read, list[TrainingLine], "FILE")
+    examples: Examples
+    if file.startswith(HITS):
+        examples = _marked(client, file.removeprefix(HITS), model)
+        positive = positive or next(each.label for each in examples if each.label != FALSE_ALARM)
+    else:
+        read = options.rows(file, TrainingLine.__struct_fields__)
+        examples = checked(read, list[TrainingLine], "FILE")
     least = LEAST if rows != "all" else 2  # a text may have several rows, but is on one side
     classes = classes_of([example.label for example in examples], positive, "FILE", least)
     check_labels(labels, classes)
@@ -93,10 +116,22 @@ def probe(
     )
 
 
+def _marked(client: Client, policy: str, model: str | None) -> list[TrainingHit]:
+    """Return the marked hits of a policy as examples: those that are right have the label of its
+    probe, or `right` if there are several.
+    """
+    hits = client.hits.examples(policy, model=model)
+    labels = {hit.label for hit in hits}
+    right = labels.pop() if len(labels) == 1 else "right"
+    return [
+        TrainingHit(text=hit.token_ids, label=right if hit.right else FALSE_ALARM) for hit in hits
+    ]
+
+
 def _rows(
     client: Client,
     model: str,
-    examples: list[TrainingLine],
+    examples: Examples,
     layer: int,
     hook: HookName | str,
     rows: Literal["last", "mean", "all"],
@@ -111,10 +146,9 @@ def _rows(
         "positions": positions or ("last_prompt" if rows == "last" else "all_prompt"),
         "tag": "probe-training",
     }
+    of_text = isinstance(examples[0], TrainingHit) or isinstance(examples[0].text, str)
     inputs: Any = {
-        "prompts" if isinstance(examples[0].text, str) else "messages": [
-            example.text for example in examples
-        ]
+        "prompts" if of_text else "messages": [example.text for example in examples]
     }
     result = client.run(model=model, capture=capture, max_tokens=0, **inputs)
     groups = [sample.request for sample in samples(client.capture(result), rows)]

@@ -1,0 +1,1 @@
+"""Replays: stored texts under another version of a policy, before it acts."""

@@ -1,0 +1,169 @@
+"""Hits over HTTP, with the client and on the command line.
+
+The engine is a fake: a score is its position, and a token is a letter.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from refusal_kit import refuses
+
+from midstream.client import Client
+from midstream.schemas.base.errors import MidstreamError
+from midstream_review.records import Hit
+
+pytest_plugins = ["shared_stack"]
+pytestmark = pytest.mark.xdist_group("shared_stack")
+
+MODEL = "fake-model"
+CONDITION = {"at_least": 3.0, "schedule": {"tokens": "all"}}
+
+
+@pytest.fixture
+def guard(client: Client, nameless: None) -> Iterator[str]:
+    """A policy of all traffic that turns on at token 3."""
+    client.probes.put("calm", weight=np.ones((1, 8)), layer=1, labels=["calm"], thresholds=[None])
+    policy: dict[str, Any] = {"probe": "calm", "condition": CONDITION, "actions": ["flag"]}
+    client.policies.put("guard", **policy, all_traffic=True, keep_texts=True)
+    yield "guard"
+
+
+def hits(client: Client, **chosen: Any) -> list[Hit]:
+    return client.hits.list("guard", **chosen).hits
+
+
+def test_a_hit_has_the_text_around_its_token(client: Client, guard: str) -> None:
+    result = client.run(prompts=["hello there", "hi"], max_tokens=3, model=MODEL)
+    late, first = sorted(hits(client, tokens=True), key=lambda each: each.request, reverse=True)
+    assert (first.job, first.request, first.position) == (result.id, 0, 3)
+    assert (first.score, first.threshold, first.label) == (3.0, 3.0, "calm")
+    assert (first.mode, first.acted, first.version) == ("shadow", False, 1)
+    assert first.text is not None
+    whole = "hello there" + result.outputs[0].text
+    assert whole.startswith(first.text.before + first.text.token + first.text.after)
+    assert first.text.before + first.text.token == "hell"
+    assert late.text is not None
+    assert late.text.before + late.text.token == ("hi" + result.outputs[1].text)[:4]
+    assert first.token_ids is not None
+    assert client.detokenize(first.token_ids, model=MODEL).prompt == "hell"
+    assert client.hits.get("guard", first.id) == hits(client, at_least=0)[-1 - first.request]
+
+
+def test_without_keep_texts_a_hit_has_its_place_and_no_text(client: Client, guard: str) -> None:
+    version = client.policies.change("guard", keep_texts=False).current.version
+    client.run(prompts=["hello there"], max_tokens=0, model=MODEL)
+    (found,) = hits(client, tokens=True)
+    assert (found.version, found.position, found.text, found.token_ids) == (version, 3, None, None)
+
+
+def test_hits_are_chosen_by_label_version_score_mode_and_mark(client: Client, guard: str) -> None:
+    client.run(prompts=["hello there"], max_tokens=0, model=MODEL)
+    client.policies.change("guard", condition={"at_least": 5.0}, mode="active")
+    client.run(prompts=["hello there"], max_tokens=0, model=MODEL)
+    new, old = hits(client)
+    assert (new.version, new.score, new.mode, new.acted) == (2, 5.0, "active", True)
+    client.hits.mark("guard", old.id, "false_alarm", note="a greeting")
+    chosen: list[tuple[dict[str, Any], list[str]]] = [
+        ({"version": 1}, [old.id]),
+        ({"at_least": 4.0}, [new.id]),
+        ({"below": 4.0}, [old.id]),
+        ({"mode": "active"}, [new.id]),
+        ({"mark": "false_alarm"}, [old.id]),
+        ({"mark": "none"}, [new.id]),
+        ({"label": "calm"}, [new.id, old.id]),
+        ({"label": "other"}, []),
+        ({"limit": 1}, [new.id]),
+    ]
+    assert [[each.id for each in hits(client, **query)] for query, _ in chosen] == [
+        found for _, found in chosen
+    ]
+    page = client.hits.list("guard", limit=1)
+    assert [each.id for each in client.hits.list("guard", cursor=page.next).hits] == [old.id]
+    assert [each.id for each in client.hits.every("guard")] == [new.id, old.id]
+    assert hits(client, mark="false_alarm")[0].mark.note == "a greeting"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("call", "field", "word"),
+    [
+        (lambda client: client.hits.list("guard", mark="wrong"), "mark", "false_alarm"),
+        (lambda client: client.hits.list("guard", limit=1000), "limit", "200"),
+        (lambda client: client.hits.list("guard", version=0), "version", "1"),
+        (lambda client: client.hits.list("guard", cursor="x"), "cursor", "next"),
+        (lambda client: client.hits.list("other"), "name", "guard"),
+        (lambda client: client.hits.get("guard", "job_x_0"), None, "unknown hit"),
+        (lambda client: client.hits.mark("guard", "job_x_0", "right"), None, "unknown hit"),
+        (lambda client: client.hits.mark("guard", "job_x_0", "good"), "verdict", "right"),
+        (lambda client: client.hits.mark("guard", "x", "right", "n" * 1001), "note", "1000"),
+    ],
+)
+def test_a_wrong_question_is_refused_by_name(
+    client: Client, guard: str, call: Callable[[Client], Any], field: str | None, word: str
+) -> None:
+    with pytest.raises(MidstreamError) as refused:
+        call(client)
+    assert refused.value.field == field
+    assert word in str(refused.value)
+
+
+def test_marks_become_precision_and_are_exported(
+    client: Client, guard: str, midstream: Callable[..., str], tmp_path: Path
+) -> None:
+    client.run(prompts=["hello there", "other text", "=1+2 three"], max_tokens=0, model=MODEL)
+    names = [each.id for each in hits(client)]
+    midstream("mark", "guard", names[0], "right", "--note", "it is")
+    midstream("mark", "guard", names[1], "false_alarm")
+    (of_first,) = client.hits.precision("guard").versions
+    assert (of_first.right, of_first.false_alarm, of_first.precision) == (1, 1, 0.5)
+    assert "50%" in midstream("list", "precisions", "guard")
+    listed = midstream("list", "hits", "guard")
+    assert all(name in listed for name in names)
+    assert "false alarm" in listed
+    shown = midstream("get", "hit", names[0], "--set", "policy=guard")
+    assert "it is" in shown
+    lines = midstream("export", "hits", "guard").splitlines()
+    assert [json.loads(line)["id"] for line in lines] == names
+    table = tmp_path / "hits.csv"
+    midstream("export", "hits", "guard", "-o", str(table), "--set", "mark=right")
+    (row,) = csv.DictReader(table.open())
+    assert (row["id"], row["mark"], row["note"]) == (names[0], "right", "it is")
+    midstream("export", "hits", "guard", "-o", str(table))
+    assert any(row["before"].startswith("'=") for row in csv.DictReader(table.open()))
+    client.hits.unmark("guard", names[0])
+    assert client.hits.precision("guard").versions[0].precision == 0.0
+
+
+def test_texts_are_deleted_and_hits_and_marks_stay(client: Client, guard: str) -> None:
+    jobs = [client.run(prompts=["hello there"], max_tokens=0, model=MODEL).id for _ in range(2)]
+    client.hits.mark("guard", hits(client)[0].id, "right")
+    client.hits.delete_texts(job=jobs[0])
+    new, old = hits(client)
+    assert old.text is None
+    assert new.text is not None
+    client.hits.delete_texts()
+    new, old = hits(client)
+    assert new.text is None
+    assert new.mark is not None
+
+
+def test_examples_need_marks_of_both_kinds_and_texts(client: Client, guard: str) -> None:
+    client.run(prompts=["hello there", "other text"], max_tokens=0, model=MODEL)
+    first, second = hits(client)
+    with refuses("0 hits of policy 'guard' are marked", field="hits"):
+        client.hits.examples("guard")
+    client.hits.mark("guard", first.id, "right")
+    client.hits.mark("guard", second.id, "unsure")
+    with refuses("1 right, 0 false alarms", field="hits"):
+        client.hits.examples("guard")
+    client.hits.mark("guard", second.id, "false_alarm")
+    right, wrong = client.hits.examples("guard")
+    assert (right.id, right.right, len(right.token_ids)) == (first.id, True, 4)
+    assert (wrong.id, wrong.right) == (second.id, False)
+    client.hits.delete_texts()
+    with refuses("keep_texts", field="hits"):
+        client.hits.examples("guard")
