@@ -21,7 +21,7 @@ from .transport import AwaitingTransport, BlockingTransport, Transport
 
 if TYPE_CHECKING:
     from .registered import Jacobians, Lenses, Loras, Modules, Policies, Probes, Saes
-    from .typed import Attributions, Doses, Fits, Harvests, Hits, Sweeps, over
+    from .typed import Attributions, Doses, Fits, Harvests, Hits, Replays, Sweeps, over
 
 #: First guess at what is done to a named thing → its verb, which HTTP, this client and the command
 #: line share.
@@ -108,6 +108,7 @@ class Verbs(Calls[M]):
         fits: Fits[M]
         harvests: Harvests[M]
         hits: Hits[M]
+        replays: Replays[M]
 
     if not TYPE_CHECKING:  # a type checker would accept every name
 

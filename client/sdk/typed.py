@@ -16,3 +16,4 @@ if TYPE_CHECKING:
     from midstream_lab.client.probes import Fit as Fit
     from midstream_lab.client.sweeps import Attributions as Attributions, Sweeps as Sweeps
     from midstream_review.client.calls import Hits as Hits
+    from midstream_review.client.replays import Replays as Replays

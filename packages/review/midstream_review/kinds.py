@@ -4,9 +4,15 @@ from midstream.schemas.jobs.job_kind import JobKind
 
 ROW = JobKind(
     "replay",
+    slow=True,
+    path="/v1/policies/{name}/replays",
+    work="midstream_review.replay.records:ReplayWork",
     routes="midstream_review.routes:ROUTES",
     run={"": "midstream.workers.serving.prompts:run"},
-    calls={"hits": "midstream_review.client.calls:Hits"},
+    calls={
+        "hits": "midstream_review.client.calls:Hits",
+        "replays": "midstream_review.client.replays:Replays",
+    },
     verbs="midstream_review.client.commands:COMMANDS",
     things="midstream_review.client.things:THINGS",
     forms="midstream_review.client.shown:FORMS",

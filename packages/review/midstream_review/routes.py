@@ -1,6 +1,6 @@
 """Routes of reviews: hits, marks, precision, and the deletion of texts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -29,10 +29,8 @@ from midstream.schemas.requests.policies import POLICIES
 
 from .ledger import KeptHit, KeptText, LedgerHits, forget_texts, job_of, not_found
 from .records import Hit, HitPage, HitWords, Mark, MarkRequest, PrecisionList, Verdict
-
-#: Tokens before a hit's own, and after it, that are shown of its text.
-BEFORE = 48
-AFTER = 16
+from .replay.routes import get_replay, post_replay
+from .texts import around
 
 PolicyName = Annotated[str, name_parameter("policy")]
 HitId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The hit's id")]
@@ -278,30 +276,22 @@ async def _words(
     """Return the text around the token of each hit."""
     if not any(texts):
         return [None] * len(found)
-    decode: Callable[[Sequence[int]], Any] = (await context.served.codec(info)).decode
-    result: list[HitWords | None] = []
-    for kept, text in zip(found, texts, strict=True):
-        if text is None:
-            result.append(None)
-            continue
-        place = kept.hit.position - text.first
-        first = max(0, place - BEFORE)
-        _, words = await decode(text.token_ids[first : place + 1 + AFTER])
-        own = place - first
-        result.append(
-            HitWords(
-                before="".join(words[:own]),
-                token=words[own],
-                after="".join(words[own + 1 :]),
-            )
-        )
-    return result
+    codec = await context.served.codec(info)
+    return [
+        None
+        if text is None
+        else await around(codec, text.token_ids, kept.hit.position - text.first)
+        for kept, text in zip(found, texts, strict=True)
+    ]
 
 
 ROUTES: list[Any] = [
     Router(
         "",
-        route_handlers=[list_hits, get_hit, put_mark, delete_mark, get_precision, delete_texts],
+        route_handlers=[
+            *(list_hits, get_hit, put_mark, delete_mark, get_precision, delete_texts),
+            *(post_replay, get_replay),
+        ],
         dependencies={
             "chosen": Provide(filter_of, sync_to_thread=False),
             "hits": Provide(hits_of),

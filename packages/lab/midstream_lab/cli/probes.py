@@ -67,7 +67,8 @@ def probe(
     """Capture rows of labelled texts, fit a probe on them, show its metrics on held-out texts, and
     register it. A line of the file has `text`, which may be a conversation, and `label`. In place
     of a file, `hits:POLICY` takes that policy's hits which are marked as right, which become the
-    positive class, or as false alarms; its rows are those of their tokens.
+    positive class, or as false alarms; its rows are those of their tokens, by default at the site of the policy's
+    probe.
 
     `rows`: of a text, of its last token, their mean, or all; `positions`: of these, as of a
     capture. `strength`: scikit-learn's C. `positive`: which of two classes has the high scores, see
@@ -77,8 +78,12 @@ def probe(
     client = connect()
     examples: Examples
     if file.startswith(HITS):
-        examples = _marked(client, file.removeprefix(HITS), model)
+        policy = file.removeprefix(HITS)
+        examples = _marked(client, policy, model)
         positive = positive or next(each.label for each in examples if each.label != FALSE_ALARM)
+        if layer is None:
+            site = client.policies.get(policy, model).current.probe.content
+            layer, hook = site.layer, site.hook
     else:
         read = options.rows(file, TrainingLine.__struct_fields__)
         examples = checked(read, list[TrainingLine], "FILE")

@@ -3,10 +3,13 @@
 from typing import Any
 
 from rich.markup import escape
+from rich.table import Table
 
 from midstream.client.render.forms import Form, Shown
+from midstream.client.render.jobs import Cells, lines
 
 from ..records import Hit, HitPage, HitWords, Mark, PrecisionList, VersionPrecision
+from ..replay.records import ReplayedHit, ReplayTurn, ReplayView
 
 #: The most characters of a text before and after a hit's token, in a list.
 BEFORE = 40
@@ -94,10 +97,69 @@ _PRECISION = Shown(
         "precision": _share,
     },
 )
+
+
+def _turned(turn: ReplayTurn | None) -> str:
+    return "" if turn is None else f"{turn.score:.3g} at token {turn.position}"
+
+
+_REPLAYED: Cells = {
+    "job": "{job}\nprompt {request}, {tenant}",
+    "old": lambda hit: _turned(hit.old),
+    "new": lambda hit: _turned(hit.new),
+    "text": lambda hit: _around(hit.text, BEFORE, AFTER),
+}
+
+
+def _new_version(view: ReplayView) -> str:
+    return f"{view.new}, with another condition" if view.changed else f"{view.new}"
+
+
+def _changes(view: ReplayView) -> list[Table]:
+    """Return the tables of the prompts that only one version turned on at."""
+    both = {"Gained: only the new version": view.gained, "Lost: only the old version": view.lost}
+    return [lines(title, _REPLAYED, hits) for title, hits in both.items() if hits]
+
+
+def _replayed(view: ReplayView) -> list[dict[str, Any]]:
+    """Return a line for each prompt that only one version turned on at."""
+    return [
+        {
+            "change": change,
+            "job": hit.job,
+            "request": hit.request,
+            "tenant": hit.tenant,
+            "score": turn.score,
+            "position": turn.position,
+            "token": hit.text.token if hit.text else None,
+        }
+        for change, hits in (("gained", view.gained), ("lost", view.lost))
+        for hit in hits
+        for turn in (hit.new, hit.old)
+        if turn is not None
+    ]
+
+
+_REPLAY = Shown(
+    facts={
+        "replay": "{id}",
+        "state": "{state}",
+        "policy": "{policy}",
+        "old version": "{old}",
+        "new version": _new_version,
+        "prompts": "{prompts:,}",
+        "both": "{kept:,}",
+        "gained": "{gained:number}",
+        "lost": "{lost:number}",
+    },
+    details=_changes,
+)
 #: Class → its form.
 FORMS: dict[type, Form] = {
     Hit: Form(shown=_HIT),
     HitPage: Form(lines=_lines),
+    ReplayView: Form(lines=_replayed, shown=_REPLAY),
+    ReplayedHit: Form(shown=Shown("Changes", _REPLAYED)),
     PrecisionList: Form(lines=_versions),
     VersionPrecision: Form(shown=_PRECISION),
 }

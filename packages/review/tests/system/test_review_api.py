@@ -167,3 +167,75 @@ def test_examples_need_marks_of_both_kinds_and_texts(client: Client, guard: str)
     client.hits.delete_texts()
     with refuses("keep_texts", field="hits"):
         client.hits.examples("guard")
+
+
+# --- Replays
+
+
+def test_a_replay_says_what_another_condition_would_gain_and_lose(
+    client: Client, guard: str, midstream: Callable[..., str]
+) -> None:
+    """Of prompts as they were; nothing is counted, kept or done."""
+    long = client.run(prompts=["hello there", "hi"], max_tokens=0, model=MODEL)
+    client.run(prompts=["hell"], max_tokens=0, model=MODEL)
+    before = [each.id for each in client.hits.every("guard")]
+    (counted,) = client.policies.get("guard").days
+    stricter = client.replays.run("guard", condition={"at_least": 9.0}, progress=False)
+    assert (stricter.old, stricter.new, stricter.changed, stricter.prompts) == (1, 1, True, 3)
+    assert (stricter.kept, stricter.gained) == (1, [])
+    (lost,) = stricter.lost
+    assert lost.old is not None
+    assert (lost.old.position, lost.old.score, lost.new, lost.request) == (3, 3.0, None, 0)
+    assert lost.text is not None
+    assert lost.text.before + lost.text.token == "hell"
+    client.policies.change("guard", condition={"at_least": 1.0})
+    of_hits = client.replays.run("guard", version=1, of="hits", last=1, progress=False)
+    assert (of_hits.old, of_hits.new, of_hits.prompts, of_hits.kept) == (2, 1, 1, 1)
+    back = client.replays.run("guard", against=1, progress=False)
+    assert [(each.job, each.request) for each in back.gained] == [(long.id, 1)]
+    assert [each.id for each in client.hits.every("guard")] == before
+    (after,) = client.policies.get("guard").days
+    assert after == counted
+    said = midstream("replay", "guard", "--version", "1", "--last", "5")
+    assert "Lost: only the old version" in said
+    assert long.id in said
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "word"),
+    [
+        ({}, "version", "compared with itself"),
+        ({"version": 7}, "version", "7 is not kept"),
+        ({"version": 1, "against": 9}, "against", "9 is not kept"),
+        ({"condition": {"at_least": 1.0, "label": "x"}}, "condition.label", "calm"),
+        ({"condition": {"at_least": 1.0}, "last": 5000}, "last", "1000"),
+        ({"condition": {"at_least": 1.0}, "of": "harvest"}, "of", "harvest"),
+        ({"condition": {"at_least": 1.0}, "of": "hits"}, "of", "no prompt of hits is kept"),
+    ],
+)
+def test_a_replay_that_cannot_be_is_refused_by_field(
+    client: Client, guard: str, fields: dict[str, Any], field: str, word: str
+) -> None:
+    with refuses(word, field=field):
+        client.replays.run("guard", progress=False, **fields)
+
+
+# --- From marks to a probe
+
+
+def test_marks_train_a_probe_at_the_site_of_the_policy(
+    client: Client, guard: str, midstream: Callable[..., str]
+) -> None:
+    """Its rows are those of the hits' tokens."""
+    prompts = [f"{start}{number}" for start in ("aaa", "zzz") for number in "bcdefghi"]
+    job = client.run(prompts=prompts, max_tokens=0, model=MODEL)
+    for each in client.hits.every("guard"):
+        right = prompts[each.request].startswith("a")
+        client.hits.mark("guard", each.id, "right" if right else "false_alarm")
+    midstream("fit", "probe", "better", "--from", "hits:guard")
+    made = client.probes.get("better").content
+    assert (made.layer, made.hook, made.labels) == (1, "post_block", ["calm"])
+    assert client.jobs.list(limit=2).jobs[0].id != job.id
+    again = client.run(prompts=["aaax", "zzzx"], max_tokens=0, model=MODEL, probes=["better"])
+    right, wrong = (each.scores["calm"] for each in again.probes if each.probe == "better")
+    assert right > wrong

@@ -8,6 +8,7 @@ import { short } from "../lib/chips.js";
 import { useAnswer, useJobs, useModels } from "../lib/ask.js";
 import { Reading, ReadingForm } from "../lib/readings.js";
 import { Plot } from "../plots/plot.js";
+import { Review } from "./hits.js";
 import { ProbeResult } from "./probes.js";
 
 const DAYS = 30; // POLICY_DAYS of schemas/base/limits.py
@@ -329,6 +330,7 @@ function One({ name, job, model, session, query, jobs }) {
         <p class="soft">${ADVICE[content.mode]}</p>
       </section>
     </div>
+    <${Review} policy=${policy} may=${may} all=${session.scopes.includes("admin")} read=${read} />
     <h2>A prompt under it</h2>
     <${ReadingForm} ...${trial(policy)} query=${query} />
     <${Reading} key=${job} id=${job} name=${mine} jobs=${jobs}>
