@@ -43,7 +43,7 @@ def _refused(error: MidstreamError, *paths: str) -> HTTPRouteHandler:
 
     @route(
         list(paths),
-        http_method=[HttpMethod.GET, HttpMethod.POST, HttpMethod.DELETE],
+        http_method=[HttpMethod.GET, HttpMethod.POST, HttpMethod.PUT, HttpMethod.DELETE],
         opt=needs(None) | {"any_query": True},
         include_in_schema=False,
     )
@@ -75,4 +75,5 @@ IN_PLACE: dict[str, list[Any]] = {
     "attribution": [_of_kind("attribution", "/v1/attributions", "/v1/attributions/{path:path}")],
     "fit": [_of_kind("fit", "/v1/modules/fit", "/v1/jacobians/fit")],
     "dose": [_of_kind("dose", "/v1/doses")],
+    "replay": [_of_kind("replay", "/v1/policies/{path:path}", "/v1/hits/{path:path}")],
 }

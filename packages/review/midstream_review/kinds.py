@@ -5,7 +5,6 @@ from midstream.schemas.jobs.job_kind import JobKind
 ROW = JobKind(
     "replay",
     slow=True,
-    path="/v1/policies/{name}/replays",
     work="midstream_review.replay.records:ReplayWork",
     routes="midstream_review.routes:ROUTES",
     run={"": "midstream.workers.serving.prompts:run"},

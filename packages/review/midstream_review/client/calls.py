@@ -34,7 +34,7 @@ def _path(policy: str, *more: str) -> str:
 
 
 class Hits(Calls[M]):
-    """Hits of policies, their marks and the precision of versions (docs/probes.md#review). Admins
+    """Hits of policies, their marks and the precision of versions (docs/review.md). Admins
     see the hits of all tenants, others their own.
     """
 
@@ -124,7 +124,7 @@ class Hits(Calls[M]):
         """
         marked = [
             hit
-            async for hit in Hits.every._awaiting(self, policy, tokens=True, **chosen)
+            async for hit in self.every(policy, tokens=True, **chosen)
             if hit.mark is not None and hit.mark.verdict != "unsure"
         ]
         found = [

@@ -15,7 +15,7 @@ from ..replay.records import ReplayRequest, ReplayView
 
 class Replays(Calls[M]):
     """Replays: prompts of the past under another version of a policy, before it acts
-    (docs/probes.md#review). They generate nothing and take no action.
+    (docs/review.md). They generate nothing and take no action.
     """
 
     @call
@@ -41,7 +41,6 @@ class Replays(Calls[M]):
         """Replay prompts and wait: `version=2`, or `condition={"at_least": 3}`, against the current
         version; `of="hits"`, `last=500`. `progress`: as for `run`.
         """
-        job = await Replays.submit._awaiting(self, policy, model, **fields)
+        job = await self.submit(policy, model, **fields)
         await Jobs[Awaits](self._io)._watched(job, progress)
-        found: ReplayView = await Replays.get._awaiting(self, policy, job)
-        return found
+        return await self.get(policy, job)

@@ -1,5 +1,6 @@
 """Records of replays."""
 
+from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
@@ -49,8 +50,8 @@ class ReplayWork(Work, tag="replay"):
     changed: bool  # whether the condition of `new` is another one than the version's
     origins: list[ReplayedPrompt]  # of each prompt
 
-    @property
-    def facts(self) -> WorkFacts:  # type: ignore[override]
+    @cached_property
+    def facts(self) -> WorkFacts:
         return WorkFacts(title=f"replay of {self.policy}")
 
 

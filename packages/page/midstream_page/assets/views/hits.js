@@ -110,7 +110,7 @@ export function Review({ policy, may, all, read }) {
   const choose = (next) => (set(next), setCursors([""]));
   const labels = policy.versions[policy.versions.length - 1].probe.content.labels;
   const heads = ["When", ...(all ? ["Tenant"] : []), "Job", "Text", "Score", "Did", "Mark"];
-  if (error && error.status === 404) return null; // the package is not installed there
+  if (error && error.code === "not_installed") return null;
   return html`
     <${Section}
       title="Hits"
