@@ -54,7 +54,18 @@ CALLS = {
     **dict.fromkeys(("hits", "replays"), "review"),
 }
 #: Extras that name packages beside this one.
-WITH_PACKAGES = ("ops", "up", "cpu", "bridges", "client", "lab", "harvest", "review", "probes", "flower")
+WITH_PACKAGES = (
+    "ops",
+    "up",
+    "cpu",
+    "bridges",
+    "client",
+    "lab",
+    "harvest",
+    "review",
+    "probes",
+    "flower",
+)
 #: Missing modules that an error names; more are counted.
 NAMED = 5
 

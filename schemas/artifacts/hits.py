@@ -84,6 +84,4 @@ def text_of(score: ProbeScore) -> HitText | None:
     """Return the tokens around a hit, if its policy keeps them."""
     if not score.text_ids:
         return None
-    return HitText(
-        token_ids=score.text_ids, first=score.text_from, prompt_tokens=score.text_prompt
-    )
+    return HitText(token_ids=score.text_ids, first=score.text_from, prompt_tokens=score.text_prompt)

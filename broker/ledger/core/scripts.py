@@ -359,9 +359,7 @@ def settle(settings: Settings, receipts: Iterable[NumberedReceipt]) -> list[byte
         )
         for seq, report in receipts
     ]
-    return pack(
-        settings, receipts=rows, hits_kept=settings.hits_kept, hits_ttl=settings.hits_ttl_s
-    )
+    return pack(settings, receipts=rows, hits_kept=settings.hits_kept, hits_ttl=settings.hits_ttl_s)
 
 
 def _kept_hit(

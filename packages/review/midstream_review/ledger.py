@@ -3,12 +3,11 @@ ledger writes them.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
 from midstream.broker.ledger.core.script_arguments import pack

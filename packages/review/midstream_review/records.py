@@ -76,7 +76,7 @@ class VersionPrecision(Record):
 
 
 class PrecisionList(Result, Record):
-    """Answer of `GET /v1/policies/{name}/precision`: the versions with marked hits, newest first."""
+    """Answer of `GET /v1/policies/{name}/precision`: of versions with marks, newest first."""
 
     versions: list[VersionPrecision]
 

@@ -1,7 +1,7 @@
 """Routes of reviews: hits, marks, precision, and the deletion of texts."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from litestar import Router, delete, put
@@ -100,10 +100,62 @@ def filter_of(
     )
 
 
-async def hits_of(name: PolicyName, context: AppContext, info: ModelInfo) -> LedgerHits:
-    """Provide the dependency `hits` of handlers: those of the policy in the path."""
+class Review(NamedTuple):
+    """The hits of a policy for a caller."""
+
+    policy: str
+    hits: LedgerHits
+    context: AppContext
+    caller: Caller
+    info: ModelInfo
+
+    async def seen(self, hit_id: str) -> KeptHit:
+        """Return a hit. Raises `not_found`, also if it belongs to another tenant."""
+        kept = await self.hits.get(hit_id)
+        if kept is None or not self.caller.sees(kept.tenant):
+            raise not_found(hit_id)
+        return kept
+
+    async def shown(self, found: Sequence[KeptHit], *, tokens: bool) -> list[Hit]:
+        """Return hits as the caller sees them. `tokens`: with their ids."""
+        texts = await self.hits.texts([kept.id for kept in found])
+        words = await self._words(found, texts)
+        return [
+            Hit(
+                id=kept.id,
+                policy=self.policy,
+                at=kept.at,
+                job=job_of(kept.id),
+                tenant=kept.tenant,
+                **msgspec.structs.asdict(kept.hit),
+                text=text,
+                mark=_mark(kept.mark, self.caller),
+                token_ids=_up_to(kept, ids) if tokens else None,
+            )
+            for kept, ids, text in zip(found, texts, words, strict=True)
+        ]
+
+    async def _words(
+        self, found: Sequence[KeptHit], texts: Sequence[KeptText | None]
+    ) -> list[HitWords | None]:
+        """Return the text around the token of each hit."""
+        if not any(texts):
+            return [None] * len(found)
+        codec = await self.context.served.codec(self.info)
+        return [
+            None
+            if text is None
+            else await around(codec, text.token_ids, kept.hit.position - text.first)
+            for kept, text in zip(found, texts, strict=True)
+        ]
+
+
+async def review_of(
+    name: PolicyName, context: AppContext, caller: Caller, info: ModelInfo
+) -> Review:
+    """Provide the dependency `review` of handlers: of the policy in the path."""
     await Registry(context.ledger, POLICIES).known(info.name, name)
-    return LedgerHits(context.ledger, info.name, name)
+    return Review(name, LedgerHits(context.ledger, info.name, name), context, caller, info)
 
 
 @reads(
@@ -115,33 +167,19 @@ async def hits_of(name: PolicyName, context: AppContext, info: ModelInfo) -> Led
     ),
 )
 async def list_hits(
-    name: PolicyName,
-    hits: LedgerHits,
-    context: AppContext,
-    caller: Caller,
-    info: ModelInfo,
+    review: Review,
     chosen: HitFilter,
     tokens: TokensParameter = False,
     limit: PageSize = 50,
     cursor: CursorParameter = None,
 ) -> HitPage:
-    found, following = await hits.page(chosen.takes, limit, cursor)
-    shown = await _shown(found, name, hits, context, caller, info, tokens)
-    return HitPage(hits=shown, next=following)
+    found, following = await review.hits.page(chosen.takes, limit, cursor)
+    return HitPage(hits=await review.shown(found, tokens=tokens), next=following)
 
 
 @reads("/v1/policies/{name:str}/hits/{hit_id:str}", summary="Get a hit of a policy")
-async def get_hit(
-    name: PolicyName,
-    hit_id: HitId,
-    hits: LedgerHits,
-    context: AppContext,
-    caller: Caller,
-    info: ModelInfo,
-    tokens: TokensParameter = False,
-) -> Hit:
-    kept = await _seen(hits, hit_id, caller)
-    [shown] = await _shown([kept], name, hits, context, caller, info, tokens)
+async def get_hit(hit_id: HitId, review: Review, tokens: TokensParameter = False) -> Hit:
+    [shown] = await review.shown([await review.seen(hit_id)], tokens=tokens)
     return shown
 
 
@@ -153,22 +191,14 @@ async def get_hit(
     description="Replaces an earlier mark.",
     responses=WITH_BODY,
 )
-async def put_mark(
-    name: PolicyName,
-    hit_id: HitId,
-    data: JSONBody[MarkRequest],
-    hits: LedgerHits,
-    context: AppContext,
-    caller: Caller,
-    info: ModelInfo,
-) -> Hit:
-    kept = await _seen(hits, hit_id, caller)
+async def put_mark(hit_id: HitId, data: JSONBody[MarkRequest], review: Review) -> Hit:
+    kept = await review.seen(hit_id)
+    caller = review.caller
     mark = Mark(
         verdict=data.verdict, note=data.note, at=now(), tenant=caller.tenant, key=caller.key
     )
-    await hits.mark(hit_id, mark)
-    marked = kept._replace(mark=mark)
-    [shown] = await _shown([marked], name, hits, context, caller, info, tokens=False)
+    await review.hits.mark(hit_id, mark)
+    [shown] = await review.shown([kept._replace(mark=mark)], tokens=False)
     return shown
 
 
@@ -178,9 +208,9 @@ async def put_mark(
     summary="Take back the mark of a hit",
     responses=ERRORS,
 )
-async def delete_mark(hit_id: HitId, hits: LedgerHits, caller: Caller) -> None:
-    await _seen(hits, hit_id, caller)
-    await hits.mark(hit_id, None)
+async def delete_mark(hit_id: HitId, review: Review) -> None:
+    await review.seen(hit_id)
+    await review.hits.mark(hit_id, None)
 
 
 @reads(
@@ -188,8 +218,8 @@ async def delete_mark(hit_id: HitId, hits: LedgerHits, caller: Caller) -> None:
     summary="Get the precision of a policy's versions",
     description="By the marks of the hits that the caller may see.",
 )
-async def get_precision(hits: LedgerHits, chosen: HitFilter) -> PrecisionList:
-    return PrecisionList(versions=await hits.precision(chosen.takes))
+async def get_precision(review: Review, chosen: HitFilter) -> PrecisionList:
+    return PrecisionList(versions=await review.hits.precision(chosen.takes))
 
 
 @delete(
@@ -219,42 +249,6 @@ async def delete_texts(
     )
 
 
-async def _seen(hits: LedgerHits, hit_id: str, caller: Caller) -> KeptHit:
-    """Return a hit. Raises `not_found`, also if it belongs to another tenant."""
-    kept = await hits.get(hit_id)
-    if kept is None or not caller.sees(kept.tenant):
-        raise not_found(hit_id)
-    return kept
-
-
-async def _shown(
-    found: Sequence[KeptHit],
-    policy: str,
-    hits: LedgerHits,
-    context: AppContext,
-    caller: Caller,
-    info: ModelInfo,
-    tokens: bool,
-) -> list[Hit]:
-    """Return hits as the caller sees them."""
-    texts = await hits.texts([kept.id for kept in found])
-    words = await _words(found, texts, context, info)
-    return [
-        Hit(
-            id=kept.id,
-            policy=policy,
-            at=kept.at,
-            job=job_of(kept.id),
-            tenant=kept.tenant,
-            **msgspec.structs.asdict(kept.hit),
-            text=text,
-            mark=_mark(kept.mark, caller),
-            token_ids=_up_to(kept, ids) if tokens else None,
-        )
-        for kept, ids, text in zip(found, texts, words, strict=True)
-    ]
-
-
 def _mark(mark: Mark | None, caller: Caller) -> Mark | None:
     if mark is None or caller.sees(mark.tenant):
         return mark
@@ -267,24 +261,6 @@ def _up_to(kept: KeptHit, text: KeptText | None) -> list[int] | None:
     return text.token_ids[: kept.hit.position + 1]
 
 
-async def _words(
-    found: Sequence[KeptHit],
-    texts: Sequence[KeptText | None],
-    context: AppContext,
-    info: ModelInfo,
-) -> list[HitWords | None]:
-    """Return the text around the token of each hit."""
-    if not any(texts):
-        return [None] * len(found)
-    codec = await context.served.codec(info)
-    return [
-        None
-        if text is None
-        else await around(codec, text.token_ids, kept.hit.position - text.first)
-        for kept, text in zip(found, texts, strict=True)
-    ]
-
-
 ROUTES: list[Any] = [
     Router(
         "",
@@ -294,7 +270,7 @@ ROUTES: list[Any] = [
         ],
         dependencies={
             "chosen": Provide(filter_of, sync_to_thread=False),
-            "hits": Provide(hits_of),
+            "review": Provide(review_of),
         },
     )
 ]

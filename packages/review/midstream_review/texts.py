@@ -16,6 +16,4 @@ async def around(codec: Codec, token_ids: Sequence[int], place: int) -> HitWords
     first = max(0, place - BEFORE)
     _, words = await codec.decode(token_ids[first : place + 1 + AFTER])
     own = place - first
-    return HitWords(
-        before="".join(words[:own]), token=words[own], after="".join(words[own + 1 :])
-    )
+    return HitWords(before="".join(words[:own]), token=words[own], after="".join(words[own + 1 :]))

@@ -19,7 +19,6 @@ from midstream.schemas.prompts.selectors import HookName, RequestedPositions
 from ..client.probes import LEAST, check_labels, classes_of, fit
 from ..show.probes import measured
 
-
 #: The beginning of a source of examples: a policy, whose marked hits they are.
 HITS = "hits:"
 #: The class of hits that are marked as false alarms.
@@ -67,8 +66,8 @@ def probe(
     """Capture rows of labelled texts, fit a probe on them, show its metrics on held-out texts, and
     register it. A line of the file has `text`, which may be a conversation, and `label`. In place
     of a file, `hits:POLICY` takes that policy's hits which are marked as right, which become the
-    positive class, or as false alarms; its rows are those of their tokens, by default at the site of the policy's
-    probe.
+    positive class, or as false alarms; its rows are those of their tokens, by default at the site
+    of the policy's probe.
 
     `rows`: of a text, of its last token, their mean, or all; `positions`: of these, as of a
     capture. `strength`: scikit-learn's C. `positive`: which of two classes has the high scores, see
@@ -83,7 +82,8 @@ def probe(
         positive = positive or next(each.label for each in examples if each.label != FALSE_ALARM)
         if layer is None:
             site = client.policies.get(policy, model).current.probe.content
-            layer, hook = site.layer, site.hook
+            layer = site.layer
+            hook = site.hook
     else:
         read = options.rows(file, TrainingLine.__struct_fields__)
         examples = checked(read, list[TrainingLine], "FILE")
@@ -152,9 +152,7 @@ def _rows(
         "tag": "probe-training",
     }
     of_text = isinstance(examples[0], TrainingHit) or isinstance(examples[0].text, str)
-    inputs: Any = {
-        "prompts" if of_text else "messages": [example.text for example in examples]
-    }
+    inputs: Any = {"prompts" if of_text else "messages": [example.text for example in examples]}
     result = client.run(model=model, capture=capture, max_tokens=0, **inputs)
     groups = [sample.request for sample in samples(client.capture(result), rows)]
     matrix = client.captures.matrix([result], layer, hook, rows)

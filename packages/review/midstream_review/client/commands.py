@@ -19,6 +19,7 @@ from midstream.client.cli.terminal import (
 from midstream.client.render import records
 from midstream.client.sdk.client import Client
 
+
 @with_client
 def mark(
     client: Client,

@@ -170,9 +170,7 @@ async def _of_job(ledger: Ledger, job_id: str) -> list[StoredPrompt]:
     return job.prompts if job.kind in OF_USERS else []
 
 
-async def _jobs(
-    ledger: Ledger, model: str, tenant: str | None
-) -> AsyncIterator[tuple[str, str]]:
+async def _jobs(ledger: Ledger, model: str, tenant: str | None) -> AsyncIterator[tuple[str, str]]:
     """Yield the ids of jobs, the newest first, and whose they are."""
     cursor: str | None = None
     for _ in range(MOST_JOBS // MAX_PAGE):

@@ -20,7 +20,7 @@ async def compared(
     """Return a replay with the prompts at which only one version turned on. Texts of tenants that
     the caller does not see are left out.
     """
-    work: ReplayWork = job.opened
+    work = job.work_as(ReplayWork)
     old, new = (_turns(probes, f"{POLICY}{work.policy}{end}") for end in (OLD, NEW))
     gained = sorted(new.keys() - old.keys(), key=lambda request: -new[request].score)
     lost = sorted(old.keys() - new.keys(), key=lambda request: -old[request].score)
@@ -65,4 +65,3 @@ def _turns(probes: Sequence[ProbeResult], name: str) -> dict[int, ReplayTurn]:
         if first is not None:
             result[each.request] = ReplayTurn(position=first.position, score=first.score)
     return result
-

@@ -6,9 +6,9 @@ from litestar import Response
 from litestar.params import JSONBody
 
 from midstream.api.context import AppContext
+from midstream.api.responses.outcome import is_over
 from midstream.api.routes.jobs import JobId, Submission, reads, submits
 from midstream.api.routes.registered import name_parameter
-from midstream.api.responses.outcome import is_over
 from midstream.api.web.auth import tenant_asked
 from midstream.broker.ledger.named.registry import Registry
 from midstream.schemas.access.keys import Caller

@@ -5,7 +5,7 @@ The engine is a fake: a score is its position, and a token is a letter.
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +25,12 @@ CONDITION = {"at_least": 3.0, "schedule": {"tokens": "all"}}
 
 
 @pytest.fixture
-def guard(client: Client, nameless: None) -> Iterator[str]:
+def guard(client: Client, nameless: None) -> str:
     """A policy of all traffic that turns on at token 3."""
     client.probes.put("calm", weight=np.ones((1, 8)), layer=1, labels=["calm"], thresholds=[None])
     policy: dict[str, Any] = {"probe": "calm", "condition": CONDITION, "actions": ["flag"]}
     client.policies.put("guard", **policy, all_traffic=True, keep_texts=True)
-    yield "guard"
+    return "guard"
 
 
 def hits(client: Client, **chosen: Any) -> list[Hit]:
@@ -40,9 +40,15 @@ def hits(client: Client, **chosen: Any) -> list[Hit]:
 def test_a_hit_has_the_text_around_its_token(client: Client, guard: str) -> None:
     result = client.run(prompts=["hello there", "hi"], max_tokens=3, model=MODEL)
     late, first = sorted(hits(client, tokens=True), key=lambda each: each.request, reverse=True)
-    assert (first.job, first.request, first.position) == (result.id, 0, 3)
-    assert (first.score, first.threshold, first.label) == (3.0, 3.0, "calm")
-    assert (first.mode, first.acted, first.version) == ("shadow", False, 1)
+    assert first.job == result.id
+    assert first.request == 0
+    assert first.position == 3
+    assert first.score == 3.0
+    assert first.threshold == 3.0
+    assert first.label == "calm"
+    assert first.mode == "shadow"
+    assert not first.acted
+    assert first.version == 1
     assert first.text is not None
     whole = "hello there" + result.outputs[0].text
     assert whole.startswith(first.text.before + first.text.token + first.text.after)
@@ -56,17 +62,23 @@ def test_a_hit_has_the_text_around_its_token(client: Client, guard: str) -> None
 
 def test_without_keep_texts_a_hit_has_its_place_and_no_text(client: Client, guard: str) -> None:
     version = client.policies.change("guard", keep_texts=False).current.version
-    client.run(prompts=["hello there"], max_tokens=0, model=MODEL)
+    client.run(prompts=["hello there"], max_tokens=1, model=MODEL)
     (found,) = hits(client, tokens=True)
-    assert (found.version, found.position, found.text, found.token_ids) == (version, 3, None, None)
+    assert found.version == version
+    assert found.position == 3
+    assert found.text is None
+    assert found.token_ids is None
 
 
 def test_hits_are_chosen_by_label_version_score_mode_and_mark(client: Client, guard: str) -> None:
-    client.run(prompts=["hello there"], max_tokens=0, model=MODEL)
+    client.run(prompts=["hello there"], max_tokens=1, model=MODEL)
     client.policies.change("guard", condition={"at_least": 5.0}, mode="active")
-    client.run(prompts=["hello there"], max_tokens=0, model=MODEL)
+    client.run(prompts=["hello there"], max_tokens=1, model=MODEL)
     new, old = hits(client)
-    assert (new.version, new.score, new.mode, new.acted) == (2, 5.0, "active", True)
+    assert new.version == 2
+    assert new.score == 5.0
+    assert new.mode == "active"
+    assert new.acted
     client.hits.mark("guard", old.id, "false_alarm", note="a greeting")
     chosen: list[tuple[dict[str, Any], list[str]]] = [
         ({"version": 1}, [old.id]),
@@ -114,12 +126,14 @@ def test_a_wrong_question_is_refused_by_name(
 def test_marks_become_precision_and_are_exported(
     client: Client, guard: str, midstream: Callable[..., str], tmp_path: Path
 ) -> None:
-    client.run(prompts=["hello there", "other text", "=1+2 three"], max_tokens=0, model=MODEL)
+    client.run(prompts=["hello there", "other text", "=1+2 three"], max_tokens=1, model=MODEL)
     names = [each.id for each in hits(client)]
     midstream("mark", "guard", names[0], "right", "--note", "it is")
     midstream("mark", "guard", names[1], "false_alarm")
     (of_first,) = client.hits.precision("guard").versions
-    assert (of_first.right, of_first.false_alarm, of_first.precision) == (1, 1, 0.5)
+    assert of_first.right == 1
+    assert of_first.false_alarm == 1
+    assert of_first.precision == 0.5
     assert "50%" in midstream("list", "precisions", "guard")
     listed = midstream("list", "hits", "guard")
     assert all(name in listed for name in names)
@@ -131,7 +145,9 @@ def test_marks_become_precision_and_are_exported(
     table = tmp_path / "hits.csv"
     midstream("export", "hits", "guard", "-o", str(table), "--set", "mark=right")
     (row,) = csv.DictReader(table.open())
-    assert (row["id"], row["mark"], row["note"]) == (names[0], "right", "it is")
+    assert row["id"] == names[0]
+    assert row["mark"] == "right"
+    assert row["note"] == "it is"
     midstream("export", "hits", "guard", "-o", str(table))
     assert any(row["before"].startswith("'=") for row in csv.DictReader(table.open()))
     client.hits.unmark("guard", names[0])
@@ -139,7 +155,7 @@ def test_marks_become_precision_and_are_exported(
 
 
 def test_texts_are_deleted_and_hits_and_marks_stay(client: Client, guard: str) -> None:
-    jobs = [client.run(prompts=["hello there"], max_tokens=0, model=MODEL).id for _ in range(2)]
+    jobs = [client.run(prompts=["hello there"], max_tokens=1, model=MODEL).id for _ in range(2)]
     client.hits.mark("guard", hits(client)[0].id, "right")
     client.hits.delete_texts(job=jobs[0])
     new, old = hits(client)
@@ -152,7 +168,7 @@ def test_texts_are_deleted_and_hits_and_marks_stay(client: Client, guard: str) -
 
 
 def test_examples_need_marks_of_both_kinds_and_texts(client: Client, guard: str) -> None:
-    client.run(prompts=["hello there", "other text"], max_tokens=0, model=MODEL)
+    client.run(prompts=["hello there", "other text"], max_tokens=1, model=MODEL)
     first, second = hits(client)
     with refuses("0 hits of policy 'guard' are marked", field="hits"):
         client.hits.examples("guard")
@@ -162,8 +178,11 @@ def test_examples_need_marks_of_both_kinds_and_texts(client: Client, guard: str)
         client.hits.examples("guard")
     client.hits.mark("guard", second.id, "false_alarm")
     right, wrong = client.hits.examples("guard")
-    assert (right.id, right.right, len(right.token_ids)) == (first.id, True, 4)
-    assert (wrong.id, wrong.right) == (second.id, False)
+    assert right.id == first.id
+    assert right.right
+    assert len(right.token_ids) == 4
+    assert wrong.id == second.id
+    assert not wrong.right
     client.hits.delete_texts()
     with refuses("keep_texts", field="hits"):
         client.hits.examples("guard")
@@ -176,21 +195,31 @@ def test_a_replay_says_what_another_condition_would_gain_and_lose(
     client: Client, guard: str, midstream: Callable[..., str]
 ) -> None:
     """Of prompts as they were; nothing is counted, kept or done."""
-    long = client.run(prompts=["hello there", "hi"], max_tokens=0, model=MODEL)
-    client.run(prompts=["hell"], max_tokens=0, model=MODEL)
+    long = client.run(prompts=["hello there", "hi"], max_tokens=1, model=MODEL)
+    client.run(prompts=["hell"], max_tokens=1, model=MODEL)
     before = [each.id for each in client.hits.every("guard")]
     (counted,) = client.policies.get("guard").days
     stricter = client.replays.run("guard", condition={"at_least": 9.0}, progress=False)
-    assert (stricter.old, stricter.new, stricter.changed, stricter.prompts) == (1, 1, True, 3)
-    assert (stricter.kept, stricter.gained) == (1, [])
+    assert stricter.old == 1
+    assert stricter.new == 1
+    assert stricter.changed
+    assert stricter.prompts == 3
+    assert stricter.kept == 1
+    assert stricter.gained == []
     (lost,) = stricter.lost
     assert lost.old is not None
-    assert (lost.old.position, lost.old.score, lost.new, lost.request) == (3, 3.0, None, 0)
+    assert lost.old.position == 3
+    assert lost.old.score == 3.0
+    assert lost.new is None
+    assert lost.request == 0
     assert lost.text is not None
     assert lost.text.before + lost.text.token == "hell"
     client.policies.change("guard", condition={"at_least": 1.0})
     of_hits = client.replays.run("guard", version=1, of="hits", last=1, progress=False)
-    assert (of_hits.old, of_hits.new, of_hits.prompts, of_hits.kept) == (2, 1, 1, 1)
+    assert of_hits.old == 2
+    assert of_hits.new == 1
+    assert of_hits.prompts == 1
+    assert of_hits.kept == 1
     back = client.replays.run("guard", against=1, progress=False)
     assert [(each.job, each.request) for each in back.gained] == [(long.id, 1)]
     assert [each.id for each in client.hits.every("guard")] == before
@@ -228,14 +257,16 @@ def test_marks_train_a_probe_at_the_site_of_the_policy(
 ) -> None:
     """Its rows are those of the hits' tokens."""
     prompts = [f"{start}{number}" for start in ("aaa", "zzz") for number in "bcdefghi"]
-    job = client.run(prompts=prompts, max_tokens=0, model=MODEL)
+    job = client.run(prompts=prompts, max_tokens=1, model=MODEL)
     for each in client.hits.every("guard"):
         right = prompts[each.request].startswith("a")
         client.hits.mark("guard", each.id, "right" if right else "false_alarm")
     midstream("fit", "probe", "better", "--from", "hits:guard")
     made = client.probes.get("better").content
-    assert (made.layer, made.hook, made.labels) == (1, "post_block", ["calm"])
+    assert made.layer == 1
+    assert made.hook == "post_block"
+    assert made.labels == ["calm"]
     assert client.jobs.list(limit=2).jobs[0].id != job.id
-    again = client.run(prompts=["aaax", "zzzx"], max_tokens=0, model=MODEL, probes=["better"])
+    again = client.run(prompts=["aaax", "zzzx"], max_tokens=1, model=MODEL, probes=["better"])
     right, wrong = (each.scores["calm"] for each in again.probes if each.probe == "better")
     assert right > wrong

@@ -42,8 +42,13 @@ def test_a_hit_is_the_first_token_at_which_the_policy_turned_on() -> None:
     released = Decision(position=0, event="release", score=0.5)  # of a latch before
     hit = hit_of(4, score(6, released), POLICY)
     assert hit is not None
-    assert (hit.request, hit.position, hit.score, hit.label) == (4, 6, 2.0, "b")
-    assert (hit.version, hit.threshold, hit.acted) == (3, 1.5, True)
+    assert hit.request == 4
+    assert hit.position == 6
+    assert hit.score == 2.0
+    assert hit.label == "b"
+    assert hit.version == 3
+    assert hit.threshold == 1.5
+    assert hit.acted
     latched = msgspec.structs.replace(score(6), decisions=[released], triggers=0)
     assert hit_of(4, latched, POLICY) is None
     assert text_of(with_text(latched, range(9), 5)) is None
@@ -56,7 +61,8 @@ def test_a_text_has_the_tokens_up_to_the_hit_and_a_few_after(position: int, toke
     kept = np.frombuffer(text.token_ids, "<i4").tolist()
     first = max(0, position + 1 - MAX_HIT_TOKENS)
     assert kept == list(range(tokens))[first : position + 1 + MAX_HIT_AFTER]
-    assert (text.first, text.prompt_tokens) == (first, 3)
+    assert text.first == first
+    assert text.prompt_tokens == 3
     assert kept[position - text.first] == position
 
 
