@@ -1,1 +1,1 @@
-"""Review of policies: their hits, marks of people, and replays of a version before it acts."""
+"""Reviews policies: hits, marks, replays."""

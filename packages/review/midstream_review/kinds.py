@@ -5,8 +5,8 @@ from midstream.schemas.jobs.job_kind import JobKind
 ROW = JobKind(
     "replay",
     slow=True,
-    work="midstream_review.replay.records:ReplayWork",
-    routes="midstream_review.routes:ROUTES",
+    work="midstream_review.replays:ReplayWork",
+    routes="midstream_review.api.routes:ROUTES",
     run={"": "midstream.workers.serving.prompts:run"},
     calls={
         "hits": "midstream_review.client.calls:Hits",

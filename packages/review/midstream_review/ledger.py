@@ -19,7 +19,7 @@ from midstream.schemas.base.errors import MidstreamError
 from midstream.schemas.base.records import from_json, from_msgpack, now, to_json
 from midstream.schemas.requests.policies import POLICIES
 
-from .records import Mark, Verdict, VersionPrecision
+from .records import HitVerdict, Mark, VersionPrecision
 
 #: Folder of the scripts, and the functions of the ledger that they use.
 LUA = Path(__file__).parent / "lua"
@@ -130,7 +130,7 @@ class LedgerHits(LedgerPart):
             pipe.zrange(self._listed, 0, -1).zrange(self._unmarked, 0, -1)
             listed, unmarked = await pipe.execute()
         ids = [name.decode() for name in sorted({*listed} - {*unmarked})]
-        counts: dict[int, Counter[Verdict]] = {}
+        counts: dict[int, Counter[HitVerdict]] = {}
         for first in range(0, len(ids), AT_ONCE):
             for found in await self._read(ids[first : first + AT_ONCE]):
                 if found is not None and found.mark is not None and wanted(found):
@@ -188,7 +188,7 @@ def _text(stored: HitText) -> KeptText:
     return KeptText(ids, stored.first, stored.prompt_tokens)
 
 
-def _precision(version: int, counts: Counter[Verdict]) -> VersionPrecision:
+def _precision(version: int, counts: Counter[HitVerdict]) -> VersionPrecision:
     right = counts["right"]
     decided = right + counts["false_alarm"]
     return VersionPrecision(

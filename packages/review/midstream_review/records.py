@@ -8,13 +8,13 @@ from midstream.schemas.base.limits import MAX_HIT_NOTE
 from midstream.schemas.base.records import Record, Result
 
 #: What a person says of a hit. `right`: the policy was to turn on there; `false_alarm`: it was not.
-Verdict = Literal["right", "false_alarm", "unsure"]
+HitVerdict = Literal["right", "false_alarm", "unsure"]
 
 
 class MarkRequest(Record):
     """Body of `PUT /v1/policies/{name}/hits/{id}/mark`."""
 
-    verdict: Verdict
+    verdict: HitVerdict
     note: Annotated[str, msgspec.Meta(max_length=MAX_HIT_NOTE)] = ""
 
 
@@ -81,7 +81,7 @@ class PrecisionList(Result, Record):
     versions: list[VersionPrecision]
 
 
-class Example(Record):
+class MarkedText(Record):
     """A marked hit as an example to train a probe with."""
 
     id: str

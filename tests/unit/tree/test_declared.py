@@ -40,8 +40,9 @@ LAZY_EXTRAS: dict[str, tuple[str, ...]] = {
 }
 #: Room of a package that only some processes load → the extra that these have.
 OF_ROOMS = {
-    **dict.fromkeys(("lab.admit", "lab.routes", "harvest.api"), "api"),
-    **dict.fromkeys(("lab.cli", "lab.client", "lab.show", "harvest.client"), "client"),
+    **dict.fromkeys(("lab.admit", "lab.routes", "harvest.api", "review.api"), "api"),
+    **dict.fromkeys(("lab.cli", "lab.client", "lab.show"), "client"),
+    **dict.fromkeys(("harvest.client", "review.client"), "client"),
     **dict.fromkeys(("lab.gradient_jobs", "lab.gradients", "lab.run"), "cpu"),
     **dict.fromkeys(("harvest.run", "harvest.surveys"), "cpu"),
     "harvest.ledger": "broker",

@@ -39,7 +39,7 @@ class TrainingHit(msgspec.Struct):
     label: str
 
 
-Examples = list[TrainingLine] | list[TrainingHit]
+TrainingSource = list[TrainingLine] | list[TrainingHit]
 
 
 def probe(
@@ -75,7 +75,7 @@ def probe(
     """
     need("probes", "fitting a probe")
     client = connect()
-    examples: Examples
+    examples: TrainingSource
     if file.startswith(HITS):
         policy = file.removeprefix(HITS)
         examples = _marked(client, policy, model)
@@ -136,7 +136,7 @@ def _marked(client: Client, policy: str, model: str | None) -> list[TrainingHit]
 def _rows(
     client: Client,
     model: str,
-    examples: Examples,
+    examples: TrainingSource,
     layer: int,
     hook: HookName | str,
     rows: Literal["last", "mean", "all"],

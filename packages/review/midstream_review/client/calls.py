@@ -12,7 +12,7 @@ from midstream.schemas.artifacts.conditions import Mode
 from midstream.schemas.base.errors import invalid
 from midstream.schemas.base.limits import MAX_PAGE
 
-from ..records import Example, Hit, HitPage, MarkRequest, PrecisionList, Verdict
+from ..records import Hit, HitPage, HitVerdict, MarkedText, MarkRequest, PrecisionList
 
 
 class HitFields(TypedDict, total=False):
@@ -22,7 +22,7 @@ class HitFields(TypedDict, total=False):
     label: str | None
     version: int | None
     mode: Mode | None
-    mark: Verdict | Literal["none"] | None
+    mark: HitVerdict | Literal["none"] | None
     at_least: float | None
     below: float | None
     tenant: str | None
@@ -82,7 +82,7 @@ class Hits(Calls[M]):
         self,
         policy: str,
         hit: str,
-        verdict: Verdict | str,
+        verdict: HitVerdict | str,
         note: str = "",
         model: str | None = None,
     ) -> Hit:
@@ -116,7 +116,7 @@ class Hits(Calls[M]):
         await self._do(HttpCall("DELETE", "/v1/hits/texts", params=query))
 
     @call
-    async def examples(self, policy: str, **chosen: Unpack[HitFields]) -> Sequence[Example]:
+    async def examples(self, policy: str, **chosen: Unpack[HitFields]) -> Sequence[MarkedText]:
         """Return the hits that are marked as right or as false alarms, with their tokens, to train
         a probe with. Hits whose text is not kept from its beginning are left out.
 
@@ -128,7 +128,7 @@ class Hits(Calls[M]):
             if hit.mark is not None and hit.mark.verdict != "unsure"
         ]
         found = [
-            Example(
+            MarkedText(
                 id=hit.id,
                 token_ids=hit.token_ids,
                 label=hit.label,

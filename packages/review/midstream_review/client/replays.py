@@ -10,7 +10,7 @@ from midstream.client.sdk.jobs import Jobs
 from midstream.client.sdk.wire import HttpCall, JobLike
 from midstream.schemas.jobs.jobs import JobView
 
-from ..replay.records import ReplayRequest, ReplayView
+from ..replays import ReplayRequest, ReplayView
 
 
 class Replays(Calls[M]):

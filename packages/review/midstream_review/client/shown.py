@@ -9,7 +9,7 @@ from midstream.client.render.forms import Form, Shown
 from midstream.client.render.jobs import Cells, lines
 
 from ..records import Hit, HitPage, HitWords, Mark, PrecisionList, VersionPrecision
-from ..replay.records import ReplayedHit, ReplayTurn, ReplayView
+from ..replays import ReplayedHit, ReplayTurn, ReplayView
 
 #: The most characters of a text before and after a hit's token, in a list.
 BEFORE = 40

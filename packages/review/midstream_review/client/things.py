@@ -4,12 +4,11 @@ from pathlib import Path
 from typing import Literal
 
 from midstream.client.cli.kind import Kind
-from midstream.client.cli.kinds import write_result
 from midstream.client.cli.terminal import Connector
 from midstream.schemas.artifacts.conditions import Mode
 from midstream.schemas.base.records import to_json
 
-from ..records import Hit, HitPage, Verdict
+from ..records import Hit, HitPage, HitVerdict
 
 
 def _export(
@@ -22,7 +21,7 @@ def _export(
     label: str | None = None,
     version: int | None = None,
     mode: Mode | None = None,
-    mark: Verdict | Literal["none"] | None = None,
+    mark: HitVerdict | Literal["none"] | None = None,
     at_least: float | None = None,
     below: float | None = None,
     tenant: str | None = None,
@@ -42,6 +41,9 @@ def _export(
         tenant=tenant,
     )
     if Path(path).suffix == ".csv":
+        # that module reads `THINGS`
+        from midstream.client.cli.kinds import write_result
+
         return write_result(HitPage(hits=[*hits]), f"hits of {policy}", path)
     lines = "".join(f"{to_json(hit).decode()}\n" for hit in hits)
     if path == "-":

@@ -12,7 +12,7 @@ from midstream.schemas.jobs.jobs import State
 from midstream.schemas.jobs.works import Work, WorkFacts
 from midstream.schemas.requests.policies import ConditionChange
 
-from ..records import HitWords
+from .records import HitWords
 
 #: The most prompts of a replay.
 MAX_REPLAYED = 1000

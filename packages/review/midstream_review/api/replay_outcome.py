@@ -9,9 +9,9 @@ from midstream.schemas.artifacts.probes import ProbeResult
 from midstream.schemas.base.records import fields_of
 from midstream.schemas.jobs.jobs import Job, JobView
 
-from ..texts import around
-from .admission import NEW, OLD
-from .records import ReplayedHit, ReplayedPrompt, ReplayTurn, ReplayView, ReplayWork
+from ..replays import ReplayedHit, ReplayedPrompt, ReplayTurn, ReplayView, ReplayWork
+from .replay_admission import NEW, OLD
+from .texts import around
 
 
 async def compared(

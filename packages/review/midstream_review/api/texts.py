@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from midstream.api.resolve.prompts.tokenizer import Codec
 
-from .records import HitWords
+from ..records import HitWords
 
 #: Tokens before the token, and after it, that are shown.
 BEFORE = 48

@@ -17,7 +17,6 @@ from midstream.api.routes.jobs import (
     Whose,
     reads,
 )
-from midstream.api.routes.registered import name_parameter
 from midstream.api.web.auth import needs, tenant_asked
 from midstream.broker.ledger.named.registry import Registry
 from midstream.schemas.access.keys import Caller
@@ -27,12 +26,11 @@ from midstream.schemas.base.records import Record, now
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.requests.policies import POLICIES
 
-from .ledger import KeptHit, KeptText, LedgerHits, forget_texts, job_of, not_found
-from .records import Hit, HitPage, HitWords, Mark, MarkRequest, PrecisionList, Verdict
-from .replay.routes import get_replay, post_replay
+from ..ledger import KeptHit, KeptText, LedgerHits, forget_texts, job_of, not_found
+from ..records import Hit, HitPage, HitVerdict, HitWords, Mark, MarkRequest, PrecisionList
+from .replay_routes import PolicyName, get_replay, post_replay
 from .texts import around
 
-PolicyName = Annotated[str, name_parameter("policy")]
 HitId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The hit's id")]
 TokensParameter = Annotated[
     bool, QueryParameter(description="Also the ids of the tokens up to the hit's own")
@@ -75,7 +73,7 @@ def filter_of(
     ] = None,
     mode: Annotated[Mode | None, QueryParameter(description="Of the policy then")] = None,
     mark: Annotated[
-        Verdict | Literal["none"] | None,
+        HitVerdict | Literal["none"] | None,
         QueryParameter(description="Only hits with this mark; `none`: those without one"),
     ] = None,
     at_least: Annotated[

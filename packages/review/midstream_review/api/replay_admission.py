@@ -23,7 +23,7 @@ from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.requests.policies import POLICIES, Policy, PolicyChange, PolicyVersion
 
 from ..ledger import LedgerHits, job_of
-from .records import ReplayedPrompt, ReplayRequest, ReplayWork
+from ..replays import ReplayedPrompt, ReplayRequest, ReplayWork
 
 #: Kinds of jobs whose prompts are those of users.
 OF_USERS = ("generate", "completion", "chat")
@@ -35,7 +35,7 @@ OLD = "@old"
 NEW = "@new"
 
 
-class Found(NamedTuple):
+class KeptPrompt(NamedTuple):
     """A prompt of a former job."""
 
     prompt: StoredPrompt
@@ -132,9 +132,9 @@ def _scores(policy: Policy, version: PolicyVersion, end: str) -> StoredProbe:
 
 async def _prompts(
     policy: str, body: ReplayRequest, info: ModelInfo, ledger: Ledger, tenant: str | None
-) -> list[Found]:
+) -> list[KeptPrompt]:
     """Return the newest prompts that are kept."""
-    found: list[Found] = []
+    found: list[KeptPrompt] = []
     if body.of == "hits":
         hits, _ = await LedgerHits(ledger, info.name, policy).page(
             lambda kept: tenant in (None, kept.tenant), body.last, None
@@ -145,12 +145,12 @@ async def _prompts(
             )
             prompts = await _of_job(ledger, origin.job)
             if origin.request < len(prompts):
-                found.append(Found(prompts[origin.request], origin))
+                found.append(KeptPrompt(prompts[origin.request], origin))
     else:
         async for job_id, owner in _jobs(ledger, info.name, tenant):
             prompts = await _of_job(ledger, job_id)
             found += (
-                Found(prompt, ReplayedPrompt(job=job_id, request=number, tenant=owner))
+                KeptPrompt(prompt, ReplayedPrompt(job=job_id, request=number, tenant=owner))
                 for number, prompt in enumerate(prompts)
             )
             if len(found) >= body.last:

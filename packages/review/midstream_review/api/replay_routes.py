@@ -18,9 +18,9 @@ from midstream.schemas.jobs.jobs import JobView, State
 from midstream.schemas.jobs.models import ModelInfo
 from midstream.schemas.requests.policies import POLICIES
 
-from .admission import admitted
-from .outcome import compared
-from .records import ReplayRequest, ReplayView, ReplayWork
+from ..replays import ReplayRequest, ReplayView, ReplayWork
+from .replay_admission import admitted
+from .replay_outcome import compared
 
 PolicyName = Annotated[str, name_parameter("policy")]
 

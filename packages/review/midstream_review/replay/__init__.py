@@ -1,1 +1,0 @@
-"""Replays: stored texts under another version of a policy, before it acts."""
