@@ -188,7 +188,7 @@ MAX_LATCH_S = 30 * 24 * 3600  # Seconds of a conversation's latch (30 days)
 # Tokens of a hit's text: up to the one at which the policy turned on, and after it
 MAX_HIT_TOKENS = 2048
 MAX_HIT_AFTER = 16
-MAX_HITS = 100_000  # Hits of a policy that are kept, and as many that are marked
+MAX_HITS = 10_000  # Hits of a policy that are kept, and as many that are marked
 MAX_HIT_NOTE = 1000  # Characters of a mark's `note`
 
 # --- Sweeps

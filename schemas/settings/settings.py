@@ -295,7 +295,7 @@ class Settings(Record):
 
     # Hits of each policy that are kept for review (docs/review.md), the newest; as many are
     # kept beside them once they are marked. With `keep_texts`, a hit takes up to 9 KiB of Redis'
-    # memory, otherwise a third of a KiB. 0: none
+    # memory, otherwise half a KiB. 0: none
     hits_kept: Annotated[int, msgspec.Meta(ge=0, le=MAX_HITS)] = 1000
     # Seconds for which a hit is kept, with its text and its mark
     hits_ttl_s: PositiveInt = 30 * 24 * 3600
