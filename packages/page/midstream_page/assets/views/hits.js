@@ -107,7 +107,10 @@ export function Review({ policy, may, all, read }) {
     },
     [`${query}`, looks, read],
   );
-  const choose = (next) => (set(next), setCursors([""]));
+  const choose = (next) => {
+    set(next);
+    setCursors([""]);
+  };
   const labels = policy.versions[policy.versions.length - 1].probe.content.labels;
   const heads = ["When", ...(all ? ["Tenant"] : []), "Job", "Text", "Score", "Did", "Mark"];
   if (error && error.code === "not_installed") return null;

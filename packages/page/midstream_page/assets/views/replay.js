@@ -8,6 +8,7 @@ import { short } from "../lib/chips.js";
 import { Around } from "./hits.js";
 
 const HOLD_S = 30;
+const LIVE = ["queued", "running", "cancelling"];
 const MOST = 20; // prompts of each table
 const SOURCES = { jobs: "of the last jobs", hits: "of the last hits" };
 
@@ -62,9 +63,9 @@ export function Replay({ policy }) {
       last: Number(form.last),
       ...(form.at_least === "" ? {} : { condition: { at_least: Number(form.at_least) } }),
     });
-    let job;
-    do job = await get(`/v1/jobs/${id}?wait=${HOLD_S}`);
-    while (["queued", "running", "cancelling"].includes(job.state));
+    const look = () => get(`/v1/jobs/${id}?wait=${HOLD_S}`);
+    let job = await look();
+    while (LIVE.includes(job.state)) job = await look();
     setFound(await get(`${of}/${id}`));
   };
   return html`
