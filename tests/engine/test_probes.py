@@ -24,6 +24,7 @@ from reference import Reference
 from tolerances import FP32_ROWS
 
 from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
+from midstream.schemas.artifacts.hits import text_of
 from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import Span
@@ -439,3 +440,44 @@ def test_a_latch_of_a_conversation_steers_from_the_first_token(v1: Host) -> None
         assert scores_of(v1, job)["policy:guard"].decisions == []
         if action == "stop":
             assert output.finish_reason == "policy:guard"
+
+
+@pytest.mark.parametrize("engine", ["v1", "v2", "tp2"])
+def test_a_hit_keeps_the_tokens_of_its_own_request(
+    engine: str, request: pytest.FixtureRequest
+) -> None:
+    """Also with neighbours, where the policy ends the request, and only where it keeps texts."""
+    host: Host = request.getfixturevalue(engine)
+    last = host.info["num_layers"] - 1
+    weights = Weights(44, k=1)
+    prompts = [prompt_of(length, seed=length) for length in (PROMPT, 30)]
+    free = [
+        host.job(prompt, max_tokens=8, probes=[weights.probe(host, last)]) for prompt in prompts
+    ]
+    outputs = host.run(*free)
+    scores = [tokens_of(scores_of(host, job)["p"])[:, 0] for job in free]
+    high = float(np.sort(np.concatenate([each[-6:] for each in scores]))[-3:-1].mean())
+    jobs = []
+    for actions in ((), ("stop",)):
+        probe = guard(host, weights, last, *actions, acts=bool(actions), at_least=high)
+        keeps = msgspec.structs.replace(probe.policy, keep_texts=True)
+        keeping = msgspec.structs.replace(probe, policy=keeps)
+        jobs += [host.job(prompt, max_tokens=8, probes=[keeping]) for prompt in prompts]
+        jobs.append(host.job(prompts[0], max_tokens=8, probes=[probe]))
+    host.run_together(*jobs)
+    found = 0
+    for job in jobs:
+        score = scores_of(host, job)["policy:guard"]
+        number = prompts.index(job.prompts[0].token_ids)
+        text = text_of(score)
+        assert score.policy is not None
+        if not score.decisions or not score.policy.keep_texts:
+            assert text is None
+            continue
+        whole = [*prompts[number], *outputs[free[number].id][0].token_ids]
+        end = score.decisions[0].position + 1
+        kept = np.frombuffer(text.token_ids, "<i4").tolist() if text is not None else []
+        assert kept[:end] == whole[:end]
+        assert kept == whole[: len(kept)]
+        found += 1
+    assert found >= 2
