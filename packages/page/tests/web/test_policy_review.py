@@ -37,7 +37,7 @@ def test_an_operator_marks_hits_and_replays_a_threshold(site: Site, visit: Visit
     expect(rows.nth(0).locator("mark")).to_have_text("e")  # “othe”
     expect(rows.nth(1)).to_contain_text("alice")
     for row, verdict, note in ((0, "right", ""), (1, "false_alarm", "a greeting")):
-        rows.nth(row).get_by_label("Mark").select_option(verdict)
+        rows.nth(row).get_by_label("Mark", exact=True).select_option(verdict)
         rows.nth(row).get_by_label("Note").fill(note)
         rows.nth(row).get_by_role("button", name="Save the mark").click()
         visit.until(
@@ -53,7 +53,7 @@ def test_an_operator_marks_hits_and_replays_a_threshold(site: Site, visit: Visit
     expect(rows.nth(0).get_by_label("Note")).to_have_value("a greeting")
     page.get_by_label("Score from").fill("100")
     expect(page.get_by_text("Choose less.")).to_be_visible()
-    page.get_by_label("Threshold").fill("50")
+    page.get_by_label("Threshold", exact=True).fill("50")
     page.get_by_role("button", name="Replay").click()
     expect(page.get_by_text("both turn on at 0; the new one alone at 0")).to_be_visible()
     lost = page.get_by_role("region", name="Lost").locator("tbody tr")
