@@ -17,7 +17,7 @@ end
 
 -- Keep a hit: the newest `hits_kept` without a mark, for `hits_ttl` seconds. A later attempt at the prompt keeps that of the first.
 local function keep_hit(job, request, policy, hit, text)
-  if not hit or args.hits_kept == 0 then
+  if not hit then
     return
   end
   policy = job.model .. ':' .. policy
