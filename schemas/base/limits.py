@@ -185,9 +185,8 @@ MAX_POLICY_WINDOW = 256  # Tokens of a policy's window
 POLICY_DAYS = 30  # Days, the present one included, of which a policy's prompts are counted
 MAX_DECISIONS = 256  # Decisions of a policy in a result, for each prompt
 MAX_LATCH_S = 30 * 24 * 3600  # Seconds of a conversation's latch (30 days)
-# Tokens of a hit's text: up to the one at which the policy turned on, and after it
-MAX_HIT_TOKENS = 2048
-MAX_HIT_AFTER = 16
+MAX_HIT_TOKENS = 2048  # Tokens of a hit's text, up to the one at which the policy turned on
+MAX_HIT_AFTER = 16  # Tokens of a hit's text after that one
 MAX_HITS = 10_000  # Hits of a policy that are kept, and as many that are marked
 MAX_HIT_NOTE = 1000  # Characters of a mark's `note`
 
