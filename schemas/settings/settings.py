@@ -293,7 +293,7 @@ class Settings(Record):
 
     # Policies
 
-    # Hits of each policy that are kept for review (docs/review.md), the newest; as many are
+    # Hits of each policy that are kept for review (docs/probes.md#review), the newest; as many are
     # kept beside them once they are marked. With `keep_texts`, a hit takes up to 9 KiB of Redis'
     # memory, otherwise half a KiB. 0: none
     hits_kept: Annotated[int, msgspec.Meta(ge=0, le=MAX_HITS)] = 1000

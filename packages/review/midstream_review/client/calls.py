@@ -34,7 +34,7 @@ def _path(policy: str, *more: str) -> str:
 
 
 class Hits(Calls[M]):
-    """Hits of policies, their marks and the precision of versions (docs/review.md). Admins
+    """Hits of policies, their marks and the precision of versions (docs/probes.md#review). Admins
     see the hits of all tenants, others their own.
     """
 

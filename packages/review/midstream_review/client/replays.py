@@ -15,7 +15,7 @@ from ..replays import ReplayRequest, ReplayView
 
 class Replays(Calls[M]):
     """Replays: prompts of the past under another version of a policy, before it acts
-    (docs/review.md). They generate nothing and take no action.
+    (docs/probes.md#review). They generate nothing and take no action.
     """
 
     @call
