@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from ...schemas.artifacts.probes import ProbeResult
+from ...schemas.base.records import by_key
 from ...schemas.jobs.jobs import (
     CallDelta,
     Output,
@@ -35,6 +37,7 @@ from ...schemas.jobs.openai import (
     CompletionLogprobs,
     CompletionRequest,
     Delta,
+    PolicyVerdict,
     PromptLogprob,
     PromptLogprobs,
     TokenUsage,
@@ -157,14 +160,15 @@ def extras(
     """Return the results of `readings` by field, with `capture_results` and `determinism` if
     `needed`.
 
-    `policies`: those that the request names. Of others there is nothing: their thresholds and
-    scores are for keys that may read policies, and results.
+    `policies`: those that the request names. Of others there is nothing but the verdicts of those
+    that are told: their thresholds and scores are for keys that may read policies, and results.
     `settled`: all ranks have reported; `determinism` is null before.
     """
+    told = {"verdicts": verdicts} if (verdicts := verdicts_of(result.probes)) else {}
     own = [
         each for each in result.probes if (each.policy and each.policy.name) in (None, *policies)
     ]
-    results = {
+    results = told | {
         field: own if field == "probes" else getattr(result, field) or [] for field in readings
     }
     if not needed:
@@ -174,6 +178,34 @@ def extras(
         "capture_results": result.capture_results,
         "determinism": result.determinism if settled else None,
     }
+
+
+def verdicts_of(probes: Iterable[ProbeResult]) -> list[PolicyVerdict]:
+    """Return what is told of the policies among the probes of all choices."""
+    told = by_key(
+        (found.policy.name, (found, found.policy))
+        for found in probes
+        if found.policy is not None and found.policy.told
+    )
+    return [
+        PolicyVerdict(
+            policy=name,
+            triggered=[each.request for each, _ in of_choices if each.triggered],
+            acted=[each.request for each, policy in of_choices if each.triggered and policy.acts],
+        )
+        for name, of_choices in told.items()
+    ]
+
+
+def in_header(verdicts: Iterable[PolicyVerdict]) -> str:
+    """Return the verdicts on all choices together: `NAME=clear`, `triggered` or `acted`."""
+    return ", ".join(f"{each.policy}={_in_brief(each)}" for each in verdicts)
+
+
+def _in_brief(verdict: PolicyVerdict) -> str:
+    if verdict.acted:
+        return "acted"
+    return "triggered" if verdict.triggered else "clear"
 
 
 def _stop_reason(output: Output) -> int | str | None:

@@ -42,7 +42,7 @@ from ..responses.streaming import StreamedRequest
 from ..web.auth import needs
 from ..web.body import JsonRequest
 from ..web.middleware import released
-from ..web.problems import JOB_HEADER
+from ..web.problems import JOB_HEADER, VERDICT_HEADER
 from ..web.request_context import keep_steering
 from .jobs import SUBMIT_ERRORS, IdempotencyKey
 
@@ -59,7 +59,8 @@ DESCRIPTION = (
     "OpenAI's API with `steering`, `patch`, `capture`, "
     f"{ADDED} and `capture_wait`. With `stream: true` the answer "
     "is server-sent chunks; the last one before `[DONE]` carries `capture_results` "
-    "and `determinism`. `?module=NAME:SCALE` adds named "
+    "and `determinism`. `verdicts`, and without a stream the header `X-Midstream-Policies`, say "
+    "what the policies decided that are `told`. `?module=NAME:SCALE` adds named "
     "modules to `steering`."
 )
 ModuleParameter = Annotated[
@@ -147,6 +148,8 @@ async def _answer(
             if is_over(view) or len(result.outputs) == choices:
                 break  # else its worker died meanwhile, and its outputs were dropped
         more = openai_shapes.extras(result, with_extras(view), is_over(view), read, parsed.policies)
+        if verdicts := more.get("verdicts"):
+            headers[VERDICT_HEADER] = openai_shapes.in_header(verdicts)
     except MidstreamError as error:  # the job is accepted nevertheless: return its address
         return failed(request, error.problem(instance=context.job_url(job_id)), headers)
     released(outcome)

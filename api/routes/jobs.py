@@ -296,12 +296,24 @@ async def list_jobs(
         str | None,
         QueryParameter(max_length=MAX_MODULE_NAME, description="Only jobs that triggered it"),
     ] = None,
+    flagged: Annotated[
+        bool | None,
+        QueryParameter(description="Only jobs that a probe or a policy flagged, or no others"),
+    ] = None,
     limit: PageSize = 50,
     cursor: CursorParameter = None,
     tenant: Whose = None,
 ) -> JobPage:
     whose = tenant_asked(caller, tenant)
-    page = await context.ledger.list(job_state, model, limit, cursor, whose, policy)
+    page = await context.ledger.list(
+        job_state,
+        model,
+        limit,
+        cursor,
+        tenant=whose,
+        policy=policy,
+        flagged=flagged,
+    )
     await context.ledger.written()
     return page
 

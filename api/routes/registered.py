@@ -1,6 +1,7 @@
 """Routes of what is registered, and of source runs."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, Union
@@ -45,6 +46,7 @@ from ..context import AppContext
 from ..resolve.edits import module_export
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.lens import resolve_tuned
+from ..resolve.readings.policy_warnings import needed, warnings_of
 from ..resolve.readings.probes import (
     changed,
     check_beside,
@@ -79,6 +81,18 @@ async def make_policy(
     resolved = partial(resolve_policy, model_state=state, caller=caller, settings=context.settings)
     made = await call_aside(resolved, data, name, info, probe)
     return lambda former: _with(replaceable(former, data), made, info.name, name), {}
+
+
+async def warned(context: AppContext, model: ModelInfo, policy: Policy) -> Policy:
+    """Return a policy with the warnings about its current version, if it is shown as a whole."""
+    version = policy.current
+    if not version.tenant:
+        return policy
+    with suppress(MidstreamError):  # replaced meanwhile
+        tensors = {name: await context.steering.get_tensor(name) for name in needed(version)}
+        found = await call_aside(warnings_of, version, model, tensors)
+        return msgspec.structs.replace(policy, warnings=found)
+    return policy
 
 
 def _with(former: Policy | None, made: PolicyVersion, model: str, name: str) -> Policy:
@@ -213,6 +227,8 @@ def artifact_routes() -> list[Any]:
             info.name, stored, make, blobs, check and partial(check, info)
         )
         shown = made.shown_to(caller)
+        if warn := row.load("warn"):
+            shown = await warn(context, info, shown)
         if former is not None:
             return Response(shown.replacing(former), status_code=200)
         return Response(
@@ -333,7 +349,7 @@ async def patch_artifact(
 
     check = partial(check_beside, info)
     policy, _ = await policies.put(info.name, name, make, {}, check)
-    return policy.shown_to(caller)
+    return await warned(context, info, policy.shown_to(caller))
 
 
 RunParameter = Annotated[

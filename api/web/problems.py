@@ -35,6 +35,8 @@ log = logging.getLogger("midstream.api")
 
 MEDIA_TYPE = "application/problem+json"
 JOB_HEADER = "x-midstream-job"
+#: What policies decided on an answer, as far as they are told.
+VERDICT_HEADER = "x-midstream-policies"
 
 OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models"})
 #: Paths of OpenAI's API that are not served → what to do.

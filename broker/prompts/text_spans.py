@@ -69,6 +69,11 @@ class TextMap:
         return result
 
     @cached_property
+    def without_text(self) -> np.ndarray:
+        """Return the positions of the tokens that have no character."""
+        return np.flatnonzero(self.offsets[:, 0] >= self.offsets[:, 1])
+
+    @cached_property
     def _tokens(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Return the tokens with text in order of their beginnings: position, begin, end,
         furthest end so far.

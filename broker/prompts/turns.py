@@ -31,12 +31,12 @@ EDGE = 64
 #: A range of characters, `[start, stop)`.
 CharRange = tuple[int, int]
 #: A mark, by its number: characters of a private use area, which no template strips.
-_MARK = re.compile("\ue000([0-9]+)\ue001")
+MARK = re.compile("\ue000([0-9]+)\ue001")
 #: Numbers of marks of one message.
-_OWN = 4
+OWN = 4
 #: Field of a plain message → the number of its first mark among the message's own; the next one is
 #: at its end. Templates read either name of the reasoning.
-_MARKED = {"content": 0, "reasoning": 2, "reasoning_content": 2}
+MARKED = {"content": 0, "reasoning": 2, "reasoning_content": 2}
 #: Shows how a template begins and ends messages.
 _SAMPLE: list[PlainMessage] = [
     {"role": "user", "content": "x"},
@@ -140,7 +140,7 @@ class Turns:
     def marked(self, number: int, part: str) -> CharRange:
         """Return the content or the reasoning of a message."""
         places = self._layout.places
-        first = _OWN * number + _MARKED[part]
+        first = OWN * number + MARKED[part]
         starts = places.get(first, [])
         stops = places.get(first + 1, [])
         if not starts or not stops:
@@ -161,9 +161,9 @@ class Turns:
         # marks stand inside of the white space around contents if the template trims it
         for inside in (False, True):
             messages = [
-                _with_marks(number, message, inside) for number, message in enumerate(self._plain)
+                with_marks(number, message, inside) for number, message in enumerate(self._plain)
             ]
-            pieces = _MARK.split(self._template.render(messages, self._rendering))
+            pieces = MARK.split(self._template.render(messages, self._rendering))
             texts = pieces[::2]
             marks = pieces[1::2]
             if "".join(texts) == self._where.text:
@@ -182,10 +182,10 @@ class Turns:
         start = self.end(number - 1, self._manner.headers) if number else self._start()
         for mark, places in self._layout.places.items():
             # marks at ends: the message before may end where this one starts
-            if _message_of(mark) == number or _is_at_end(mark):
+            if message_of(mark) == number or is_at_end(mark):
                 continue
             if any(start <= place < stop for place in places):
-                raise self._refused(number, part, f"puts message {_message_of(mark)} there as well")
+                raise self._refused(number, part, f"puts message {message_of(mark)} there as well")
         return start, stop
 
     def header(self, number: int, part: str) -> CharRange:
@@ -200,13 +200,13 @@ class Turns:
         """Return where the content of a message begins, or its reasoning."""
         own = [(places[0], mark) for mark, places in self._marks_of(number)]
         begin, mark = min(own, default=(0, None))
-        if mark is None or _is_at_end(mark):
+        if mark is None or is_at_end(mark):
             raise self._refused(number, "header", "writes no content after it, or a part of it")
         return begin
 
     def _marks_of(self, number: int) -> list[tuple[int, list[int]]]:
         """Return the marks of a message that the template kept, with their places."""
-        return [item for item in self._layout.places.items() if _message_of(item[0]) == number]
+        return [item for item in self._layout.places.items() if message_of(item[0]) == number]
 
     def _start(self) -> int:
         """Return where the first message starts."""
@@ -231,7 +231,7 @@ class Turns:
         asks = headers["user"].strip()
         if asks and text[:first].rstrip().endswith(asks):
             raise self._refused(0, "header", "writes it within a message of the user")
-        shared = before[: _same(before, text[:first])]
+        shared = before[: shared_length(before, text[:first])]
         if shared == before and (before in ("", bos) or len(before) < first):
             return len(before)
         # in place of the message, it writes another one: are there messages before them both?
@@ -313,7 +313,7 @@ class Turns:
         if following == len(self._roles):
             return None
         header = headers.get(self._roles[following], "")
-        content = self._layout.places.get(_OWN * following, [0])[0]
+        content = self._layout.places.get(OWN * following, [0])[0]
         end = content - len(header)
         is_there = header and end > 0 and self._where.text.startswith(header, end)
         return end if is_there else None
@@ -322,7 +322,7 @@ class Turns:
         """Return whether the template leaves out a message, without a content, that a conversation
         ends with. `mark`: the last in this rendering.
         """
-        if number == 0 or (mark is not None and _message_of(mark) == number):
+        if number == 0 or (mark is not None and message_of(mark) == number):
             return False
         return self._rendered(self._layout.messages[:number], opened) == ended
 
@@ -382,12 +382,12 @@ class Turns:
         """Return where a text has more than the rest, but for white space in its place; None unless
         that is one piece with all these names.
         """
-        after = _same(text[::-1], rest[::-1])
+        after = shared_length(text[::-1], rest[::-1])
         stop = len(text) - after
         kept = len(rest) - after
-        start = _same(text[:stop], rest[:kept])
+        start = shared_length(text[:stop], rest[:kept])
         # what the piece ends with may stand before it as well
-        room = _same(text[start:], text[stop:][:EDGE]) if start == kept else 0
+        room = shared_length(text[start:], text[stop:][:EDGE]) if start == kept else 0
         moved = [(start + by, stop + by) for by in range(room + 1)]
         piece = min(moved, key=self._roughness)
         added = text[piece[0] : piece[1]]
@@ -423,27 +423,27 @@ _FIND: dict[Part, Callable[[Turns, int, str], CharRange]] = {
 }
 
 
-def _message_of(mark: int) -> int:
-    return mark // _OWN
+def message_of(mark: int) -> int:
+    return mark // OWN
 
 
-def _is_at_end(mark: int) -> bool:
+def is_at_end(mark: int) -> bool:
     """Return whether a mark is at the end of a content, not at its beginning."""
     return mark % 2 == 1
 
 
-def _mark(number: int) -> str:
+def mark_of(number: int) -> str:
     return f"\ue000{number}\ue001"
 
 
 def _after_last_mark(text: str) -> tuple[int | None, str]:
     """Return the last mark of a text, and what follows it; None and the whole text without one."""
-    pieces = _MARK.split(text)
+    pieces = MARK.split(text)
     mark = int(pieces[-2]) if len(pieces) > 1 else None
     return mark, pieces[-1]
 
 
-def _same(text: str, other: str) -> int:
+def shared_length(text: str, other: str) -> int:
     """Return the length of what both texts begin with. Compares slices, not characters: texts have
     millions.
     """
@@ -458,17 +458,17 @@ def _same(text: str, other: str) -> int:
     return same
 
 
-def _with_marks(number: int, message: PlainMessage, inside: bool) -> PlainMessage:
+def with_marks(number: int, message: PlainMessage, inside: bool) -> PlainMessage:
     """Return a message with marks around its contents; `inside`: inside the white space around
     them.
     """
     changed: PlainMessage = {}
-    for name, first in _MARKED.items():
-        before = _mark(_OWN * number + first)
-        after = _mark(_OWN * number + first + 1)
+    for name, first in MARKED.items():
+        before = mark_of(OWN * number + first)
+        after = mark_of(OWN * number + first + 1)
         sent = message.get(name) or ""
         if isinstance(sent, list):  # parts, such as images
-            changed[name] = [_text_part(before), *sent, _text_part(after)]
+            changed[name] = [text_part(before), *sent, text_part(after)]
         elif isinstance(sent, str) and sent.strip():
             text = sent.strip()
             changed[name] = (
@@ -477,5 +477,5 @@ def _with_marks(number: int, message: PlainMessage, inside: bool) -> PlainMessag
     return message | changed
 
 
-def _text_part(text: str) -> dict[str, str]:
+def text_part(text: str) -> dict[str, str]:
     return {"type": "text", "text": text}

@@ -105,6 +105,8 @@ def report_end(client: Client, view: JobView, as_json: bool, verbose: bool = Tru
     result = client.result(view.id)
     if not print_json(result, as_json):
         print_result(client, result, verbose)
+        if note := jobs.unedited(view, result.determinism):
+            out.print(note, soft_wrap=True)
         out.print(records.one(view) if verbose else f"more: midstream get job {view.id}")
 
 

@@ -121,13 +121,20 @@ def list_(
     limit: Annotated[
         int | None, typer.Option(help="Number of entries, newest first; default: 20.")
     ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Of jobs, only those that triggered this policy.")
+    ] = None,
+    flagged: Annotated[
+        bool | None, typer.Option("--flagged", help="Of jobs, only those that were flagged.")
+    ] = None,
     model: Model = None,
     set_: FieldsOption = None,
     json_: AsJson = False,
     url: Url = None,
 ) -> None:
     """List the things of a kind; `--set state=failed` and the like choose among them."""
-    fields = options.fields(None, set_, {"model": model, "limit": limit})
+    chosen = {"model": model, "limit": limit, "policy": policy, "flagged": flagged}
+    fields = options.fields(None, set_, chosen)
     with _acting(kind, "list", url) as (row, _, act):
         if limit is None and row.paged:
             fields["limit"] = LISTED

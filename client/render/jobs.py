@@ -14,7 +14,14 @@ from rich.table import Table
 from rich.text import Text
 
 from ...schemas.base.records import by_key
-from ...schemas.jobs.jobs import CaptureResults, Determinism, Event, FileEntry, RankReport
+from ...schemas.jobs.jobs import (
+    CaptureResults,
+    Determinism,
+    Event,
+    FileEntry,
+    JobView,
+    RankReport,
+)
 from ...schemas.prompts.selectors import as_ranges
 from ...schemas.requests.source_runs import RunPrompt
 from ..captures.reader import CaptureReader, VerifyFinding
@@ -313,6 +320,23 @@ def determinism_line(determinism: Determinism | None) -> str:
     if determinism.consistent:
         return f"determinism: [green]consistent[/], {extent}, all checksums and action counts agree"
     return f"determinism: [red]ranks disagree[/] ({extent})"
+
+
+def unedited(view: JobView, determinism: Determinism | None) -> str:
+    """Return which prompts of a job that edits rows had no row edited, as where a trigger never
+    matches; empty if there is none.
+    """
+    if not view.steered or determinism is None:
+        return ""
+    reports = [report for stage in determinism.stages for report in stage.ranks]
+    edited = {report.request for report in reports if report.applied}
+    idle = {report.request for report in reports} - edited
+    if not idle:
+        return ""
+    return (
+        f"no row was edited of prompt {as_ranges(idle)}: no trigger matched, no gate opened, or "
+        "the prefix cache had the rows"
+    )
 
 
 def capture(reader: CaptureReader) -> Table:

@@ -23,6 +23,7 @@ from ...schemas.jobs.jobs import JobView, ListedJob, Output
 from ...schemas.jobs.kinds import kind_of
 from ...schemas.jobs.models import SHOWN_IDENTITY
 from ...schemas.prompts.selectors import as_ranges
+from ...schemas.prompts.sight import TurnLook
 from ...schemas.readings.installed import ReaderReading, ReaderResult
 from ...schemas.requests.artifact_kinds import ARTIFACTS
 from ...schemas.requests.policies import Policy
@@ -294,11 +295,18 @@ _USAGE: Cells = {
 _condition = attrgetter("current.content.condition")
 
 
-#: What is shown of a policy's condition, beside its threshold, by the names of its fields.
+def _looked_at(look: TurnLook) -> str:
+    """Return the part of a conversation that a policy reads."""
+    turn = "" if look.turn is None else f"turn {look.turn}"
+    return " ".join(filter(None, [look.role, turn, look.part]))
+
+
 def _schedule(policy: Policy) -> str:
     """Return which tokens a policy's condition reads."""
     schedule = _condition(policy).schedule
-    text = f"{schedule.tokens} tokens"
+    tokens = schedule.tokens
+    named = tokens if isinstance(tokens, str) else " or ".join(map(_looked_at, tokens))
+    text = f"{named} tokens"
     if schedule.start:
         text += f" from {schedule.start}"
     if schedule.stop is not None:
@@ -308,7 +316,8 @@ def _schedule(policy: Policy) -> str:
     return text
 
 
-#: The cells of a policy's condition, in brief and in full.
+#: The cells of a policy's condition, in brief and in full: beside its threshold, by the names of
+#: its fields.
 _DECIDES: Cells = {
     "probe": "{current.content.probe}",
     "condition": (
@@ -457,6 +466,8 @@ SHOWN: dict[type, Shown] = {
             **_CONDITION,
             "actions": "{current.content.kinds:list}",
             "hits": _hits_of_all_versions,
+            "told": lambda policy: "in answers" if policy.current.content.told else "",
+            "warnings": lambda policy: escape("\n".join(policy.warnings)),
         },
     ),
     # the job is below the run's name, so that both fit 80 columns

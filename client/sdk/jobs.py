@@ -77,14 +77,23 @@ class Jobs(Calls[M]):
         state: str | None = None,
         model: str | None = None,
         policy: str | None = None,
+        flagged: bool | None = None,
         limit: int | None = None,
         cursor: str | None = None,
     ) -> JobPage:
         """Return one page of jobs, newest first; its `next` is the `cursor` of the next page.
 
         `policy`: only jobs that triggered this policy (`triggered` says whether it acted).
+        `flagged`: only jobs that a probe or a policy flagged, or no others.
         """
-        query = {"state": state, "model": model, "policy": policy, "limit": limit, "cursor": cursor}
+        query = {
+            "state": state,
+            "model": model,
+            "policy": policy,
+            "flagged": flagged,
+            "limit": limit,
+            "cursor": cursor,
+        }
         return await self._get("/v1/jobs", JobPage, **query)
 
     @call

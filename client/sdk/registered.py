@@ -346,7 +346,7 @@ class Policies(Named[M, Policy]):
 
     @call
     async def change(self, /, name: str, model: str | None = None, **fields: Any) -> Policy:
-        """Make a version with another `mode`, `share`, `all_traffic` or `edits`, or other fields of
+        """Make a version with another `mode`, `all_traffic`, `edits` or `told`, or other fields of
         the `condition`; `version`: whose content it restores. `fields`: those of `PolicyChange`.
         """
         body = wire.checked(wire.given(**fields), PolicyChange, "")

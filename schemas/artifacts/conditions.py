@@ -15,6 +15,7 @@ from ..base.limits import (
     Index,
 )
 from ..base.records import Record
+from ..prompts.sight import Looks, Sight, TokenSet
 
 log = logging.getLogger(__name__)
 
@@ -40,11 +41,16 @@ def decay_fault(aggregation: Aggregation, decay: float | None) -> str | None:
 
 
 class Schedule(Record):
-    """The tokens whose scores a policy reads: of those `generated` (or of `all`, which includes the
-    prompt's), every `every`-th from number `start` to `stop`, exclusive; null: to the last.
+    """The tokens whose scores a policy reads: of `tokens`, every `every`-th from number `start` to
+    `stop`, exclusive; null: to the last.
+
+    `tokens`: of a conversation the `content`, which is all that its messages and the request say,
+    and the generated tokens; parts of it by role and turn; `generated` tokens alone; or `all`, with
+    those that the chat template adds. Of a prompt whose turns are not known, `content` and parts of
+    it are the whole prompt.
     """
 
-    tokens: Literal["generated", "all"] = "generated"
+    tokens: TokenSet | Looks = "content"
     start: Index = 0
     stop: Index | None = None
     every: Count = 1
@@ -105,6 +111,9 @@ class StoredPolicy(Record, omit_defaults=True):
     inherited: str = ""
     registered: float = 0.0  # when that content was registered: latches are those of a registration
     keep_texts: bool = False  # whether its hits keep the tokens around them
+    told: bool = False  # see `PolicyRequest`
+    # the tokens of this prompt that it reads; null: the condition's schedule says it alone
+    sight: Sight | None = None
 
     def __post_init__(self) -> None:
         if self.mode == "canary":

@@ -282,3 +282,8 @@ class ProbeResult(Plotted, Record):
     policy: StoredPolicy | None = None
     decisions: list[Decision] = []  # the first `MAX_DECISIONS`, in token order
     triggers: int = 0  # of all decisions
+
+    @property
+    def triggered(self) -> bool:
+        """Return whether its policy was on at a token."""
+        return self.policy is not None and bool(self.policy.inherited or self.crossed)

@@ -115,6 +115,9 @@ class ArtifactKind(Generic[T]):
     #: Returns records with what their answers have beside what is registered: takes the ledger and
     #: a list of records.
     complete: str = ""
+    #: Returns a record with what is questionable about it, for its registration's answer: takes
+    #: the `AppContext`, a `ModelInfo` and the record.
+    warn: str = ""
     #: Its group of calls of a client (a class).
     calls: str = "midstream.client.sdk.registered:Named"
     #: Verb of the command line, beside `list`, `get`, `put` and `delete` or in place of one → a

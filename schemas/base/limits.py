@@ -182,6 +182,7 @@ MAX_POLICY_VERSIONS = 8  # Versions of a policy that are kept
 # request names
 MAX_POLICY_VECTORS = 1024
 MAX_POLICY_WINDOW = 256  # Tokens of a policy's window
+MAX_LOOKS = 16  # Parts of conversations that a policy reads
 POLICY_DAYS = 30  # Days, the present one included, of which a policy's prompts are counted
 MAX_DECISIONS = 256  # Decisions of a policy in a result, for each prompt
 MAX_LATCH_S = 30 * 24 * 3600  # Seconds of a conversation's latch (30 days)

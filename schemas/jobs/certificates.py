@@ -55,6 +55,10 @@ class Certificate(Started, kw_only=True):
     unproven: dict[str, str] = {}
     laws: list[LawFigure] = []
     not_compared: dict[str, str] = {}  # law → why it was not checked
+    # hook point → of each layer, the typical norm of a row in the run; and that of the first
+    # token's row, which is an outlier in most models
+    row_norms: dict[str, list[float]] = {}
+    first_norms: dict[str, list[float]] = {}
 
     @property
     def served(self) -> list[str]:

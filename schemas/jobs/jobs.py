@@ -39,6 +39,7 @@ from ..base.states import TERMINAL as TERMINAL, TRANSITIONS as TRANSITIONS, Stat
 from ..prompts.chat import Conversation, ToolCall, ToolUse
 from ..prompts.images import ImageRef
 from ..prompts.selectors import Hook, HookName
+from ..prompts.sight import TurnMap
 from ..readings.readings import ReadingRequest
 from ..requests.policies import PolicyList
 from ..requests.specs import (
@@ -191,6 +192,8 @@ class StoredPrompt(Record, omit_defaults=True):
     text: str | None = None
     # with images, `token_ids` has one placeholder for each image: see `schemas.prompts.images`
     images: list[ImageRef] = []
+    # of a conversation that a policy reads by its turns; null: unknown, and so read as a whole
+    turns: TurnMap | None = None
 
 
 class Accepted(Record, omit_defaults=True, kw_only=True):
@@ -454,6 +457,7 @@ class JobView(Accepted, kw_only=True):
     callback_url: str | None = None
     probed: bool = False  # probes score it: its own, or those of policies
     triggered: dict[str, bool] = {}  # policy that was on at a token of it → whether it acted there
+    flagged: bool = False  # a probe or a policy with the action `flag` was on at a token of it
     # something edits it: its own steering, its adapter, or the global steering that it was started
     # under
     steered: bool = False

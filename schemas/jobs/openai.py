@@ -242,6 +242,14 @@ class TokenUsage(Record):
     prompt_tokens_details: CachedTokens
 
 
+class PolicyVerdict(Record):
+    """What a policy decided on the choices of an answer, as far as its operator has it told."""
+
+    policy: str
+    triggered: list[int]  # indices of the choices at which it was on
+    acted: list[int]  # of these, those at which it acted
+
+
 # `omit_defaults`: an answer has no readings that were not asked for
 class OpenAIAnswer(ReadingResults, omit_defaults=True):
     """Fields of every answer and chunk.
@@ -258,6 +266,8 @@ class OpenAIAnswer(ReadingResults, omit_defaults=True):
     determinism: Determinism | UnsetType | None = UNSET
     #: Present with probes or policies; in the last chunk of a stream.
     probes: list[ProbeResult] | UnsetType = UNSET
+    #: Of policies that are `told`; in the last chunk of a stream.
+    verdicts: list[PolicyVerdict] | UnsetType = UNSET
     #: In chunks of a stream with probes: of tokens fed back to the model since the last chunk; the
     #: first are those of the prompt's last.
     scores: list[TokenScores] | UnsetType = UNSET

@@ -680,14 +680,18 @@ def ranges_of(text: str) -> list[range]:
     return result
 
 
+def runs_of(numbers: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each run of consecutive numbers among ascending ones."""
+    runs: list[tuple[int, int]] = []
+    for number in numbers:
+        first = runs.pop()[0] if runs and number == runs[-1][1] + 1 else number
+        runs.append((first, number))
+    return runs
+
+
 def as_ranges(numbers: Iterable[int], most: int | None = None) -> str:
     """Write `[0, 1, 2, 5]` as `0-2, 5`; ranges beyond `most` are only counted."""
-    ranges: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
+    ranges = runs_of(sorted(set(numbers)))
     shown = [str(first) if first == last else f"{first}-{last}" for first, last in ranges[:most]]
     remaining = len(ranges) - len(shown)
     return ", ".join(

@@ -77,6 +77,7 @@ class PolicyRequest(Registration, kw_only=True):
     # of all traffic, while it may act: whether requests may edit rows that its probe reads
     edits: EditsAllowed = "refuse"
     keep_texts: bool = False  # whether its hits are kept with the tokens around them
+    told: bool = False  # OpenAI-style answers say whether it was triggered, and whether it acted
 
     def __post_init__(self) -> None:
         once = [kind for kind in self.kinds if kind != "steer"]
@@ -116,6 +117,7 @@ class PolicyChange(Record):
     all_traffic: bool | None = None
     edits: EditsAllowed | None = None
     keep_texts: bool | None = None
+    told: bool | None = None
 
 
 class PolicyVersion(Record):
@@ -166,6 +168,8 @@ class Policy(Registered, kw_only=True):
     versions: list[PolicyVersion]  # the newest `MAX_POLICY_VERSIONS`; the last one applies
     # in answers, of the last `POLICY_DAYS` days those on which it has read something
     days: list[PolicyDay] = []
+    # in answers, what is questionable: of its registration, or of its last day
+    warnings: list[str] = []
 
     @property
     def current(self) -> PolicyVersion:
@@ -190,14 +194,18 @@ class Policy(Registered, kw_only=True):
 
     def shown_to(self, caller: Caller) -> Self:
         """Return the policy without what belongs to other tenants than the caller's: modules,
-        webhooks, days, and who registered it. Their actions have the name and the URL `HIDDEN`,
-        and no scale.
+        webhooks, days, warnings, and who registered it. Their actions have the name and the URL
+        `HIDDEN`, and no scale.
         """
         versions = [
             each if caller.sees(each.tenant) else _without_owner(each) for each in self.versions
         ]
+        seen = caller.sees(self.current.tenant)
         return msgspec.structs.replace(
-            self, versions=versions, days=self.days if caller.sees(self.current.tenant) else []
+            self,
+            versions=versions,
+            days=self.days if seen else [],
+            warnings=self.warnings if seen else [],
         )
 
     @property
@@ -247,6 +255,7 @@ POLICIES = ArtifactKind(
     make="midstream.api.routes.registered:make_policy",
     check="midstream.api.resolve.readings.probes:check_beside",
     complete="midstream.broker.ledger.named.probes:with_days",
+    warn="midstream.api.routes.registered:warned",
     calls="midstream.client.sdk.registered:Policies",
     acts={"change": "policies.change"},
     limit=MAX_POLICIES,

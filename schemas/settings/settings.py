@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlsplit
 import msgspec
 
 from ..base.errors import Translated, suggestion
-from ..base.limits import MAX_DRAFTS, MAX_HITS, MAX_IMAGE
+from ..base.limits import MAX_DRAFTS, MAX_HITS, MAX_IMAGE, Share
 from ..base.records import Record, json_or_text, to_json
 from .secret_files import is_burnt, is_exposed
 from .tuning import Natural, Positive, PositiveInt, Tuning
@@ -391,6 +391,8 @@ class Settings(Record):
     # A finished job's result is removed after this many seconds (410); that the job existed is
     # remembered for twice as long. Capture files stay
     result_ttl_s: PositiveInt = 7 * 24 * 3600
+    # A policy that more than this share of a day's prompts triggered is shown with a warning
+    policy_warn_share: Share = 0.5
     # `DEBUG`, `INFO`, `WARNING` or `ERROR`
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     # Tests only: a fault that the ranks inject, or a point at which a process dies

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from draft_heads import eagle3_head, echo_target
 from families import BF16_ONLY, CHANGED, FAMILIES, checkpoint, configs
@@ -123,6 +124,11 @@ def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[...
     assert {law.checked for law in made.laws if law.law.startswith("post_attn = pre_attn")} == {
         LAYERS
     }
+    for norms in (made.row_norms, made.first_norms):
+        assert {hook: len(of_layers) for hook, of_layers in norms.items()} == dict.fromkeys(
+            HOOKS, LAYERS
+        )
+        assert min(map(min, norms.values())) > 0
     status = host.call("midstream_status")[0]
     assert [
         status[name]
@@ -142,6 +148,10 @@ def test_every_hook_is_proven_and_nothing_of_the_run_is_left(start: Callable[...
     job = host.job(prompt_of(20), max_tokens=3, capture=capture_of([0, 3], "all"))
     host.run(job)
     assert host.capture(job).positions(0) == list(range(22))
+    rows = host.capture(job).array(3)
+    typical = np.median(np.linalg.norm(rows[1:], axis=1))
+    assert 0.5 < made.row_norms["post_block"][3] / typical < 2
+    assert 0.5 < made.first_norms["post_block"][3] / np.linalg.norm(rows[0]) < 2
 
 
 @pytest.mark.long

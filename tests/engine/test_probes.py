@@ -23,12 +23,14 @@ from probe_kit import (
 from reference import Reference
 from tolerances import FP32_ROWS
 
-from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
+from midstream.schemas.artifacts.conditions import Condition, Schedule, StoredPolicy
 from midstream.schemas.artifacts.hits import text_of
 from midstream.schemas.artifacts.probes import ProbeScore, StoredProbe
 from midstream.schemas.jobs.jobs import Job
 from midstream.schemas.prompts.selectors import Span
+from midstream.schemas.prompts.sight import Sight, TurnLook, TurnMap, TurnPiece
 from midstream.schemas.prompts.windows import When
+from midstream.workers.runner.probes.deciders import seen_by
 
 AGGREGATIONS = (("last", 0.0), ("max", 0.0), ("mean", 0.0), ("exponential", 0.9))
 
@@ -322,7 +324,8 @@ def test_preempted_requests_are_edited_where_their_gate_was_open(
 def guard(
     host: Host, weights: Weights, site: int, *actions: str, acts: bool = True, **condition: Any
 ) -> StoredProbe:
-    """The scores of the first label, read by a policy."""
+    """The scores of the first label, read by a policy; by default those of generated tokens."""
+    condition = {"schedule": Schedule(tokens="generated")} | condition
     read = StoredPolicy(
         name="guard",
         version=1,
@@ -337,18 +340,19 @@ def guard(
 
 
 def decisions(score: ProbeScore, at_least: float, below: float | None = None) -> list[int]:
-    """Check that the decisions are those that the reported scores of generated tokens give, and
-    return the positions at which the policy was on.
+    """Check that the decisions are those that the reported scores of the tokens give which the
+    policy reads, and return those at which it was on.
     """
     scores = tokens_of(score)[:, 0]
     wanted = []
     on = []
     assert score.policy is not None
-    start = score.policy.condition.schedule.tokens == "all"
-    for position, value in enumerate(map(float, scores)):
-        if position < (0 if start else PROMPT):
-            continue
-        was = bool(on) and on[-1] == position - 1
+    read = [*seen_by(score.policy, PROMPT).tolist(), *range(PROMPT, len(scores))]
+    last = -1
+    for position in read:
+        value = float(scores[position])
+        was = bool(on) and on[-1] == last
+        last = position
         least = below if was and below is not None else at_least
         if value >= least:
             on.append(position)
@@ -417,6 +421,52 @@ def test_policies_decide_in_token_order_and_act_on_the_next_token(v1: Host) -> N
     assert score.stopped
     assert decisions(score, high, low) == [first]
     assert cut[1] == rows[1]
+
+
+def test_a_policy_reads_what_its_sender_wrote_in_every_batch(v1: Host) -> None:
+    """Alone and beside others; from what it read last on, it steers what is generated."""
+    last = v1.info["num_layers"] - 1
+    weights = Weights(47, k=1)
+    prompt = prompt_of(PROMPT, seed=47)
+    free = v1.job(prompt, max_tokens=20, probes=[weights.probe(v1, last)])
+    v1.run(free)
+    scores = tokens_of(scores_of(v1, free)["p"])[:, 0]
+    runs = [(8, 30), (57, 58), (70, 104)]
+    seen = np.concatenate([scores[start:stop] for start, stop in runs])
+    level = float(np.sort(seen)[20:22].mean())
+    entry = steer(v1.vector(np.full(64, 3.0)), [0], positions="all_generated")
+    entry = msgspec.structs.replace(entry, gate="policy:guard")
+    found = []
+    for tokens in ("content", [TurnLook(role="user")]):
+        probe = guard(v1, weights, last, "steer", at_least=level, schedule=Schedule(tokens=tokens))
+        # ranks know a policy's content by its digest
+        own = msgspec.structs.replace(probe.policy, digest=f"of {tokens}")
+        probe = msgspec.structs.replace(probe, policy=own)
+        turns = TurnMap(
+            roles=["system", "user", "user"],
+            pieces=[
+                TurnPiece(start=start, stop=stop, part="content", messages=[number])
+                for number, (start, stop) in enumerate(runs)
+            ],
+        )
+        for beside in (0, 3):
+            job = v1.job(prompt, max_tokens=20, probes=[probe], steering=[entry])
+            (written,) = job.prompts
+            written = msgspec.structs.replace(written, turns=turns)
+            job = msgspec.structs.replace(job, prompts=[written])
+            near = [v1.job(prompt_of(40, seed=number), max_tokens=9) for number in range(beside)]
+            v1.run_together(job, *near)
+            score = scores_of(v1, job)["policy:guard"]
+            assert score.policy.sight == Sight(runs=runs if tokens == "content" else runs[1:])
+            found.append([(each.position, each.event) for each in score.decisions])
+            if tokens == "content":
+                decisions(score, level)
+            else:
+                assert {each.position for each in score.decisions} <= {57, *range(70, 104)}
+                on = bool(score.decisions) and score.decisions[-1].event == "trigger"
+                wanted = list(range(PROMPT, PROMPT + 19)) if on else []
+                assert positions_of(score) == wanted
+    assert found[0] == found[1] != found[2] == found[3]
 
 
 def test_a_latch_of_a_conversation_steers_from_the_first_token(v1: Host) -> None:

@@ -50,6 +50,7 @@ POLICIES: dict[str, dict[str, Any]] = {
             "window": 3,
             "latch": "conversation",
             "latch_s": 2,
+            "schedule": {"tokens": "generated"},
         },
         "actions": ["flag"],
         "mode": "active",
@@ -64,7 +65,14 @@ POLICIES: dict[str, dict[str, Any]] = {
         "actions": [],
         "mode": "active",
     },
-    "shadow": {"condition": {"at_least": 80.0, "latch": "conversation"}, "actions": ["flag"]},
+    "shadow": {
+        "condition": {
+            "at_least": 80.0,
+            "latch": "conversation",
+            "schedule": {"tokens": "generated"},
+        },
+        "actions": ["flag"],
+    },
 }
 #: A policy of all traffic, without a webhook. Under it, each prompt has a receipt.
 EVERYONE: dict[str, Any] = {

@@ -516,3 +516,87 @@ def test_the_command_line_changes_and_uses_a_policy(
     assert "triggered cli (only recorded)" in midstream("list", "jobs", "--set=policy=cli")
     assert [hit.triggered for hit in client.jobs.list(policy="cli").jobs] == [{"cli": False}]
     assert client.jobs.list(policy="none").jobs == []
+
+
+def asked(client: Client, path: str, **body: Any) -> httpx2.Response:
+    body = {"model": "fake-model", "max_tokens": 3, "policies": ["told", "quiet", "shade"]} | body
+    answer = httpx2.post(f"{client.url}/v1/{path}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer
+
+
+def test_answers_tell_what_policies_decided_that_are_told(client: Client, calm: str) -> None:
+    """And nothing of others, in the answer and in its header, or at the end of a stream."""
+    fields = of_all(calm, "flag", all_traffic=False)
+    client.policies.put("told", **fields, told=True)
+    client.policies.put("quiet", **fields)
+    high = fields["condition"] | {"at_least": 1e6}
+    client.policies.put("shade", **fields | {"condition": high, "mode": "shadow"}, told=True)
+    verdicts = [
+        {"policy": "told", "triggered": [0], "acted": [0]},
+        {"policy": "shade", "triggered": [], "acted": []},
+    ]
+    messages = [{"role": "user", "content": "hello there"}]
+    for path, prompt in (
+        ("chat/completions", {"messages": messages}),
+        ("completions", {"prompt": "hello there"}),
+    ):
+        answer = asked(client, path, **prompt)
+        assert answer.json()["verdicts"] == verdicts
+        assert answer.headers["x-midstream-policies"] == "told=acted, shade=clear"
+        *chunks, last = chunks_of(asked(client, path, **prompt, stream=True))
+        assert last["verdicts"] == verdicts
+        assert not [chunk for chunk in chunks if "verdicts" in chunk]
+    both = asked(client, "completions", prompt=["you", "hello there"]).json()["verdicts"]
+    assert both[0]["triggered"] == [0, 1]
+    plain = asked(client, "completions", prompt="hello there", policies=["quiet"])
+    assert "verdicts" not in plain.json()
+    assert "x-midstream-policies" not in plain.headers
+    client.policies.change("told", told=False)
+    answer = asked(client, "completions", prompt="hello there")
+    assert [each["policy"] for each in answer.json()["verdicts"]] == ["shade"]
+
+
+def test_a_policy_reads_the_content_of_chats_and_the_whole_of_other_prompts(
+    client: Client, calm: str
+) -> None:
+    fields = of_all(calm, "flag", all_traffic=False)
+    for name, schedule in (("content", {}), ("user", {"tokens": [{"role": "user"}]})):
+        condition = fields["condition"] | {"at_least": 1.0, "schedule": schedule}
+        client.policies.put(name, **fields | {"condition": condition})
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "you"}]
+    chat = client.submit(
+        model="fake-model", messages=[messages], policies=["content", "user"], max_tokens=2
+    )
+    client.wait(chat)
+    result = client.result(chat.id)
+    found = decided(result)
+    for name, looks in (("content", [0, 1]), ("user", [0])):
+        sight = found[name].policy.sight
+        turns = [client.positions(messages, {"turn": turn}, model="fake-model") for turn in looks]
+        runs = [(turn[0].position, turn[-1].position + 1) for turn in turns]
+        assert sight.runs == runs
+        assert found[name].decisions[0].position == runs[0][0]
+    raw = decided(run(client, "content", "user"))
+    assert {each.policy.sight.whole for each in raw.values()} == {"the prompt has no turns"}
+    assert raw["content"].decisions[0].position == 0
+
+
+def test_jobs_are_found_by_policy_and_by_flag(
+    client: Client, midstream: Callable[..., str], calm: str
+) -> None:
+    fields = of_all(calm, "flag", all_traffic=False)
+    client.policies.put("finds", **fields)
+    client.policies.put("notes", **fields | {"actions": []})
+    flagged = run(client, "finds").id
+    noted = run(client, "notes").id
+    assert [job.id for job in client.jobs.list(policy="finds").jobs] == [flagged]
+    ids = {
+        known: [job.id for job in client.jobs.list(flagged=known).jobs] for known in (True, False)
+    }
+    assert flagged in ids[True]
+    assert noted not in ids[True]
+    assert noted in ids[False]
+    assert flagged not in ids[False]
+    assert flagged in midstream("list", "jobs", "--policy", "finds")
+    assert noted not in midstream("list", "jobs", "--flagged")

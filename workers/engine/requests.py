@@ -12,8 +12,10 @@ import msgspec
 
 from ...broker.artifacts.global_capture import count_skipped
 from ...schemas.artifacts.loras import use_of
+from ...schemas.artifacts.probes import StoredProbe
 from ...schemas.jobs.jobs import Job, Sampling
 from ...schemas.jobs.models import ModelInfo
+from ...schemas.prompts.sight import TurnMap, sight_of
 from ...schemas.requests.specs import Grade, StoredCapture, probe_captures
 from ...schemas.service.global_capture import captures_of, step_rows
 from .protocol import EngineRequest
@@ -52,6 +54,7 @@ def prompt_request(
         tools=job.tools,
         echo=(prompt.text or "") if job.echo or not job.opened.continues(request) else None,
         fills=job.fills,
+        turns=prompt.turns,
     )
 
 
@@ -124,12 +127,13 @@ def _build(
     model: ModelInfo | None = None,
     *,
     captures: Sequence[StoredCapture] = (),
+    turns: TurnMap | None = None,
     **fields: Any,
 ) -> EngineRequest:
     """Make a request of a job. `model`: given if the worker makes the job's prompts, to which the
-    API could not add global capture.
+    API could not add global capture. `turns`: of its prompt, where they are known.
     """
-    probes = [] if kind in EXEMPT else job.probes
+    probes = [] if kind in EXEMPT else [_looking(probe, turns) for probe in job.probes]
     if model is not None and kind not in EXEMPT:
         captures = _with_global(
             captures, job, model, len(fields["token_ids"]), fields["sampling"].max_tokens
@@ -144,6 +148,15 @@ def _build(
         lora=use_of(job.lora),
         **fields,
     )
+
+
+def _looking(probe: StoredProbe, turns: TurnMap | None) -> StoredProbe:
+    """Return a probe whose policy knows what it reads of a prompt."""
+    if probe.policy is None:
+        return probe
+    sight = sight_of(probe.policy.condition.schedule.tokens, turns)
+    policy = msgspec.structs.replace(probe.policy, sight=sight)
+    return msgspec.structs.replace(probe, policy=policy)
 
 
 def _with_global(

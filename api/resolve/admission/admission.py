@@ -42,6 +42,7 @@ from ....schemas.prompts.selectors import (
     Span,
     SpanFinder,
 )
+from ....schemas.prompts.sight import sight_of
 from ....schemas.prompts.sites import asked_names
 from ....schemas.requests.specs import PromptEdits, StoredCapture, probe_captures
 from ...web.aside import call_aside
@@ -378,14 +379,7 @@ async def facts_of(
     apart = cost > RESOLVE_INLINE or (bool(spans) and characters > INLINE_CHARACTERS)
     if not spans:
         return [PromptFacts(len(each.token_ids), images=each.images) for each in prompts], apart
-    searched = [
-        SearchedPrompt(
-            ids=array("i", prompt.token_ids).tobytes(),
-            text=prompt.text,
-            chat=chat_of(from_body) if from_body.is_conversation else None,
-        )
-        for prompt, from_body in zip(prompts, parsed.prompts, strict=True)
-    ]
+    searched = [*map(_searched, prompts, parsed.prompts)]
     (first, *_), *_ = spans.values()
     with Translated(
         MidstreamError,
@@ -405,6 +399,34 @@ async def facts_of(
         for prompt, of_prompt in zip(prompts, found, strict=True)
     ]
     return facts, apart
+
+
+def _searched(prompt: StoredPrompt, from_body: ParsedPrompt) -> SearchedPrompt:
+    return SearchedPrompt(
+        ids=array("i", prompt.token_ids).tobytes(),
+        text=prompt.text,
+        chat=chat_of(from_body) if from_body.is_conversation else None,
+        images=[place for image in prompt.images for place in range(image.start, image.stop)],
+    )
+
+
+async def with_turns(
+    parsed: ParsedRequest,
+    prompts: list[StoredPrompt],
+    probes: Sequence[StoredProbe],
+    codec: Codec,
+) -> list[StoredPrompt]:
+    """Return the prompts, those of conversations with their turns, if a policy reads by them."""
+    schedules = (probe.policy.condition.schedule for probe in probes if probe.policy is not None)
+    if not any(sight_of(schedule.tokens, None) for schedule in schedules):
+        return prompts
+    chats = [number for number, each in enumerate(parsed.prompts) if each.is_conversation]
+    searched = [_searched(prompts[number], parsed.prompts[number]) for number in chats]
+    turns = dict(zip(chats, await codec.turn_maps(searched), strict=True))
+    return [
+        msgspec.structs.replace(prompt, turns=turns.get(number))
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 def _finder(found: Mapping[Span, FoundSpan]) -> SpanFinder:
@@ -445,7 +467,9 @@ async def admit(
     )
     check_choices(parsed)
     parsed = with_tools(parsed, model)
-    parsed, prompts = with_choices(parsed, await tokenise(parsed.prompts, model, codec))
+    prompts = await tokenise(parsed.prompts, model, codec)
+    prompts = await with_turns(parsed, prompts, probes, codec)
+    parsed, prompts = with_choices(parsed, prompts)
     max_tokens = check_lengths(parsed, prompts, model)
     check_tokens(probes, [len(prompt.token_ids) + max_tokens for prompt in prompts])
     captures, steering, blobs = await resolve(

@@ -6,6 +6,7 @@ model (from the operator, never from a client) and run in jinja2's sandbox with 
 transformers gives them.
 """
 
+import asyncio
 from array import array
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from itertools import accumulate, chain, count, groupby, zip_longest
@@ -17,6 +18,7 @@ from tokenizers import Encoding, Tokenizer
 
 from ....broker.prompts.chat_templates import ChatTemplate
 from ....broker.prompts.text_spans import TextMap, untrimmed
+from ....broker.prompts.turn_maps import turn_map
 from ....broker.prompts.turns import Turns
 from ....schemas.base.errors import MidstreamError, Translated, invalid
 from ....schemas.base.limits import MAX_FOUND_POSITIONS
@@ -24,6 +26,7 @@ from ....schemas.base.records import Wire
 from ....schemas.jobs.models import ModelInfo, TokenizerBundle
 from ....schemas.prompts.chat import PLAIN, PlainMessage, Rendering, characters_of
 from ....schemas.prompts.selectors import SelectorError, Span, SpanFinder, no_text
+from ....schemas.prompts.sight import NO_TURNS, TurnMap
 
 #: Above this many characters, or messages, tokenisation leaves the event loop; below, the hop costs
 #: more than the work.
@@ -96,6 +99,7 @@ class SearchedPrompt(Wire):
     ids: bytes  # int32
     text: str | None  # that has these tokens; None: what they decode to
     chat: ChatInput | None = None  # the conversation that was rendered as the text
+    images: list[int] = []  # positions of its images
 
 
 class FoundSpan(Wire):
@@ -115,7 +119,7 @@ class FoundSpan(Wire):
 
 
 class CodecQuestion(Wire):
-    """Asks a codec to encode texts or conversations, or to find spans in prompts."""
+    """Asks a codec to encode texts or conversations, or to find spans or turns in prompts."""
 
     items: list[str | ChatInput] = []
     special_tokens: bool = False  # of texts: templates write them
@@ -123,6 +127,7 @@ class CodecQuestion(Wire):
     offsets: bool = False  # whether the answer includes offsets
     searched: list[SearchedPrompt] = []
     spans: list[Span] = []
+    mapped: list[SearchedPrompt] = []  # conversations whose turns are to be found
 
 
 class CodecAnswer(Wire):
@@ -130,6 +135,7 @@ class CodecAnswer(Wire):
     texts: list[str] = []  # of each conversation, as rendered
     offsets: list[bytes] = []  # int32 pairs, of each text
     found: list[list[FoundSpan]] = []  # of each prompt that was searched, by span
+    turns: list[TurnMap] = []  # of each conversation
 
 
 class Codec(ChatTemplate):
@@ -241,6 +247,8 @@ class Codec(ChatTemplate):
         """
         if question.searched:
             return CodecAnswer(found=self._locate(question.searched, question.spans))
+        if question.mapped:
+            return CodecAnswer(turns=[self._turns(prompt) for prompt in question.mapped])
         rendered = [
             self.render(item.messages, item.rendering)
             for item in question.items
@@ -379,17 +387,35 @@ class Codec(ChatTemplate):
 
     def _finder(self, prompt: SearchedPrompt) -> SpanFinder:
         """Return what finds spans in a prompt."""
-        ids = array("i", prompt.ids)
         chat = prompt.chat
-        if prompt.text is None:
-            where = self.map_ids(ids)
-        else:
-            where = self.map_text(prompt.text, ids, special_tokens=chat is None)
+        where = self._map(prompt)
         if where is None:
             return no_text
         if chat is None:
             return where.find
         return Turns(self, chat.roles, chat.messages, chat.rendering, where).find
+
+    def _map(self, prompt: SearchedPrompt) -> TextMap | None:
+        ids = array("i", prompt.ids)
+        if prompt.text is None:
+            return self.map_ids(ids)
+        return self.map_text(prompt.text, ids, special_tokens=prompt.chat is None)
+
+    async def turn_maps(self, chats: Sequence[SearchedPrompt]) -> list[TurnMap]:
+        """Return what the sender of each conversation wrote in its prompt."""
+        maps: list[TurnMap] = []
+        for chat in chats:
+            apart = len(chat.text or "") > INLINE_CHARACTERS
+            maps += (await self._ask(CodecQuestion(mapped=[chat]), apart)).turns
+            await asyncio.sleep(0)
+        return maps
+
+    def _turns(self, prompt: SearchedPrompt) -> TurnMap:
+        chat = prompt.chat
+        if chat is None:
+            return TurnMap(unknown=NO_TURNS)
+        where = self._map(prompt)
+        return turn_map(self, chat.roles, chat.messages, chat.rendering, where, prompt.images)
 
 
 def _sizes(items: Sequence[str | ChatInput]) -> list[int]:

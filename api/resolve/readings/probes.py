@@ -317,7 +317,7 @@ def changed(policy: Policy, change: PolicyChange) -> PolicyVersion:
         raise invalid("version", f"{number} is not kept", allowed=", ".join(map(str, kept)))
     given = {
         name: value
-        for name in ("mode", "all_traffic", "edits", "keep_texts")
+        for name in ("mode", "all_traffic", "edits", "keep_texts", "told")
         if (value := getattr(change, name)) is not None
     }
     former = kept[number]

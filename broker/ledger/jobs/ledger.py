@@ -557,8 +557,10 @@ class Ledger(Fleet):
         cursor: str | None = None,
         tenant: str | None = None,
         policy: str | None = None,
+        flagged: bool | None = None,
     ) -> JobPage:
-        """Return jobs (of `tenant`; that triggered `policy`), newest first.
+        """Return jobs (of `tenant`; that triggered `policy`; that are `flagged` or not), newest
+        first.
 
         `cursor` is a previous page's `next`. A rare filter may give a short page with a `next`.
 
@@ -584,6 +586,7 @@ class Ledger(Fleet):
                 state in (None, view.state)
                 and model in (None, view.model)
                 and policy in (None, *view.triggered)
+                and flagged in (None, view.flagged)
             )
 
         found, following = await pages.page(

@@ -18,6 +18,8 @@ from ..jobs.ledger import Ledger, of_each, reachable
 from .registry import look_up
 
 DAY_S = 24 * 3600
+#: A day with fewer prompts warns of nothing.
+ENOUGH_PROMPTS = 20
 #: Day 0 of `ms:policy-days`.
 EPOCH = date(1970, 1, 1)
 
@@ -66,12 +68,15 @@ async def watched_model(ledger: Ledger, name: str) -> tuple[ModelInfo | None, li
 
 @reachable
 async def with_days(ledger: Ledger, policies: Sequence[Policy]) -> list[Policy]:
-    """Return the policies with the counts of their last days, oldest first."""
+    """Return the policies with the counts of their last days, oldest first, and a warning where
+    the last one was triggered too often.
+    """
     keys = [f"ms:policy-days:{policy.model}:{policy.name}" for policy in policies]
     found = await of_each(ledger.redis, keys, lambda pipe, key: pipe.hvals(key))
+    most = ledger.settings.policy_warn_share
     return [
-        msgspec.structs.replace(policy, days=_days(packed))
-        for policy, packed in zip(policies, found, strict=True)
+        msgspec.structs.replace(policy, days=days, warnings=_warnings(days, most))
+        for policy, days in zip(policies, map(_days, found), strict=True)
     ]
 
 
@@ -82,6 +87,20 @@ def _days(packed: Sequence[bytes]) -> list[PolicyDay]:
         PolicyDay(day=str(EPOCH + timedelta(days=day)), prompts=read, triggered=on, acted=acted)
         for day, read, on, acted in counted
         if day > last
+    ]
+
+
+def _warnings(days: Sequence[PolicyDay], most: float) -> list[str]:
+    """Return a warning if more than a share of the last day's prompts triggered a policy."""
+    if not days or days[-1].prompts < ENOUGH_PROMPTS:
+        return []
+    last = days[-1]
+    if last.triggered <= most * last.prompts:
+        return []
+    return [
+        f"{last.triggered:,} of {last.prompts:,} prompts triggered it on {last.day}, more than "
+        f"{most:.0%} (setting policy_warn_share): is its threshold too low, or does it read more "
+        "than the content?"
     ]
 
 
@@ -143,6 +162,7 @@ def scores_of(policy: Policy, *, steers: bool = True) -> StoredProbe:
         actions=actions,
         mode=policy.mode,
         acts=policy.mode == "active" and (steers or bool(actions)),
+        told=content.told,
         column=version.probe.content.labels.index(content.condition.label)
         if content.condition.label is not None
         else 0,

@@ -34,6 +34,7 @@ from midstream.schemas.settings.settings import Settings
 from midstream.workers.engine.protocol import EngineRequest, NewOutput
 from midstream.workers.engine.ranks.control import RankControl, row_demand
 from midstream.workers.engine.ranks.rank_spec import rank_spec
+from midstream.workers.runner.probes.deciders import seen_by
 from midstream.workers.runner.probes.probe_news import Scored
 
 from .model import Dice, make_bundle, make_info, make_tokenizer, weights_of
@@ -208,9 +209,10 @@ def _crossing(ask: EngineRequest) -> tuple[float, str]:
     ]
     for probe in ask.probes:
         if "stop" in probe.actions and probe.policy is not None:
-            condition = probe.policy.condition
-            first = 0 if condition.schedule.tokens == "all" else len(ask.token_ids)
-            at = max(first, condition.at_least - probe.policy.column)
+            prompt = len(ask.token_ids)
+            read = [*seen_by(probe.policy, prompt).tolist(), prompt]
+            least = probe.policy.condition.at_least - probe.policy.column
+            at = next((position for position in read if position >= least), least)
             crossings.append((0.0 if probe.policy.inherited else at, probe.name))
     return min(crossings, default=(math.inf, ""))
 

@@ -20,6 +20,7 @@ from vllm.multimodal import MULTIMODAL_REGISTRY
 from vllm.multimodal.image import convert_image_mode, normalize_image
 from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
+from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.errors import MidstreamError, Translated
 from ....schemas.prompts.images import ImageRef, ImageSpan, check_size, of_image
 from ....schemas.prompts.selectors import PositionSelector, PositionWindow
@@ -98,7 +99,21 @@ def expanded(ask: EngineRequest, rendered: Any) -> EngineRequest:
             for capture in ask.captures
         ],
         spans=[span for _, span in expansion.images],
+        probes=[_with_expanded_sight(probe, expansion) for probe in ask.probes],
     )
+
+
+def _with_expanded_sight(probe: StoredProbe, expansion: Expansion) -> StoredProbe:
+    """Return a probe whose policy reads the same of the expanded prompt."""
+    if probe.policy is None or probe.policy.sight is None:
+        return probe
+    runs = [
+        (expansion.place(start, "messages").start, expansion.place(stop - 1, "messages").stop)
+        for start, stop in probe.policy.sight.runs
+    ]
+    sight = msgspec.structs.replace(probe.policy.sight, runs=runs)
+    policy = msgspec.structs.replace(probe.policy, sight=sight)
+    return msgspec.structs.replace(probe, policy=policy)
 
 
 def fitted(ask: EngineRequest, max_model_len: int) -> EngineRequest:

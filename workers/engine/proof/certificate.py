@@ -8,6 +8,7 @@ scheduler and cache. All rows together grow with the model's depth, so the ranks
 """
 
 import asyncio
+import math
 import re
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -162,6 +163,8 @@ async def certify(
         absent={**{str(hook): why for hook, why in absent.items()}, **refused},
         laws=[*(_figure(law) for law in laws), *compared_laws],
         not_compared=skipped | uncompared | lacking,
+        row_norms=run.norms_of(run.sizes),
+        first_norms=run.norms_of(run.first_sizes),
         caveats=caveats,
         readings=run.readings,
         extensions=info.extensions,
@@ -234,6 +237,9 @@ class _Run:
         self._positions: list[int] = []  # captured positions of the base request
         self._number = MIXED
         self.readings: dict[str, str] = {}  # kind of reading → why it is not served
+        # hook → layer → root mean square of the base request's rows, and of its first one
+        self.sizes: dict[str, dict[int, float]] = {}
+        self.first_sizes: dict[str, dict[int, float]] = {}
 
     def _tokens(self, seed: int, length: int) -> list[int]:
         # Special tokens, such as those that stand for images, are at either end of a vocabulary.
@@ -255,6 +261,7 @@ class _Run:
         everything = StoredCapture(
             sites={hook: self._layers for hook in self._hooks}, positions=positions, tag="base"
         )
+        first = msgspec.structs.replace(everything, positions=[0], tag="first")
         await self._ask("watch", request=BASE)
         inside = {hook: self._layers for hook in INSIDE if hook in self._info.inside}
         inside_captures = [
@@ -267,16 +274,13 @@ class _Run:
             for sites in banks_of(inside).values()
         ]
         base = await self._generate(
-            BASE, self._prompt, [everything, *inside_captures], max_tokens=GENERATED
+            BASE, self._prompt, [everything, first, *inside_captures], max_tokens=GENERATED
         )
         await self._ended([BASE])
         await self._ask("unwatch")
         self._generated = base.token_ids
-        answers = await self._ask("sizes", request=BASE, positions=positions)
-        sizes: dict[str, dict[int, float]] = {hook: {} for hook in self._hooks}
-        for rank in answers:
-            for hook, of_layers in rank.items():
-                sizes[hook] |= {int(layer): size for layer, size in of_layers.items()}
+        self.sizes = await self._sizes(positions)
+        self.first_sizes = await self._sizes([0])
         plan = CertificatePlan(
             base=BASE,
             tokens=[*self._prompt, *self._generated],
@@ -285,7 +289,7 @@ class _Run:
             copies=[],
             edits=[],
         )
-        await self._run_batch(plan, everything, sizes)
+        await self._run_batch(plan, everything, self.sizes)
         judged = await self._ask("judge", **msgspec.to_builtins(plan, builtin_types=(bytes,)))
         judgements = [msgspec.convert(judgement, Judgement) for judgement in judged]
         self.readings = {
@@ -300,6 +304,22 @@ class _Run:
             self._stages(judgements)
         )
         return findings, skipped
+
+    async def _sizes(self, positions: list[int]) -> dict[str, dict[int, float]]:
+        """Return hook → layer → root mean square of the base request's rows at the positions."""
+        sizes: dict[str, dict[int, float]] = {hook: {} for hook in self._hooks}
+        for rank in await self._ask("sizes", request=BASE, positions=positions):
+            for hook, of_layers in rank.items():
+                sizes[hook] |= {int(layer): size for layer, size in of_layers.items()}
+        return sizes
+
+    def norms_of(self, sizes: dict[str, dict[int, float]]) -> dict[str, list[float]]:
+        """Return hook → of each layer, the norm of a row of this root mean square."""
+        width = math.sqrt(self._info.hidden_size)
+        return {
+            hook: [float(f"{of_layers[layer] * width:.3g}") for layer in self._layers]
+            for hook, of_layers in sizes.items()
+        }
 
     async def compare(self, comparing: Comparison) -> tuple[list[Difference], dict[str, str]]:
         """Compare rows of the first layers, and logits, with transformers'; return the differences,

@@ -12,16 +12,17 @@ computes for all new tokens of a policy together.
 
 import sys
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain, starmap
 from math import frexp, fsum, inf, isnan, nan
 from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from ....schemas.artifacts.conditions import Condition, Decision, Schedule
+from ....schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
 from ....schemas.artifacts.probes import StoredProbe
 from ....schemas.base.limits import MAX_DECISIONS
+from ....schemas.prompts.sight import reads_answer
 
 #: Bound of the error of an aggregate of `quiet`, relative to the largest score: a sum of n numbers
 #: in float64 is off by at most n² · 2⁻⁵³ times the largest, and n is at most 256.
@@ -32,6 +33,8 @@ _BITS = 44
 _FEW = 8
 #: Of a probe without a policy.
 _NEVER = Condition(at_least=0.0, schedule=Schedule(stop=0))
+#: Of a prompt of which nothing is read.
+_NOTHING = np.zeros(0, np.int64)
 
 
 class Deciders:
@@ -47,28 +50,31 @@ class Deciders:
             for each, probe in zip(columns, probes, strict=True)
         ]
         table = np.array([_numbers(condition) for condition in self.conditions])
-        self.generated, self.start, self.stop, self.every, self.windows = table.T[:5]
-        self.at_least, self.below, self.decay, self.largest = table.T[5:]
+        self.start, self.stop, self.every, self.windows = table.T[:4]
+        #: Whether each reads generated tokens.
+        self.answers = np.array([reads_answer(each.schedule.tokens) for each in self.conditions])
+        self.at_least, self.below, self.decay, self.largest = table.T[4:]
         # the scores of all windows, one after the other: of which probe, how old, in which column
         counts = self.windows.astype(int)
         self.begins = np.cumsum(counts) - counts
         self.owners = np.repeat(np.arange(len(counts)), counts)
         ages = np.arange(len(self.owners)) - self.begins[self.owners]
         self.ages = ages * self.every.astype(int)[self.owners]
-        self.places = np.array(self.columns)[self.owners]
+        self.columns_read = np.array(self.columns)[self.owners]
 
     def decide(
         self,
         of: np.void,
-        scores: np.ndarray,
+        rows: np.ndarray,
         states: np.ndarray,
         decisions: Sequence[list[Decision]],
     ) -> None:
         """Decide positions of a request: set the states of the policies, and add to the first
         `MAX_DECISIONS` `decisions` of each.
 
-        `of`: the request's entry in `ScoreTable.of`; `scores`: of its positions from 0 on.
-        `states`: `[1 + positions, probes]`, from the last one that is decided on.
+        `of`: the request's entry in `ScoreTable.of`; `rows`: of its positions from 0 on, see
+        `ScoreTable.rows`. `states`: `[1 + positions, probes]`, from the last one that is decided
+        on.
         """
         first = int(of["filled"])
         turns = np.zeros(states.shape, bool)
@@ -76,18 +82,19 @@ class Deciders:
         until = first + len(states) - 1
         for number in np.flatnonzero(self.policies).tolist():
             condition = self.conditions[number]
-            shift = int(of["tokens"]) if condition.schedule.tokens == "generated" else 0
-            scheduled = range(
-                condition.schedule.start + shift,
-                sys.maxsize if condition.schedule.stop is None else condition.schedule.stop + shift,
-                condition.schedule.every,
-            )
+            places = rows["places"][: int(of["seen"][number]), number]
+            tokens = int(of["tokens"])
             begin, end = (
-                len(range(scheduled.start, position, scheduled.step)) for position in (first, until)
+                self._scheduled_before(position, number, places, tokens)
+                for position in (first, until)
             )
-            read = scheduled[max(0, begin + 1 - (condition.window or 1)) : end]
-            values = scores[read.start : read.stop : read.step, self.columns[number]]
-            new = scheduled[begin:end]
+            schedule = self._numbers_of(number)
+            window = schedule[max(0, begin + 1 - (condition.window or 1)) : end]
+            numbers = np.arange(window.start, window.stop, window.step)
+            inside = places[numbers[numbers < len(places)]]
+            read = np.append(inside, numbers[len(inside) :] - len(places) + tokens)
+            new = read[len(read) - len(schedule[begin:end]) :].tolist()
+            values = rows["scores"][read, self.columns[number]]
             on = bool(turns[0, number])
             ready = int(of["ready"][number])
             below = float(self.below[number])
@@ -106,6 +113,24 @@ class Deciders:
                 on = not on
             of["ready"][number] = ready
         states[:, self.policies] = np.logical_xor.accumulate(turns)[:, self.policies]
+
+    def _numbers_of(self, number: int) -> range:
+        """Return the numbers of the tokens on a policy's schedule, among those that it reads: those
+        of the prompt, then the generated ones.
+        """
+        schedule = self.conditions[number].schedule
+        stop = sys.maxsize if schedule.stop is None else schedule.stop
+        return range(schedule.start, stop, schedule.every)
+
+    def _scheduled_before(self, position: int, number: int, places: np.ndarray, tokens: int) -> int:
+        """Return how many tokens on a policy's schedule are before a position. `places`: those of
+        the prompt, of so many `tokens`, that it reads.
+        """
+        read = int(np.searchsorted(places, position))
+        if self.answers[number]:
+            read += max(0, position - tokens)
+        schedule = self._numbers_of(number)
+        return len(range(schedule.start, min(read, schedule.stop), schedule.step))
 
     def _aggregates(self, number: int, of: np.void, values: np.ndarray, count: int) -> list[float]:
         """Return the aggregates of the last `count` of these scores. The last score is the mean of
@@ -126,19 +151,30 @@ class Deciders:
         return averages[len(before) :]
 
     def quiet(
-        self, of: np.ndarray, scores: np.ndarray, on: np.ndarray, positions: np.ndarray
+        self, of: np.ndarray, rows: np.ndarray, on: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return at which tokens, each the only one of its request that is not decided yet, no
-        policy turns, and the averages up to them.
+        policy turns, and the averages up to them. Tokens of prompts are not quiet, if a policy
+        reads any.
 
-        `of`: the requests' entries in `ScoreTable.of`; `scores`: of all rows of the table; `on`:
-        the states before the tokens.
+        `of`: the requests' entries in `ScoreTable.of`; `rows`: of the table; `on`: the states
+        before the tokens.
         """
         place = positions[:, None]
         first = of["first"][:, None]
-        since = place - of["tokens"][:, None] * self.generated - self.start
+        seen = of["seen"]
+        generated = place >= of["tokens"][:, None]
+        number = place - of["tokens"][:, None] + seen  # among the tokens that each reads
+        since = number - self.start
         scheduled = (since >= 0) & (since < self.stop - self.start) & (since % self.every == 0)
-        values = scores[first + np.maximum(place - self.ages, 0), self.places].astype(np.float64)
+        scheduled &= generated & self.answers
+        read = place - self.ages
+        numbers = number[:, self.owners] - self.ages
+        in_prompt = (numbers >= 0) & (numbers < seen[:, self.owners])
+        if in_prompt.any():  # windows that begin there
+            among = rows["places"][first + np.maximum(numbers, 0), self.owners]
+            read = np.where(in_prompt, among, read)
+        values = rows["scores"][first + np.maximum(read, 0), self.columns_read].astype(np.float64)
         latest = values[:, self.begins]
         if (since < self.ages.max()).any():  # some windows are not full
             filling = np.where(self.largest, latest, 0.0)[:, self.owners]
@@ -157,7 +193,20 @@ class Deciders:
         error = _ERROR * np.abs(values).max(axis=1, keepdims=True)
         above = aggregates > self.below + error
         below = aggregates < self.at_least - error
-        return (~scheduled | np.where(on, above, below)).all(axis=1), averages
+        known = (generated | (seen == 0)) & (~scheduled | np.where(on, above, below))
+        return known.all(axis=1), averages
+
+
+def seen_by(policy: StoredPolicy | None, prompt_tokens: int) -> np.ndarray:
+    """Return the ascending positions of a prompt that a policy reads: all, if nothing tells which
+    the sender wrote.
+    """
+    if policy is None or policy.condition.schedule.tokens == "generated":
+        return _NOTHING
+    if policy.sight is None or policy.sight.whole:
+        return np.arange(prompt_tokens)
+    runs = starmap(range, policy.sight.runs)
+    return np.fromiter(chain.from_iterable(runs), np.int64)
 
 
 def _numbers(condition: Condition) -> tuple[float, ...]:
@@ -167,7 +216,6 @@ def _numbers(condition: Condition) -> tuple[float, ...]:
     if below is None:
         below = condition.at_least
     return (
-        schedule.tokens == "generated",
         schedule.start,
         inf if schedule.stop is None else schedule.stop,
         schedule.every,

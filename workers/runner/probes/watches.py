@@ -17,6 +17,7 @@ import numpy as np
 from ....schemas.artifacts.conditions import Decision
 from ....schemas.artifacts.probes import ProbeScore, StoredProbe
 from ..base.position_table import PositionTable
+from .deciders import seen_by
 from .kinds import ProbeGroup, thresholds_of
 from .probe_news import News, Scored
 
@@ -32,25 +33,36 @@ class ScoreTable(PositionTable):
         self.kind = kind
         columns = (kind.width,)
         probes = (len(kind.columns),)
-        # NaN: not computed. `on`: whether each probe is on at this position.
+        # NaN: not computed. `on`: whether each probe is on at this position. `places`: of the n-th
+        # row, the n-th position of the prompt that each policy reads.
         row = np.dtype(
             [
                 *(("aggregates", np.float64, columns), ("scores", np.float32, columns)),
-                ("on", bool, probes),
+                *(("on", bool, probes), ("places", np.int32, probes)),
             ],
             align=True,
         )
         # Positions below `filled` have their aggregates and states; the tokens of the prompt. Of
-        # each column: its threshold. Of each probe's policy: the exponential average, and the first
-        # position at which it may turn on.
+        # each column: its threshold. Of each probe's policy: the exponential average, the first
+        # position at which it may turn on, and how many positions of the prompt it reads.
         fields = [
             ("filled", np.int64),
             ("tokens", np.int64),
             ("thresholds", np.float64, columns),
             ("averages", np.float64, probes),
             ("ready", np.int64, probes),
+            ("seen", np.int64, probes),
         ]
-        super().__init__(row, (np.nan, np.nan, False), fields)
+        super().__init__(row, (np.nan, np.nan, False, 0), fields)
+
+    def look(self, slot: int, places: Sequence[np.ndarray]) -> None:
+        """Set the positions of the prompt that each probe's policy reads."""
+        with self.lock:
+            self.reserve(slot, max(map(len, places)))
+            rows = self.rows_of(slot)
+            for number, of_policy in enumerate(places):
+                rows["places"][: len(of_policy), number] = of_policy
+                self.of["seen"][slot, number] = len(of_policy)
 
     def put(
         self,
@@ -93,9 +105,7 @@ class ScoreTable(PositionTable):
                 known = np.isfinite(after).all(axis=1)
                 if (deciders := self.kind.deciders) is not None:
                     states = self.rows["on"][rows - 1]
-                    quiet, averages = deciders.quiet(
-                        of[slots], self.rows["scores"], states, positions
-                    )
+                    quiet, averages = deciders.quiet(of[slots], self.rows, states, positions)
                     known &= quiet  # the others are decided one after the other
                     of["averages"][slots[known]] = averages[known]
                     on = np.where(deciders.policies, states, on)
@@ -172,7 +182,9 @@ class Watch:
         self.prompt_tokens = prompt_tokens
         self.table = table
         self.kind = table.kind
-        self.slot = table.take(0, prompt_tokens, thresholds_of(probes), np.nan, 0)
+        self.slot = table.take(0, prompt_tokens, thresholds_of(probes), np.nan, 0, 0)
+        if self.kind.deciders is not None:
+            table.look(self.slot, [seen_by(probe.policy, prompt_tokens) for probe in probes])
         weakref.finalize(self, table.returned.append, self.slot).atexit = False
         #: Whether each probe is on before the first token.
         self._begins = np.array([bool(item.policy and item.policy.inherited) for item in probes])
@@ -218,7 +230,7 @@ class Watch:
                 if kind.deciders is not None:
                     on = rows[first - 1]["on"] if first else self._begins
                     states = np.vstack([on, new["on"]])
-                    kind.deciders.decide(of, rows["scores"], states, self._decisions)
+                    kind.deciders.decide(of, rows, states, self._decisions)
                     new["on"] = states[1:]
                 of["filled"] = first + len(new)
             return int(of["filled"])

@@ -157,8 +157,11 @@ local function receive(id, request, rank, pp, attempt, status, packed, bytes, ro
     applied = applied + 1
     partial = partial + (status == 'partial' and 1 or 0)
     errors = errors + (status == 'error' and 1 or 0)
-    if flagged and job.state == 'running' then
-      announce(job, 'flagged')
+    if flagged then
+      redis.call('HSET', key('job', id), 'flagged', 1)
+      if job.state == 'running' then
+        announce(job, 'flagged')
+      end
     end
     if #decided > 0 then
       act(job, request, decided)

@@ -165,7 +165,7 @@ def test_decisions_are_shown_without_scores_of_the_policys_probe(site: Site, vis
     decided = visit.log_in(site.operator).get_by_role("region", name="Decisions of early")
     for view in ("jobs", "probes"):
         visit.open(f"{view}/{job}")
-        expect(decided.locator("tbody tr").first).to_contain_text(re.compile(r"^5 .+trigger"))
+        expect(decided.locator("tbody tr").first).to_contain_text(re.compile(r"^0 .+trigger"))
 
 
 def test_attention_says_what_a_model_without_its_hooks_needs(site: Site, visit: Visit) -> None:

@@ -20,6 +20,8 @@ from midstream.api.resolve.positions.captures import Bounds, PromptFacts, resolv
 from midstream.api.resolve.prompts.images import check_number, placed
 from midstream.api.resolve.prompts.request_parsing import parse_chat, plain_messages
 from midstream.client.images import image_part, with_images
+from midstream.schemas.artifacts.conditions import Condition, StoredPolicy
+from midstream.schemas.artifacts.probes import ProbeContent, StoredProbe
 from midstream.schemas.base.limits import MAX_IMAGE_PIXELS
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import Sampling
@@ -32,6 +34,7 @@ from midstream.schemas.prompts.selectors import (
     Span,
     resolve_positions,
 )
+from midstream.schemas.prompts.sight import Sight
 from midstream.schemas.requests.specs import CaptureSpec, StoredCapture
 from midstream.schemas.service.global_capture import parse, parse_positions
 from midstream.workers.engine.prompts.images import align, expanded, fitted, prompt_with_images
@@ -231,6 +234,24 @@ def test_places_as_written_become_positions_as_the_model_sees_them(written: Any,
         ("b", 7, 9),
     ]
     assert found.token_ids == MADE["prompt_token_ids"]
+
+
+def test_a_policy_that_reads_a_place_of_an_image_reads_all_of_its_tokens() -> None:
+    policy = StoredPolicy(
+        name="g",
+        version=1,
+        digest="d",
+        condition=Condition(at_least=0.0),
+        actions=[],
+        mode="shadow",
+        acts=False,
+        sight=Sight(runs=[(1, 3), (5, 6)]),
+    )
+    content = ProbeContent(hook="post_block", layer=0, tensors=[], labels=["x"], thresholds=[None])
+    probe = StoredProbe(name="policy:g", digest="d", content=content, policy=policy)
+    (found,) = expanded(ask([0], probes=[probe]), MADE).probes
+    assert found.policy is not None
+    assert found.policy.sight == Sight(runs=[(1, 5), (7, 9)])
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "L"])

@@ -26,7 +26,7 @@ from midstream.api.resolve.edits.steering import _check_global_positions
 from midstream.api.resolve.positions.captures import Bounds, resolve_captures
 from midstream.api.resolve.prompts.request_parsing import ParsedRequest, parse_chat, parse_job
 from midstream.api.resolve.prompts.tokenizer import Codec
-from midstream.broker.prompts.turns import _same
+from midstream.broker.prompts.turns import shared_length
 from midstream.schemas.base.records import from_json, to_json
 from midstream.schemas.jobs.jobs import JobRequest
 from midstream.schemas.jobs.models import TokenizerBundle
@@ -741,7 +741,7 @@ class Sliced(str):
 @given(st.text("ab", max_size=40), st.text("ab", max_size=40))
 def test_texts_are_compared_by_slices_that_add_up_to_their_length(first: str, second: str) -> None:
     Sliced.characters = 0
-    same = _same(Sliced(first), Sliced(second))
+    same = shared_length(Sliced(first), Sliced(second))
     alike = [one == other for one, other in zip(first, second, strict=False)]
     assert same == [*alike, False].index(False)
     assert Sliced.characters <= 2 * (len(alike) + 7)

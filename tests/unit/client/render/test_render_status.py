@@ -8,9 +8,10 @@ import msgspec
 from rich.console import Console, RenderableType
 from status_kit import AT, status, worker
 
-from midstream.client.render import readings, records, status as show_status
+from midstream.client.render import jobs, readings, records, status as show_status
 from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeResult
+from midstream.schemas.prompts.sight import TurnLook
 from midstream.schemas.requests.policies import (
     Policy,
     PolicyDay,
@@ -59,6 +60,34 @@ def test_a_policy_shows_its_condition_and_its_hits() -> None:
     shown = " ".join(drawn(records.one(policy)).split())
     lines = ("schedule all tokens, every 2", "cool_down 8", "hits 64 of 249 prompts in 30 days")
     assert [line in shown for line in (*lines, "latch")] == [True] * 3 + [False]
+
+
+def test_a_policy_shows_where_it_looks_and_what_to_mind() -> None:
+    looks = [TurnLook(role="user", turn=-1), TurnLook(role="tool", part="content")]
+    condition = Condition(at_least=2.5, schedule=Schedule(tokens=looks))
+    content = PolicyRequest(probe="p", condition=condition, actions=[], told=True)
+    version: Any = SimpleNamespace(version=1, content=content)
+    policy = Policy(
+        name="n", model="m", digest="d", created=AT, versions=[version], warnings=["too [long]"]
+    )
+    shown = " ".join(drawn(records.one(policy)).split())
+    for line in ("schedule user turn -1 or tool content tokens", "told in answers", "too [long]"):
+        assert line in shown
+
+
+def test_a_job_says_which_prompts_its_edits_left_alone() -> None:
+    ranks = [
+        SimpleNamespace(request=request, applied=applied)
+        for request, applied in ((0, 0), (0, 0), (1, 4), (2, 0), (3, 0))
+    ]
+    found: Any = SimpleNamespace(stages=[SimpleNamespace(ranks=ranks)])
+    edited: Any = SimpleNamespace(steered=True)
+    assert jobs.unedited(edited, found).startswith("no row was edited of prompt 0, 2-3:")
+    found.stages[0].ranks = ranks[2:3]
+    assert jobs.unedited(edited, found) == ""
+    assert jobs.unedited(edited, None) == ""
+    edited.steered = False
+    assert jobs.unedited(edited, found) == ""
 
 
 def test_decisions_are_shown_where_there_are_any_with_what_was_done() -> None:

@@ -6,18 +6,34 @@ import { Chips, Legend, short, visible } from "../lib/chips.js";
 import { moving, quoted } from "../lib/readings.js";
 import { Plot } from "./plot.js";
 
+/** Whether a policy reads a token. `sight`: of the prompt; without one, it reads all of it. */
+function readerOf(tokens, prompt, sight) {
+  const whole = !sight || Boolean(sight.whole);
+  const runs = whole ? [[0, prompt]] : sight.runs || [];
+  const ofAnswer = ({ role = "assistant", turn = null, part }) =>
+    role === "assistant" && turn === null && part !== "tools";
+  const answered = typeof tokens === "string" || tokens.some(ofAnswer);
+  return (n) => {
+    if (n >= prompt) return answered;
+    return tokens !== "generated" && runs.some(([from, to]) => from <= n && n < to);
+  };
+}
+
 /**
- * The aggregate that decides at each token, null at those that the condition's schedule leaves out
+ * The aggregate that decides at each token, null at those that the policy does not read
  * (docs/probes.md, The condition).
  */
-export function aggregates(scores, { aggregation, window, decay, schedule }, prompt) {
-  const { tokens = "generated", start = 0, stop = null, every = 1 } = schedule || {};
-  const first = start + (tokens === "generated" ? prompt : 0);
-  const last = stop === null ? scores.length : first - start + stop;
+export function aggregates(scores, { aggregation, window, decay, schedule }, prompt, sight) {
+  const { start = 0, stop = null, every = 1 } = schedule || {};
+  const reads = readerOf((schedule || {}).tokens || "content", prompt, sight);
   const seen = [];
+  let number = -1;
   let average = null;
   return scores.map((score, n) => {
-    if (n < first || n >= last || (n - first) % every) return null;
+    if (!reads(n)) return null;
+    number += 1;
+    const late = stop !== null && number >= stop;
+    if (number < start || late || (number - start) % every) return null;
     seen.push(score);
     average = average === null ? score : decay * average + (1 - decay) * score;
     const recent = seen.slice(-(window || 1));

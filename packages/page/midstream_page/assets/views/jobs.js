@@ -36,6 +36,12 @@ const searched = (job) =>
     job.output || "",
     tagOf(job),
     owner(job),
+    ...Object.entries(job.triggered || {}).flatMap(([policy, acted]) => [
+      policy,
+      "triggered",
+      acted ? "acted" : "only recorded",
+    ]),
+    job.flagged ? "flagged" : "",
     job.model,
     ...Object.values(job.metadata || {}),
   ].join(" ");
@@ -193,7 +199,7 @@ export default function View({ params, session, jobs }) {
       <label>
         Find <input
           type="search"
-          placeholder="prompt, output, tag, id"
+          placeholder="prompt, output, tag, policy, id"
           maxlength="200"
           value=${filter.text}
           onInput=${change("text")}

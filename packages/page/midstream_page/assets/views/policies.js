@@ -30,6 +30,16 @@ const actionOf = (item) =>
     : `${item.action}${item.module ? ` ${item.module}${item.scale === 1 ? "" : ` × ${short(item.scale)}`}` : ""}`;
 const actionsOf = ({ actions }) => actions.map(actionOf).join(", ") || "none";
 
+/** Which tokens a policy reads. */
+function readOf(tokens) {
+  if (typeof tokens === "string")
+    return { all: "of all tokens", generated: "of generated tokens" }[tokens] || "";
+  const looks = tokens.map(({ role = "", turn = null, part = "" }) =>
+    [role, turn === null ? "" : `turn ${turn}`, part].filter(Boolean).join(" "),
+  );
+  return `of ${looks.join(" or ")}`;
+}
+
 function conditionOf({
   probe,
   condition: {
@@ -51,7 +61,7 @@ function conditionOf({
     off !== null && off !== on && `off below ${short(off)}`,
     cool > 0 && `then off for ${count(cool, "token")}`,
     latch !== "none" && `stays on for the ${latch}`,
-    schedule.tokens === "all" && "prompt included",
+    readOf(schedule.tokens),
     schedule.start > 0 && `from token ${schedule.start} on`,
   ];
   return `${of} of ${probe}${label ? ` (${label})` : ""} ≥ ${short(on)}${more
@@ -315,8 +325,9 @@ function One({ name, job, model, session, query, jobs }) {
       Turns on at: ${conditionOf(content)}.
       <br />
       Does: ${actionsOf(content)}
-      ${content.edits === "allow" ? "; edits before it are allowed" : ""}.
+      ${content.edits === "allow" ? "; edits before it are allowed" : ""}${content.told ? "; answers tell of it" : ""}.
     </p>
+    ${(policy.warnings || []).map((text) => html`<p class="bad" role="status">${text}</p>`)}
     <${Problem} error=${error} />
     <div class="reading even">
       <${Hits} policy=${policy} />

@@ -183,6 +183,7 @@ function Decisions({ found, result, view }) {
           : ""
       }
       ${found.stopped ? " It ended the request." : ""}
+      ${policy.sight && policy.sight.whole ? ` It read the whole prompt: ${policy.sight.whole}.` : ""}
     </p>
   `;
   const table =
@@ -212,7 +213,7 @@ function Decisions({ found, result, view }) {
   const raw = scored.tokens.map((row) => row[policy.column || 0]);
   const { condition } = policy;
   const { aggregation = "last", at_least: on, release_below: off } = condition;
-  const values = aggregates(raw, condition, output.prompt_tokens);
+  const values = aggregates(raw, condition, output.prompt_tokens, policy.sight);
   const rules = [
     { axis: "y", at: on, text: `on at ${short(on)} or above` },
     ...(off !== null && off !== undefined && off !== on

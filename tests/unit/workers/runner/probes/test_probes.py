@@ -19,6 +19,7 @@ from midstream_fake_engine.watch_kit import lone_watch, put_scores
 from midstream.schemas.artifacts.conditions import Condition, Decision, Schedule, StoredPolicy
 from midstream.schemas.artifacts.probes import ProbeAction, ProbeContent, StoredProbe
 from midstream.schemas.base.limits import MAX_DECISIONS
+from midstream.schemas.prompts.sight import Sight, TurnLook, reads_answer
 from midstream.workers.runner.probes import deciders
 from midstream.workers.runner.probes.gates import open_among, shown
 from midstream.workers.runner.probes.kinds import ProbeGroup
@@ -337,9 +338,11 @@ def decided(scores: list[float], prompt_tokens: int = 0, **condition: Any) -> li
         ({"latch": "request"}, [0, 4, -9, 4], [("t", 1)]),
         # off at 1; positions 2 and 3 cool down
         ({"cool_down": 2}, [4, 0, 4, 4, 4], [("t", 0), ("r", 1), ("t", 4)]),
-        ({"schedule": Schedule()}, [9, 9, 0, 9], [("t", 3)]),  # the prompt has two tokens
+        # the prompt has two tokens
+        ({"schedule": Schedule(tokens="generated")}, [9, 9, 0, 9], [("t", 3)]),
+        ({"schedule": Schedule()}, [0, 9, 0, 9], [("t", 1), ("r", 2), ("t", 3)]),
         ({"schedule": Schedule(tokens="all", start=1, stop=3)}, [9, 0, 9, 0], [("t", 2)]),
-        ({"schedule": Schedule(every=2)}, [0, 0, 0, 9, 9], [("t", 4)]),
+        ({"schedule": Schedule(tokens="generated", every=2)}, [0, 0, 0, 9, 9], [("t", 4)]),
         ({"aggregation": "mean", "window": 2}, [5, 0, 6, 1], [("t", 0), ("r", 1), ("t", 2)]),
         ({"aggregation": "max", "window": 2}, [5, 0, 0], [("t", 0), ("r", 2)]),
         ({"aggregation": "exponential", "decay": 0.5}, [0, 4, 4], [("t", 2)]),
@@ -352,16 +355,65 @@ def test_decisions_by_hand(
     assert [(event[0], position) for event, position, _ in result] == wanted
 
 
+def test_a_policy_reads_what_it_looks_at_and_keeps_its_state_elsewhere() -> None:
+    """Windows are of the tokens that it reads, across those that it does not."""
+    scores = [9, 4, 0, 9, 0, 2, 9, 9, 1]
+    sight = Sight(runs=[(1, 3), (4, 6)])
+    for looks, wanted in (
+        ("content", [("t", 1), ("r", 2), ("t", 6), ("r", 8)]),
+        ([TurnLook(role="user")], [("t", 1), ("r", 2)]),
+    ):
+        made = policy(schedule=Schedule(tokens=looks))
+        watch = watch_of(msgspec.structs.replace(made, sight=sight), prompt_tokens=6)
+        put(watch, 0, *scores)
+        (result,), _ = watch.results(len(scores))
+        assert [(each.event[0], each.position) for each in result.decisions] == wanted
+    mean = {"aggregation": "mean", "window": 3, "at_least": 2.0, "schedule": Schedule()}
+    sums = [4, 4 / 2, 4 / 3, 2 / 3, 11 / 3, 20 / 3, 19 / 3]
+    watch = watch_of(msgspec.structs.replace(policy(**mean), sight=sight), prompt_tokens=6)
+    put(watch, 0, *scores)
+    (result,), _ = watch.results(len(scores))
+    read = dict(zip([1, 2, 4, 5, 6, 7, 8], sums, strict=True))
+    assert [(each.position, each.score) for each in result.decisions] == [
+        (place, read[place]) for place in (1, 4, 6)
+    ]
+
+
+def test_a_step_of_policies_takes_as_many_lines_for_many_requests_as_for_few() -> None:
+    """Also where their windows begin in what each reads of its prompt."""
+
+    def lines(requests: int) -> int:
+        fields = {"aggregation": "mean", "window": 4, "at_least": 1e6}
+        sight = Sight(runs=[(1, 3), (4, 5)])
+        schedules = (
+            Schedule(),
+            Schedule(tokens=[TurnLook(role="user"), TurnLook(role="assistant")]),
+        )
+        made = [policy(**fields, schedule=each) for each in schedules]
+        probes = probes_of(*(msgspec.structs.replace(each, sight=sight) for each in made))
+        table = ScoreTable(ProbeGroup(probes))
+        watches = [Watch(str(number), probes, table, 6) for number in range(requests)]
+        for watch in watches:
+            put_scores(watch, 0, slice(None), np.zeros((6, 2), dtype=np.float32))
+            watch.decide()
+        slots = np.array([watch.slot for watch in watches])
+        positions = np.full(requests, 6)
+        scores = np.zeros((requests, 2), dtype=np.float32)
+        count = python_lines(lambda: table.put(np.arange(2), slots, positions, scores))
+        assert [watch.decided for watch in watches] == [7] * requests
+        return count
+
+    assert lines(64) == lines(4)
+
+
 class Reference:
     """A policy on one request, a token after the other."""
 
     def __init__(self, made: StoredPolicy, prompt_tokens: int) -> None:
         self.policy = made
         self.condition = made.condition
-        schedule = made.condition.schedule
-        self.first = schedule.start + (prompt_tokens if schedule.tokens == "generated" else 0)
-        length = None if schedule.stop is None else schedule.stop - schedule.start
-        self.last = None if length is None else self.first + length
+        self.prompt = prompt_tokens
+        self.number = 0  # of the next token that it reads
         self.on = bool(made.inherited)
         self.off_until = 0
         self.seen: list[float] = []
@@ -370,11 +422,27 @@ class Reference:
 
     def read(self, score: float) -> None:
         position = len(self.states)
-        since = position - self.first
-        beyond = self.last is not None and position >= self.last
-        if since >= 0 and not beyond and since % self.condition.schedule.every == 0:
-            self._decide(position, self._aggregate(score))
+        schedule = self.condition.schedule
+        if self._reads(position):
+            since = self.number - schedule.start
+            beyond = schedule.stop is not None and self.number >= schedule.stop
+            self.number += 1
+            if since >= 0 and not beyond and since % schedule.every == 0:
+                self._decide(position, self._aggregate(score))
         self.states.append(self.on)
+
+    def _reads(self, position: int) -> bool:
+        tokens = self.condition.schedule.tokens
+        if position >= self.prompt:
+            return reads_answer(tokens)
+        if tokens == "generated":
+            return False
+        sight = self.policy.sight
+        return (
+            sight is None
+            or bool(sight.whole)
+            or any(start <= position < stop for start, stop in sight.runs)
+        )
 
     def _aggregate(self, score: float) -> float:
         condition = self.condition
@@ -419,7 +487,7 @@ def random_policy(rng: random.Random) -> StoredPolicy:
         window=rng.choice([1, 2, 7, 256]) if aggregation in ("mean", "max") else None,
         decay=rng.choice([0.5, 0.9]) if aggregation == "exponential" else None,
         schedule=Schedule(
-            tokens=rng.choice(["all", "generated"]),
+            tokens=rng.choice(["all", "generated", "content", [TurnLook(role="user")]]),
             start=rng.choice([0, 0, 3, 40]),
             stop=rng.choice([None, None, 60]),
             every=rng.choice([1, 1, 3, 2**31 - 1]),
@@ -427,12 +495,18 @@ def random_policy(rng: random.Random) -> StoredPolicy:
     )
 
 
-def inheriting(probe: StoredProbe, job: str) -> StoredProbe:
+def of_request(probe: StoredProbe, rng: random.Random, prompt_tokens: int) -> StoredProbe:
+    """The probe, its policy with what one request decides about it."""
     if probe.policy is None:
         return probe
-    return msgspec.structs.replace(
-        probe, policy=msgspec.structs.replace(probe.policy, inherited=job)
-    )
+    inherited = rng.choice(["", "", "j"])
+    sight = None
+    if probe.policy.condition.schedule.tokens not in ("all", "generated"):
+        ends = sorted(rng.sample(range(prompt_tokens + 1), 2 * rng.randint(0, prompt_tokens // 4)))
+        runs = list(zip(ends[::2], ends[1::2], strict=True))
+        sight = rng.choice([Sight(whole="so"), Sight(runs=runs), Sight(runs=runs)])
+    policy = msgspec.structs.replace(probe.policy, inherited=inherited, sight=sight)
+    return msgspec.structs.replace(probe, policy=policy)
 
 
 def random_scores(rng: random.Random, numbers: np.random.Generator, width: int) -> np.ndarray:
@@ -474,8 +548,8 @@ def test_decisions_equal_a_plain_reference(monkeypatch: pytest.MonkeyPatch) -> N
         prompts = []
         heard = []
         for number in range(9):
-            probes = [inheriting(probe, rng.choice(["", "", "j"])) for probe in kinds[number % 3]]
             prompts.append(rng.choice([1, 20]))
+            probes = [of_request(probe, rng, prompts[-1]) for probe in kinds[number % 3]]
             watches.append(Watch(str(number), probes, shared[number % 3], prompts[-1]))
             tables.append(random_scores(rng, numbers, len(probes)))
         ends = [rng.randrange(1, 119) for _ in watches]
