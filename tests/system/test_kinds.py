@@ -294,7 +294,7 @@ async def test_a_policy_of_the_former_mode_canary_only_records(
     assert [version.content.mode for version in policy.versions] == ["active", "shadow"]
     for version in stored["versions"]:
         del version["content"]["share"]
-        version["content"]["told"] = False
+        version["content"] |= {"told": False, "keep_texts": False}
     stored["versions"][1]["content"]["mode"] = "shadow"
     stored["warnings"] = []
     assert msgspec.to_builtins(policy) == stored, "all else is as it was stored"
