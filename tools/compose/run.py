@@ -359,7 +359,7 @@ def flower_agrees(
 
 def figures_are_there(stack: Deployment, verdict: Verdict) -> None:
     """Every name that the dashboard asks for is given by a process that Prometheus asks."""
-    dashboard = (ROOT / "compose/grafana/dashboards/midstream.json").read_text()
+    dashboard = (ROOT / "deploy/kubernetes/components/monitors/dashboard.json").read_text()
     wanted = {
         re.sub(r"_(bucket|count|sum)$", "", name)
         for name in re.findall(r"\b(?:midstream|flower)_\w+", dashboard)

@@ -5,7 +5,8 @@ import re
 
 from tree import ROOT
 
-PANELS = json.loads((ROOT / "compose/grafana/dashboards/midstream.json").read_text())["panels"]
+BOARD = ROOT / "deploy/kubernetes/components/monitors/dashboard.json"
+PANELS = json.loads(BOARD.read_text())["panels"]
 QUERIES = [target["expr"] for panel in PANELS for target in panel.get("targets", [])]
 #: Flower's own, read in its source.
 FLOWERS = {"flower_worker_online"}

@@ -25,8 +25,10 @@ OVERLAYS = ("cpu", "gpu", "bucket", "keda")
 VERSIONS = ("1.27", "1.32")
 #: Components that an overlay may add.
 COMPONENTS = ("namespace", "ingress", "monitors", "gradients")
+#: One that takes something away.
+WITHOUT_REDIS = "redis-address"
 #: Kinds that others than Kubernetes define.
-FOREIGN = {"ScaledObject", "ServiceMonitor", "PodMonitor"}
+FOREIGN = {"ScaledObject", "ServiceMonitor", "PodMonitor", "PrometheusRule"}
 #: The oldest kubectl whose kustomize knows what the folders use.
 OLDEST = (1, 27)
 WORKLOADS = {"Deployment", "StatefulSet"}
@@ -77,13 +79,18 @@ def overlays(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Documents]:
     for overlay in OVERLAYS:
         subprocess.run([folder / "secrets.sh", overlay], check=True, capture_output=True)
     (folder / "bucket" / "secrets" / "artifact_secret_key").write_text("secret")
-    assert {path.name for path in (folder / "components").iterdir()} == set(COMPONENTS)
+    known = {*COMPONENTS, WITHOUT_REDIS}
+    assert {path.name for path in (folder / "components").iterdir()} == known
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "kustomization.yaml").write_text(
+        f"resources: [../cpu]\ncomponents: [../components/{WITHOUT_REDIS}]\n"
+    )
     (folder / "all").mkdir()
     (folder / "all" / "kustomization.yaml").write_text(
         "namespace: midstream\nresources: [../cpu]\n"
         f"components: [{', '.join(f'../components/{name}' for name in COMPONENTS)}]\n"
     )
-    return {name: rendered(folder / name) for name in (*OVERLAYS, "all")}
+    return {name: rendered(folder / name) for name in (*OVERLAYS, "all", "elsewhere")}
 
 
 @pytest.fixture(params=(*OVERLAYS, "all"))
@@ -300,3 +307,58 @@ def test_images_have_the_version_of_the_package(documents: Documents) -> None:
     }
     names = ("service", "worker-cpu", "worker-gpu")
     assert images <= {f"midstream-{name}:{__version__}" for name in names}
+
+
+def test_with_a_redis_elsewhere_none_is_made_and_all_reach_it(
+    overlays: dict[str, Documents],
+) -> None:
+    documents = overlays["elsewhere"]
+    for kind in (*WORKLOADS, "Service", "PodDisruptionBudget", "NetworkPolicy"):
+        assert "redis" not in of(documents, kind)
+    found = settings_of(documents)["data"]
+    assert found[f"{PREFIX}REDIS_REPLICAS"] == "1"
+    rule = of(documents, "NetworkPolicy")["redis-address"]["spec"]
+    reached = set(rule["podSelector"]["matchExpressions"][0]["values"])
+    assert of(documents, *WORKLOADS).keys() <= reached
+
+
+def test_artifacts_have_a_volume_where_they_are_registered_and_loaded(
+    documents: Documents,
+) -> None:
+    folder = settings_of(documents)["data"][f"{PREFIX}ARTIFACTS_DIR"]
+    users = {
+        name
+        for name, pod, container in containers(documents)
+        for mount in container["volumeMounts"]
+        if mount["mountPath"] == folder
+    }
+    assert users == of(documents, *WORKLOADS).keys() & {"api", "worker", "gradients"}
+
+
+def test_the_alerts_and_the_dashboard_are_those_of_compose(overlays: dict[str, Documents]) -> None:
+    documents = overlays["all"]
+    compose = yaml.safe_load((ROOT / "compose" / "alerts.yml").read_text())
+    assert of(documents, "PrometheusRule")["midstream"]["spec"] == compose
+    board = of(documents, "ConfigMap")["grafana-dashboard"]
+    assert board["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(board["data"]["midstream.json"])["panels"]
+
+
+def test_an_overlay_renders_without_a_first_step_or_names_it(tmp_path: Path) -> None:
+    if kubectl() < OLDEST:
+        pytest.skip("kubectl is needed")
+    for path in tracked():
+        if path.parts[0] in ("deploy", "compose"):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, tmp_path / path)
+    script = tmp_path / "deploy" / "kubernetes" / "render.sh"
+
+    def done(overlay: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([script, overlay], capture_output=True, text=True, check=False)
+
+    assert len(list(yaml.safe_load_all(done("cpu").stdout))) > 25
+    refused = done("bucket")
+    assert refused.returncode == 1
+    assert "needs the secret key of its bucket first" in refused.stderr
+    (tmp_path / "deploy/kubernetes/bucket/secrets/artifact_secret_key").write_text("secret")
+    assert done("bucket").returncode == 0
