@@ -3,7 +3,7 @@
 #   worker-cpu  an engine on CPU
 #   worker-gpu  an engine on GPU (the host provides NVIDIA's driver and container toolkit)
 #
-#   docker build --target service --tag midstream-service:0.1.0 .
+#   docker build --target service --tag midstream-service:0.1.0 --build-arg COMMIT=$(git rev-parse --short HEAD) .
 #
 # BASE_IMAGE is any Debian with Python 3.11, 3.12 or 3.13 and its venv module. pip inside the build is configured by the PIP_* arguments,
 # as by its environment variables: they reach only the build stages and remain in no shipped image.
@@ -15,7 +15,8 @@ ARG PIP_INDEX_URL PIP_EXTRA_INDEX_URL PIP_FIND_LINKS PIP_NO_INDEX PIP_TRUSTED_HO
 RUN python3 -m venv /tools
 WORKDIR /src
 COPY . .
-RUN /tools/bin/pip wheel --no-cache-dir --disable-pip-version-check --quiet --no-deps --wheel-dir /wheels . ./packages/*/
+ARG COMMIT COMMIT_DATE
+RUN BUILD_COMMIT=${COMMIT} BUILD_DATE=${COMMIT_DATE} /tools/bin/pip wheel --no-cache-dir --disable-pip-version-check --quiet --no-deps --wheel-dir /wheels . ./packages/*/
 
 # The tools that build an environment but are not copied with it: it has no pip unless a package in it needs one.
 FROM ${BASE_IMAGE} AS tools
@@ -54,13 +55,15 @@ RUN /tools/bin/pip install --quiet --no-index /wheels/*.whl
 # Common to all images: one unprivileged user, one folder for data and one for models.
 FROM ${BASE_IMAGE} AS runtime
 ARG VERSION=0.1.0
+ARG COMMIT
 LABEL org.opencontainers.image.title="midstream" \
       org.opencontainers.image.description="Activation steering, capture and patching on stock vLLM, as a job service" \
       org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${COMMIT}" \
       org.opencontainers.image.licenses="Apache-2.0"
 RUN groupadd --gid 10001 midstream \
  && useradd --uid 10001 --gid midstream --no-create-home --home-dir /cache --shell /usr/sbin/nologin midstream \
- && install -d -o midstream -g midstream /data /cache /flower
+ && install -d -o midstream -g midstream /data /cache /flower /artifacts
 ENV PATH=/opt/midstream/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONSAFEPATH=1 \

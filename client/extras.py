@@ -38,7 +38,13 @@ MODULES: dict[str, tuple[str, ...]] = {
 #: the command needs.
 PACKAGED = {
     **dict.fromkeys(("up", "serve", "demo"), ("midstream-ops", "cpu")),
-    **dict.fromkeys(("status", "logs", "down", "fetch", "doctor"), ("midstream-ops", "ops")),
+    **dict.fromkeys(
+        (
+            *("status", "logs", "down", "fetch", "doctor"),
+            *("drain", "backup", "restore", "rollback"),
+        ),
+        ("midstream-ops", "ops"),
+    ),
     "convert": ("midstream-bridges", "bridges"),
     **dict.fromkeys(("sweep", "attribute", "dose", "fit"), ("midstream-lab", "lab")),
     **dict.fromkeys(("harvest", "survey", "pause", "resume"), ("midstream-harvest", "harvest")),

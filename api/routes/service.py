@@ -27,13 +27,14 @@ from ...broker.telemetry.scraped_metrics import (
 from ...schemas.base.errors import MidstreamError
 from ...schemas.base.limits import MAX_NAME
 from ...schemas.base.records import fields_of
-from ...schemas.base.version import __version__
+from ...schemas.base.version import __version__, full_version
 from ...schemas.jobs.models import ModelFacts, ModelInfo, WorkerInfo
 from ...schemas.jobs.openai import ModelCard, ModelList
 from ...schemas.service.compatibility import judged, misfit_of
 from ...schemas.service.health import Health, Readiness
 from ...schemas.service.status import ServiceStatus
 from ...schemas.settings.instance import instance_of
+from ...schemas.settings.settings import asks_for_keys
 from ..context import AppContext
 from ..operations.rank_agreement import stage_agreements
 from ..web.auth import may_observe, needs
@@ -115,8 +116,9 @@ _INSTANCE = instance_of(os.getppid())
 
 
 @get("/healthz", opt=needs(None), summary="Liveness: this process responds")
-async def healthz() -> Health:
-    return Health(status="ok", version=__version__, instance=_INSTANCE)
+async def healthz(context: AppContext) -> Health:
+    build = "" if asks_for_keys(context.settings) else full_version()
+    return Health(status="ok", version=__version__, build=build, instance=_INSTANCE)
 
 
 @get(

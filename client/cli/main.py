@@ -8,7 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from ...schemas.base.errors import MidstreamError
-from ...schemas.base.version import __version__
+from ...schemas.base.version import full_version
 from ...schemas.jobs.kinds import of_kinds
 from ...schemas.packages import load_all, part
 from ...schemas.settings.settings import SettingsError
@@ -29,7 +29,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Jobs and harvests": ("wait", "events", "cancel", "pause", "resume"),
     "Things, by kind": (*("list", "get", "put", "change", "delete", "export", "check", "create"),),
-    "Operations": ("top", "doctor", "redeliver", "convert"),
+    "Operations": (
+        *("top", "doctor", "drain", "backup", "restore", "rollback"),
+        *("redeliver", "convert"),
+    ),
 }
 #: Section of the commands of other packages.
 ADDED = "Of other packages"
@@ -152,7 +155,7 @@ app = typer.Typer(
 
 def _print_version(requested: bool) -> None:
     if requested:
-        print(f"midstream {__version__}")
+        print(f"midstream {full_version()}")
         raise typer.Exit
 
 
@@ -161,7 +164,10 @@ def root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version, with its commit.",
         ),
     ] = False,
 ) -> None:

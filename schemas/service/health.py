@@ -9,6 +9,7 @@ class Health(Published):
 
     status: str
     version: str
+    build: str = ""  # the version with its commit; empty where the API requires keys
     # of the `midstream up` that started the API; otherwise that of its parent process, or empty
     instance: str = ""
 

@@ -63,3 +63,4 @@ class ServiceStatus(Published):
     callbacks: CallbacksStatus
     redis: RedisStatus
     last_desync: DesyncStatus | None = None
+    build: str = ""  # the version of this API with its commit

@@ -2,6 +2,7 @@
 installed.
 """
 
+import json
 import re
 import shutil
 import sysconfig
@@ -48,7 +49,8 @@ def packaged() -> set[str]:
     files = {
         path
         for path in tracked()
-        if path.parts[0] in CORE or (len(path.parts) == 1 and path.suffix in (".py", ".typed"))
+        if path.parts[0] in CORE
+        or (len(path.parts) == 1 and path.suffix in (".py", ".typed") and path.name != "setup.py")
     }
     return {f"midstream/{path}" for path in files}
 
@@ -85,6 +87,21 @@ def test_a_wheel_from_the_source_distribution_is_the_same(
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert files_of(wheel_kit.built(unpacked, tmp_path / "again")) == files_of(wheel)
     assert {"LICENSE", "PACKAGE.md", "pyproject.toml"} <= {path.name for path in unpacked.iterdir()}
+
+
+def test_a_wheel_and_its_source_say_which_commit_they_were_built_from(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BUILD_COMMIT", "1a2b3c4d5")
+    monkeypatch.setenv("BUILD_DATE", "20261130")
+    with tarfile.open(wheel_kit.built(source, tmp_path, "sdist")) as archive:
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    monkeypatch.delenv("BUILD_COMMIT")
+    monkeypatch.delenv("BUILD_DATE")
+    (unpacked,) = (tmp_path / "unpacked").iterdir()
+    with zipfile.ZipFile(wheel_kit.built(unpacked, tmp_path / "again")) as archive:
+        said = json.loads(archive.read("midstream/schemas/base/build.json"))
+    assert said == {"commit": "1a2b3c4d5", "date": "20261130"}
 
 
 def test_the_wheel_names_its_version_extras_commands_and_licence(wheel: Path) -> None:

@@ -4,7 +4,7 @@ import time
 from typing import Any
 
 from ....schemas.base.records import from_json, now
-from ....schemas.base.version import __version__
+from ....schemas.base.version import __version__, full_version
 from ....schemas.jobs.models import WorkerInfo
 from ....schemas.service.compatibility import judged
 from ....schemas.service.status import (
@@ -44,6 +44,7 @@ async def read_status(ledger: Ledger, held: int = 0) -> ServiceStatus:
     at = now()
     return ServiceStatus(
         version=__version__,
+        build=full_version(),
         at=at,
         held=held,
         live=live,

@@ -156,6 +156,7 @@ TOP_LEVEL = {
     "lens.py",
     "py.typed",
     "pyproject.toml",
+    "setup.py",
     "Makefile",
     "README.md",
     "PACKAGE.md",

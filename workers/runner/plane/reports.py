@@ -7,7 +7,7 @@ from typing import Any
 
 from ....schemas.artifacts.hits import with_text
 from ....schemas.artifacts.probes import ProbeScore
-from ....schemas.base.version import __version__
+from ....schemas.base.version import full_version
 from ....schemas.jobs.receipts import Receipt
 from ..base.actions import ActionLedger, sealed
 from ..base.config import PlaneConfig, RankPlace
@@ -39,6 +39,7 @@ class Reports:
         self._place = place
         self._delivery = delivery
         self._actions = actions
+        self._version = full_version()
         self._origin = Origin(
             worker=config.worker,
             rank=place.rank,
@@ -121,7 +122,7 @@ class Reports:
         spec = tracked.spec
         place = self._place
         return Receipt(
-            version=__version__,
+            version=self._version,
             worker=self._config.worker,
             boot=self._config.boot,
             job=spec.job,

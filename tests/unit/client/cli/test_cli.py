@@ -14,7 +14,7 @@ from cli_kit import Cli
 from http_kit import reply, server
 from job_kit import job_result, listed_job
 
-from midstream import MidstreamError, __version__
+from midstream import MidstreamError
 from midstream.client import Client
 from midstream.client.cli import kinds, main
 from midstream.schemas.access.keys import Limits, TenantUsage, TenantView
@@ -26,6 +26,7 @@ from midstream.schemas.access.webhooks import (
     WebhookDelivery,
 )
 from midstream.schemas.base.records import from_json
+from midstream.schemas.base.version import full_version
 from midstream.schemas.jobs.jobs import JobPage
 from midstream.schemas.readings.lens import LensReading
 from midstream.schemas.requests.source_runs import RunPage, RunView
@@ -122,7 +123,7 @@ def leaves(command: Any, path: str = "midstream") -> Iterator[tuple[str, Any]]:
 
 def test_few_commands_and_options_do_everything() -> None:
     commands = dict(leaves(command_line()))
-    assert len(commands) <= 35
+    assert len(commands) <= 37
     assert sum(len(command.params) for command in commands.values()) <= 240
 
 
@@ -227,7 +228,7 @@ def test_attention_takes_a_prompt_or_a_job(cli: Cli, source: str, asked: str) ->
 
 
 def test_every_command_accepts_h_and_version(cli: Cli) -> None:
-    assert cli("--version")[:2] == (0, f"midstream {__version__}\n")
+    assert cli("--version")[:2] == (0, f"midstream {full_version()}\n")
     for words in ("", "submit", "list", "create", "status", "down", "logs", "demo"):
         assert cli(*words.split(), "-h").out.strip().startswith("Usage: "), words
 
