@@ -27,6 +27,7 @@ from .operations.twin import Twin, hand_over
 from .routes import (
     absent,
     captures,
+    changes,
     completions,
     jobs,
     keys,
@@ -36,7 +37,7 @@ from .routes import (
     steering,
     tokens,
 )
-from .web import problems
+from .web import audit, problems
 from .web.auth import authorize, caller_of, known_query, well_called
 from .web.body import JsonRequest
 from .web.middleware import App
@@ -51,6 +52,7 @@ ROUTES = [
     *steering.ROUTES,
     *registered.ROUTES,
     *keys.ROUTES,
+    *changes.ROUTES,
     *service.ROUTES,
     *pages.ROUTES,
     *tokens.ROUTES,
@@ -115,6 +117,7 @@ def make_app(settings: Settings, twin: Twin | None = None) -> App:
         """Confirm acceptances and changes only once they survive a kill of Redis; otherwise answer
         `unavailable`.
         """
+        await audit.end(response)
         if awaits_log():
             await app.state.context.ledger.written()
         return response
@@ -134,6 +137,7 @@ def make_app(settings: Settings, twin: Twin | None = None) -> App:
         request_class=JsonRequest,
         request_max_body_size=settings.tuning.max_body_mib * 1024 * 1024,
         exception_handlers={**problems.HANDLERS, HandedOver: hand_over},
+        before_request=audit.begin,
         after_request=keep,
         before_send=[_name_version, _allow],
         guards=[well_called, authorize, known_query],
@@ -147,6 +151,7 @@ def make_app(settings: Settings, twin: Twin | None = None) -> App:
         logging_config=None,
         debug=False,
     )
+    audit.check_routes(app.routes)
     app.has_twin = twin is not None
     app.access_level = logging.INFO if settings.log_format == "json" else logging.DEBUG
     return app

@@ -59,6 +59,7 @@ from ..responses.outcome import (
     not_ready,
 )
 from ..web import problems
+from ..web.audit import audited, nothing
 from ..web.auth import needs, seen, tenant_asked
 from ..web.body import JsonRequest
 from ..web.middleware import released
@@ -175,9 +176,10 @@ def submits(
     """Return the decorator of a route that accepts a job: its handler takes a `Submission`.
     `held`: its answer with 200.
     """
+    recorded = {} if scope == "submit" else audited("job", nothing)
     return post(
         path,
-        opt=needs(scope),
+        opt=needs(scope) | recorded,
         status_code=202,
         summary=summary,
         description=description,

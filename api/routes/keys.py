@@ -12,6 +12,7 @@ from ...schemas.access.keys import (
     CreatedKey,
     KeyList,
     KeyRequest,
+    KeyView,
     Limits,
     Tenant,
     TenantList,
@@ -21,8 +22,10 @@ from ...schemas.base.errors import invalid
 from ...schemas.base.limits import MAX_TAG
 from ...schemas.base.records import now
 from ...schemas.settings.roots import allowed_roots
-from ..context import AppContext
+from ..context import AppContext, context_of
+from ..web.audit import audited
 from ..web.auth import needs
+from ..web.request_context import AnyRequest
 from .jobs import ERRORS, PROBLEM, reads
 
 BODY_ERRORS = {400: PROBLEM, 413: PROBLEM, 415: PROBLEM, 503: PROBLEM}
@@ -43,12 +46,24 @@ TenantParameter = Annotated[
 ]
 
 
+async def _key(request: AnyRequest) -> KeyView | None:
+    """Return the key of the path."""
+    key = await context_of(request).keys.get(request.path_params["key_id"])
+    return None if key is None else view_of(key)
+
+
+async def _limits(request: AnyRequest) -> Limits:
+    """Return the limits of the tenant of the path, without defaults."""
+    tenants = context_of(request).ledger.tenants
+    return (await tenants.get(request.path_params["name"])).limits
+
+
 # --- Keys
 
 
 @post(
     "/v1/keys",
-    opt=needs("admin"),
+    opt=needs("admin") | audited("key"),
     summary="Create a key",
     description=(
         "Only this response contains the key; the service stores the SHA-256 of its secret."
@@ -74,7 +89,7 @@ async def list_keys(context: AppContext) -> KeyList:
 
 @delete(
     "/v1/keys/{key_id:str}",
-    opt=needs("admin"),
+    opt=needs("admin") | audited("key", _key, "key_id"),
     summary="Revoke a key",
     description="Within five seconds, every process rejects the key and ends its event streams "
     "and held responses. The key's jobs continue.",
@@ -119,7 +134,7 @@ async def get_tenant(name: TenantParameter, context: AppContext) -> TenantView:
 
 @put(
     "/v1/tenants/{name:str}",
-    opt=needs("admin"),
+    opt=needs("admin") | audited("tenant", _limits, "name"),
     summary="Set a tenant's limits",
     description="Replaces all limits: an omitted one takes its `limit_*` setting; 0 means no "
     "limit. They apply from the next "

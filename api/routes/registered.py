@@ -42,7 +42,7 @@ from ...schemas.requests.steering import MODEL_HEADER
 from ...schemas.settings.settings import ArtifactFolder
 from ...storage.formats.lens_files import lens_of
 from ...storage.formats.module_files import to_bytes
-from ..context import AppContext
+from ..context import AppContext, context_of
 from ..resolve.edits import module_export
 from ..resolve.edits.loras import resolve_lora
 from ..resolve.readings.lens import resolve_tuned
@@ -58,8 +58,10 @@ from ..resolve.readings.probes import (
 )
 from ..resolve.readings.saes import resolve_sae
 from ..web.aside import call_aside
+from ..web.audit import audited
 from ..web.auth import needs
 from ..web.body import FILE_TYPES, BodyForms
+from ..web.request_context import AnyRequest
 from .jobs import ERRORS, PROBLEM, CursorParameter, ModelFilter, PageSize, reads
 from .steering import CHANGE_ERRORS, Made, named_module, tensors_of
 
@@ -159,6 +161,27 @@ def name_parameter(short: str) -> PathParameter:
     )
 
 
+async def artifacts_named(request: AnyRequest) -> dict[str, Any]:
+    """Return what the name of the path stands for, by model: the body may name the model."""
+    kind = artifact_kind(request.path_params["kind"])
+    caller: Caller = request.scope["auth"]
+    ledger = context_of(request).ledger
+    name = kind.key_of(caller.tenant, request.path_params["name"])
+    registry = Registry(ledger, kind)
+    found: dict[str, Any] = {}
+    for info in await ledger.models():
+        try:
+            artifact = await registry.get(info.name, name)
+        except MidstreamError as error:
+            if error.kind != "version_mismatch":
+                raise
+            found[info.name] = {"unreadable": error.detail}
+        else:
+            if artifact is not None:
+                found[info.name] = artifact.shown_to(caller)
+    return found
+
+
 def artifact_routes() -> list[Any]:
     """Return the routes of artifacts of all kinds."""
     Name = Annotated[str, name_parameter("artifact")]
@@ -171,9 +194,8 @@ def artifact_routes() -> list[Any]:
     record: Any = Union[tuple(row.view for row in ARTIFACTS.values())]  # noqa: UP007 (of a tuple)
     page: Any = Union[tuple(row.page for row in ARTIFACTS.values())]  # noqa: UP007
 
-    changes = needs("steer-global") | {
-        "scope_of": lambda params: artifact_kind(params["kind"]).scope
-    }
+    changes = needs("steer-global") | audited("", artifacts_named, "name")
+    changes |= {"scope_of": lambda params: artifact_kind(params["kind"]).scope}
 
     @dataclass
     class PutOperation(Operation):
@@ -322,7 +344,7 @@ async def get_artifact_file(
 
 @patch(
     "/v1/artifacts/{kind:str}/{name:str}",
-    opt=needs("steer-global"),
+    opt=needs("steer-global") | audited("", artifacts_named, "name"),
     summary="Change a policy's mode, or restore a version",
     description="Makes a new version, which applies to requests accepted from now on.",
     responses={**ERRORS, 409: PROBLEM, 415: PROBLEM},

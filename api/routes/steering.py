@@ -28,12 +28,14 @@ from ...schemas.requests.steering import (
     views_of,
 )
 from ...storage.formats.module_files import specs_of
-from ..context import AppContext
+from ..context import AppContext, context_of
 from ..operations.global_change import change
 from ..operations.rank_agreement import agreement
 from ..resolve.edits import steering
 from ..web.aside import call_aside
+from ..web.audit import audited
 from ..web.auth import needs
+from ..web.request_context import AnyRequest
 from .jobs import ERRORS, PROBLEM, ModelFilter, reads
 
 #: Seconds that `GET /v1/steering/dynamic` waits for the workers' answers, and between its reads.
@@ -104,9 +106,19 @@ async def tensors_of(
 # --- Global steering
 
 
+async def _of_models(request: AnyRequest) -> dict[str, GlobalView]:
+    """Return the global steering of every model that has some: the body may name the model."""
+    context = context_of(request)
+    views = [
+        _global(info.name, await context.steering.current(info.name))
+        for info in await context.ledger.models()
+    ]
+    return {view.model: view for view in views if view.entries}
+
+
 @put(
     "/v1/steering/global",
-    opt=needs("steer-global"),
+    opt=needs("steer-global") | audited("global steering", _of_models),
     summary="Set a model's global steering",
     description="Every rank of every live worker checks that it could apply the change; if one "
     "cannot, nothing changes (409, 503). Once the response is "
@@ -130,7 +142,7 @@ async def put_global(
 
 @delete(
     "/v1/steering/global",
-    opt=needs("steer-global"),
+    opt=needs("steer-global") | audited("global steering", _of_models),
     status_code=200,
     summary="Remove global steering from a model",
     description="Running jobs keep it. Has no effect if no global steering is set.",

@@ -44,6 +44,7 @@ class ApiCall:
     accepted: bool = False  # whether the ledger has confirmed it
     # what the call holds until its answer has ended, or its client has left
     held: ExitStack = field(default_factory=ExitStack)
+    audit: Any = None  # the entry of the audit log that the call will make, see `web.audit`
     written: bool = False  # whether all that the answer says is known to survive a kill of Redis
 
     def keep(self) -> None:

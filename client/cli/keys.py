@@ -55,6 +55,7 @@ def show_key(_: Connector, created: CreatedKey) -> None:
 
 async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
     from ...broker.ledger.jobs.ledger import Ledger
+    from ...broker.ledger.people.audit import LedgerAudit
     from ...broker.ledger.people.keys import LedgerKeys
 
     settings = load_settings()
@@ -69,7 +70,10 @@ async def _create(redis_url: str, request: KeyRequest) -> CreatedKey:
         raise invalid("redis_url", "no Redis configured", allowed=allowed)
     ledger = Ledger.connect(msgspec.structs.replace(settings, redis_url=redis_url))
     try:
-        return await LedgerKeys(ledger).create(request)
+        created = await LedgerKeys(ledger).create(request)
+        after = msgspec.structs.replace(created, key="")
+        await LedgerAudit(ledger).append("create key", "key", created.id, after=after)
+        return created
     finally:
         await ledger.close()
 

@@ -7,11 +7,12 @@ from typing import Any, get_args
 
 import httpx2
 
+from ...schemas.access.audit import AuditEntry
 from ...schemas.access.handling import Handling
 from ...schemas.access.keys import Limits
 from ...schemas.base.errors import MidstreamError, Translated, invalid, suggestion
 from ...schemas.base.records import to_json
-from ...schemas.base.version import __version__
+from ...schemas.base.version import full_version
 from ...schemas.jobs.jobs import JobView, State
 from ...schemas.jobs.kinds import KINDS as ROWS
 from ...schemas.packages import part
@@ -29,6 +30,8 @@ from .jobs import print_result, words_of
 from .kind import Act, Kind, added, calls_of
 from .terminal import Connector, err, out, print_json, say
 
+#: The most entries of a page.
+MOST = 200
 #: The beginning of a text that a spreadsheet would run as a formula: what is no number.
 _FORMULA = r"\A[=+\-@\t\r](?![\d.]*\Z)"
 #: Fields of every job, and its model.
@@ -125,6 +128,18 @@ def _show_secrets(_: Connector, listed: Any) -> None:
         err.print(f"also valid until {moment(former.until)}: {former.secret}", style="dim")
 
 
+def _export_audit(connect: Connector, path: str, /) -> str:
+    """Write the whole audit log as JSON lines, oldest first."""
+    entries: list[AuditEntry] = []
+    page = connect().changes.list(limit=MOST)
+    entries += page.entries
+    while page.next:
+        page = connect().changes.list(limit=MOST, cursor=page.next)
+        entries += page.entries
+    Path(path).write_bytes(b"".join(to_json(entry) + b"\n" for entry in reversed(entries)))
+    return f"{len(entries)} entries written to {path}"
+
+
 def _server(connect: Connector, /) -> Health:
     client: Client = connect()
     with Translated(
@@ -134,7 +149,8 @@ def _server(connect: Connector, /) -> Health:
 
 
 def _show_server(connect: Connector, health: Health) -> None:
-    say(f"midstream {__version__}\nserver {health.version} at {connect().url}")
+    server = health.build or health.version
+    say(f"midstream {full_version()}\nserver {server} at {connect().url}")
 
 
 def _with_added(kind: Kind) -> Kind:
@@ -172,10 +188,20 @@ _OWN = (
         _show_global,
     ),
     Kind("ranks", "ranks", {"get": "global_steering.dynamic"}, _show_ranks),
-    Kind("model", "models", {"list": "models"}),
+    Kind(
+        "model",
+        "models",
+        {"list": "models", "delete": "midstream_ops.upkeep.commands:delete_model"},
+    ),
     Kind("server", "servers", {"get": _server}, _show_server),
     Kind("key", "keys", calls_of("keys", "list", "delete") | {"create": keys.key}, keys.show_key),
     Kind("tenant", "tenants", {"list": "tenants.list", "get": _tenant, "put": _put_tenant}),
+    Kind(
+        "audit",
+        "audit",
+        {"list": "changes.list", "export": _export_audit},
+        paged=True,
+    ),
     Kind("webhook", "webhooks", calls_of("webhooks", "list", "get"), paged=True),
     Kind(
         "secret",

@@ -8,6 +8,7 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
+from ...schemas.access.audit import AuditEntry
 from ...schemas.access.keys import KeyView, TenantView
 from ...schemas.access.webhooks import DeliveryAttempt, WebhookDelivery
 from ...schemas.artifacts.jacobian_lenses import JacobianLens
@@ -534,6 +535,16 @@ SHOWN: dict[type, Shown] = {
             ),
         },
         details=lambda reading: [_arrays(part) for part in reading.parts],
+    ),
+    AuditEntry: Shown(
+        "Changes",
+        {
+            "at": "{at:moment}",
+            "by": "{by}",
+            "tenant": "{tenant}",
+            "what": "{what} {name}",
+            "action": "{action}",
+        },
     ),
     # the receiver is below the webhook's id, for the same reason
     WebhookDelivery: Shown(

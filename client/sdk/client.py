@@ -16,7 +16,7 @@ from .jobs import Completions, Jobs
 from .readings import Readings
 from .registered import GlobalSteeringCalls, SourceRuns, calls_of
 from .server import ServerCalls
-from .service import Keys, Secrets, Tenants, Webhooks
+from .service import Changes, Keys, Secrets, Tenants, Webhooks
 from .transport import AwaitingTransport, BlockingTransport, Transport
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ class Verbs(Calls[M]):
         self.source_runs: SourceRuns[M] = SourceRuns(io, blocking)
         self.keys: Keys[M] = Keys(io, blocking)
         self.tenants: Tenants[M] = Tenants(io, blocking)
+        self.changes: Changes[M] = Changes(io, blocking)
         self.webhooks: Webhooks[M] = Webhooks(io, blocking)
         self.secrets: Secrets[M] = Secrets(io, blocking)
         for name, path in _GROUPS.items():

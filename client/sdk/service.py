@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...schemas.access.audit import AuditPage
 from ...schemas.access.keys import (
     DEFAULT_TENANT,
     CreatedKey,
@@ -95,6 +96,17 @@ class Tenants(Calls[M]):
     async def put(self, name: str, limits: Limits) -> TenantView:
         """Set a tenant's limits. A limit of None: the service's setting; 0: no limit."""
         return await self._ask(HttpCall("PUT", _tenant(name), limits), TenantView)
+
+
+class Changes(Calls[M]):
+    """The audit log (docs/keys.md#audit-log); the call requires the scope `admin`."""
+
+    @call
+    async def list(self, *, limit: int | None = None, cursor: str | None = None) -> AuditPage:
+        """Return one page of changes, newest first: who changed what, before and after. Its `next`
+        is the next `cursor`.
+        """
+        return await self._get("/v1/audit", AuditPage, limit=limit, cursor=cursor)
 
 
 class Webhooks(Calls[M]):

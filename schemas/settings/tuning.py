@@ -146,6 +146,8 @@ class Tuning(Record):
     tokenizer_processes: PositiveInt = 2
     # Seconds for one long prompt or conversation; then 400, and the process is restarted
     tokenizer_timeout_s: Positive = 20.0
+    # Entries of the audit log (docs/keys.md#audit-log) that are kept: the newest; approximate
+    audit_entries: PositiveInt = 100_000
     event_limit: PositiveInt = 10_000  # Events kept per job (approximate: Redis trims in blocks)
 
     @property

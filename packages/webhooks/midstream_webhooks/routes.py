@@ -7,6 +7,7 @@ from litestar.params import JSONBody, PathParameter, QueryParameter
 
 from midstream.api.context import AppContext
 from midstream.api.routes.jobs import ERRORS, PROBLEM, CursorParameter, PageSize, Whose
+from midstream.api.web.audit import audited, nothing
 from midstream.api.web.auth import needs, tenant_asked
 from midstream.schemas.access.keys import Caller
 from midstream.schemas.access.webhooks import (
@@ -116,7 +117,7 @@ async def get_secrets(context: AppContext, caller: Caller) -> Response[SecretLis
 
 @post(
     "/v1/webhooks/secrets",
-    opt=needs("submit"),
+    opt=needs("submit") | audited("secret", nothing),
     summary="Rotate the signing secret",
     description=(
         "The previous secret also signs for `keep_former_s`, so that receivers can "
