@@ -6,8 +6,9 @@ _begun: list[tuple[str, float]] = []
 
 
 def begin(part: str) -> None:
-    """Begin a part; the one before it is over."""
+    """Begin a part; the one before it is over. The line is what `midstream up` shows meanwhile."""
     _begun.append((part, time.monotonic()))
+    print(f"worker begins {part}", flush=True)
 
 
 def told() -> str:

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -25,6 +26,7 @@ from .checks.report import Report
 from .checks.service import Service
 from .engine_packages import COMMANDS, need_engine
 from .processes import sigterm_as_interrupt
+from .running_settings import settings_of
 from .start import DataDirOption, EngineOption, Set, check_engine
 
 #: Seconds of the timed pairs, with which all measurements take about three minutes.
@@ -114,12 +116,16 @@ def _service(settings: Settings, url: str | None, of_folder: bool) -> Service:
     """Return the service that the settings name; with `of_folder`, the stack that runs there."""
     data = discovery.data_dir(settings)
     stack = discovery.running(data)
+    of_stack = None if stack is None else settings_of(stack)
+    if of_stack is not None:  # what it runs with, which the settings of this command may not be
+        settings = msgspec.structs.replace(of_stack, api_key=settings.api_key)
     address = (
         url
         or (stack.url if of_folder and stack else "")
         or discovery.find_url(settings, sure=False)
     )
-    return Service(settings, settings.redis_url or own_redis_url(data), address)
+    url_of_redis = settings.redis_url or own_redis_url(data)
+    return Service(settings, url_of_redis, address, is_of_stack=of_stack is not None)
 
 
 def _of_both_servers(given: dict[str, Any]) -> Settings:

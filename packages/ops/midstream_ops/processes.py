@@ -22,7 +22,7 @@ from .engine_packages import advised
 
 Announce = Callable[[str], None]
 
-#: A log file above this size is renamed to `<name>.log.1` when its process restarts.
+#: A log file above this size becomes `<name>.log.1`, also while its process runs.
 LOG_LIMIT_BYTES = 32 << 20
 #: Seconds before a dead child is restarted: the first pause, which doubles with each death, and the
 #: default for the longest. After a child has run for `HEALTHY_AFTER_S`, its next pause is the first
@@ -52,6 +52,9 @@ _NOISE = re.compile(
 DOWNLOAD = re.compile(
     r"'(?P<why>.+)' thrown while requesting \w+ (?P<url>\S+)(?s:.*)\[Retry (\d+)/\3\]"
 )
+
+#: A worker's line about the end of its start.
+SERVES = re.compile(r"^worker ready model=", re.MULTILINE)
 
 #: How long a worker logs that its engine took to start, and for what.
 STARTED = re.compile(r"engine started in ([\d.]+ s: (?:[a-z ]+ [\d.]+ s(?:, )?)+)")
@@ -84,6 +87,7 @@ class Child:
         self.longest_pause_s = longest_pause_s
         self.process: subprocess.Popen[bytes] | None = None
         self._told = False  # to end
+        self.rotated = False  # whether its output since the start is no longer all in its log
         self._log_start = 0  # where this start's output begins
         self._started = 0.0
         self._deaths = 0
@@ -107,6 +111,7 @@ class Child:
                 preexec_fn=_die_with_parent,
             )
         self._told = False
+        self.rotated = False
         self._started = time.monotonic()
 
     def _open_log(self) -> IO[bytes]:
@@ -117,6 +122,25 @@ class Child:
             return self.log.open("ab")
         except OSError:  # a disk that is full or read-only
             return open(os.devnull, "ab")
+
+    def rotate(self) -> None:
+        """Move the content of a log that is too large to `<name>.log.1`, while the process goes on
+        writing to the same file. Raises OSError.
+
+        A line of the instant between the last copy and the cut may be lost.
+        """
+        try:
+            if self.log.stat().st_size <= LOG_LIMIT_BYTES:
+                return
+        except FileNotFoundError:
+            return
+        former = self.log.with_name(self.log.name + ".1")
+        with self.log.open("rb+") as whole, former.open("wb") as kept:
+            while part := whole.read(1 << 20):
+                kept.write(part)
+            whole.truncate(0)
+        self._log_start = 0
+        self.rotated = True
 
     @property
     def pid(self) -> int | None:

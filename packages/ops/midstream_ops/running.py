@@ -193,8 +193,7 @@ def logs(
             time.sleep(LOOK_S)
             for name, path in chosen.items():
                 _print_lines(name, wide, opened[name])
-                if path.exists() and path.stat().st_ino != os.fstat(opened[name].fileno()).st_ino:
-                    # the log was rotated
+                if _is_rotated(path, opened[name]):
                     opened[name].close()
                     opened[name] = path.open(errors="replace")
     except KeyboardInterrupt:
@@ -202,6 +201,16 @@ def logs(
     finally:
         for handle in opened.values():
             handle.close()
+
+
+def _is_rotated(path: Path, opened: IO[str]) -> bool:
+    """Return whether a log begins anew: in another file, or cut by the process that rotates it."""
+    try:
+        now_there = path.stat()
+    except FileNotFoundError:
+        return False
+    former = os.fstat(opened.fileno())
+    return now_there.st_ino != former.st_ino or now_there.st_size < opened.tell()
 
 
 def _print_lines(name: str, wide: int, lines: Iterable[str]) -> None:

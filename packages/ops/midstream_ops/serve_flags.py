@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from midstream.schemas.base.errors import suggestion
 from midstream.schemas.base.records import json_or_text
 from midstream.schemas.settings.settings import SettingsError, known_settings
 from midstream.schemas.settings.vllm_options import VllmOptions
@@ -196,6 +197,17 @@ _SWITCHES = frozenset(
 #: Arguments with `able_` that take a value.
 _NO_SWITCHES = frozenset(("disable_access_log_for_endpoints",))
 
+#: Types of switches; and plain types → the values that they take.
+_SWITCHED = ("bool", "bool | None")
+_PLAIN: dict[str, tuple[type, ...]] = {
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float": (int, float),
+    "float | None": (int, float, type(None)),
+    "bool": (bool,),
+    "bool | None": (bool, type(None)),
+}
+
 #: Settings that count tokens: vLLM reads `16k` as 16,000 and `16K` as 16,384.
 _TOKENS = frozenset(("max_model_len", "max_num_batched_tokens", "max_num_scheduled_tokens"))
 _SUFFIXED = re.compile(r"(\d{1,9})([kKmM])")
@@ -208,21 +220,49 @@ def flag(name: str) -> str:
 
 
 @cache
-def options_of_vllm() -> dict[str, bool]:
-    """Return the installed vLLM's engine options, and whether each takes no value; empty without
-    vLLM.
+def _annotations(name: str) -> dict[str, str]:
+    """Return the fields of a class of the installed vLLM's arguments, with their types as in its
+    source; empty without vLLM.
     """
     try:
-        arguments = installed().find("vllm.engine.arg_utils", "EngineArgs")
+        arguments = installed().find("vllm.engine.arg_utils", name)
     except ModuleNotFoundError:
         return {}
     assert arguments is not None
     assert isinstance(arguments[1], ast.ClassDef)
     return {
-        field.target.id: ast.unparse(field.annotation) in ("bool", "bool | None")
+        field.target.id: ast.unparse(field.annotation)
         for field in arguments[1].body
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
     }
+
+
+@cache
+def options_of_vllm() -> dict[str, bool]:
+    """Return the installed vLLM's engine options, and whether each takes no value; empty without
+    vLLM.
+    """
+    return {name: kind in _SWITCHED for name, kind in _annotations("EngineArgs").items()}
+
+
+def check_quickly(options: Mapping[str, Any]) -> None:
+    """Raise SettingsError for engine options that the installed vLLM does not have, and for values
+    of plain types that are of another. The import of vLLM, with which `option_check` checks all
+    options, takes seconds, and minutes on a busy machine.
+    """
+    types = _annotations("EngineArgs") | _annotations("AsyncEngineArgs")
+    known = [name for name in types if name not in WRONG]
+    wrong = []
+    for name, value in options.items():
+        if not types or name in OURS or name in WRONG:
+            continue
+        if name not in types:
+            hint = suggestion(name, [*known, *OURS]) or "docs/vllm.md lists all"
+            wrong.append(f"[engine] {name}: not an option of vLLM; {hint}")
+        elif (kinds := _PLAIN.get(types[name])) and type(value) not in kinds:
+            wrong.append(f"[engine] {name}: {value!r} is no {types[name].partition(' ')[0]}")
+    if wrong:
+        raise SettingsError("; ".join(wrong))
 
 
 @cache

@@ -109,6 +109,12 @@ def up(
             help="Capture these sites for every request, such as post_block:all;pre_attn:0-17.",
         ),
     ] = None,
+    systemd: Annotated[
+        bool,
+        typer.Option(
+            "--systemd", help="Start nothing: write a unit of systemd that runs it, and say how."
+        ),
+    ] = False,
     engine: EngineOption = None,
     set_: Set = None,
 ) -> None:
@@ -125,7 +131,7 @@ def up(
         "global_capture.sites": global_capture,
         "engine_options": engine_options(engine or []) or None,
     }
-    _run("up", set_, options)
+    _run("up", set_, options, unit=systemd)
 
 
 def serve(
@@ -157,12 +163,17 @@ def check_engine(settings: Settings) -> None:
     logging.disable(logging.NOTSET)
 
 
-def _run(command: str, set_: list[str] | None, options: dict[str, Any]) -> None:
-    """Check the settings, and run the stack until Ctrl-C."""
+def _run(
+    command: str, set_: list[str] | None, options: dict[str, Any], *, unit: bool = False
+) -> None:
+    """Check the settings, and run the stack until Ctrl-C; with `unit`, write a unit instead."""
     given = overrides(set_ or [])
     settings = load_settings(given=given, **options)
     fixed = chosen(given=given, **options).keys()
     if settings.engine == Settings().engine:
+        from .serve_flags import check_quickly
+
+        check_quickly(settings.engine_options)
         parts = [part for part in COMMANDS[command] if part != "model" or not settings.model]
         need_engine(f"`midstream {command}`", *parts)
     else:
@@ -174,5 +185,10 @@ def _run(command: str, set_: list[str] | None, options: dict[str, Any]) -> None:
     from_settings(settings)  # raises for an invalid global capture before anything starts
     of_settings(settings)  # likewise, for an invalid key
     check_engine(settings)
+    if unit:
+        from .systemd import write
+
+        print(*write(settings, chosen(given=given, **options)), sep="\n")
+        return
     stack = Supervisor(settings, say=lambda line: print(line, flush=True), fixed=fixed)
     raise typer.Exit(stack.run())

@@ -40,10 +40,13 @@ def data_disk(service: Service) -> Iterator[CheckFinding]:
     """
     settings = service.settings
     if Path(settings.data_dir).is_dir():
-        text = (
-            "by the settings of this command (those of the server may differ), artifacts are "
-            "registered from " + ", ".join(map(settings.artifacts_of, get_args(ArtifactFolder)))
+        whose = (
+            "by the settings of the running stack"
+            if service.is_of_stack
+            else "by the settings of this command (those of the server may differ)"
         )
+        folders = ", ".join(map(settings.artifacts_of, get_args(ArtifactFolder)))
+        text = f"{whose}, artifacts are registered from {folders}"
         yield CheckFinding("ok", "folders", text)
         free = shutil.disk_usage("/dev/shm").free
         found = f"{free >> 20} MiB free in /dev/shm"

@@ -19,6 +19,7 @@ class Service:
     settings: Settings
     redis_url: str  # empty: not configured
     url: str
+    is_of_stack: bool = False  # the settings are those with which the stack on this machine runs
     redis_answers: bool = False  # as its check has found, also to writes
 
     def get(self, path: str, *, keyed: bool = True) -> httpx2.Response:

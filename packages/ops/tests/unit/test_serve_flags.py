@@ -17,6 +17,7 @@ from midstream_ops.serve_flags import (
     SETTINGS,
     SPELLINGS,
     arguments,
+    check_quickly,
     flag,
     is_switch,
     options_of_vllm,
@@ -121,3 +122,22 @@ def test_refused_flags_say_why_all_at_once() -> None:
         "--lora-modules: adapters are registered while the server runs: `--max-loras NUMBER`, "
         "then `midstream put lora`; --port 'http': Expected `int`, got `str`"
     )
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"dtpye": "float32"}, "[engine] dtpye: not an option of vLLM; did you mean 'dtype'?"),
+        ({"seed": "three"}, "[engine] seed: 'three' is no int"),
+        ({"swap_space": "x", "seed": 1.5}, "[engine] seed: 1.5 is no int"),
+        ({"enforce_eager": "yes"}, "[engine] enforce_eager: 'yes' is no bool"),
+    ],
+)
+def test_a_wrong_option_is_refused_without_an_import_of_vllm(
+    options: dict[str, object], told: str
+) -> None:
+    if not options_of_vllm():
+        pytest.skip("vLLM is not installed")
+    check_quickly({"seed": 1, "max_model_len": 512})
+    with pytest.raises(SettingsError, match=re.escape(told)):
+        check_quickly(options)

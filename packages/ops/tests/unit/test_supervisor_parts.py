@@ -568,3 +568,39 @@ def test_a_helper_whose_starter_died_before_it_ran_ends(module: str) -> None:
 def test_a_process_without_a_parent_to_watch_goes_on() -> None:
     assert multiprocessing.parent_process() is None
     die_with_parent()
+
+
+def test_a_log_is_rotated_while_its_process_goes_on_writing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "LOG_LIMIT_BYTES", 1000)
+    part = child(tmp_path, "n=0; while true; do n=$((n+1)); echo line $n; sleep 0.001; done")
+    part.start()
+    try:
+        for _ in range(3):
+            assert wait_for(lambda: part.log.stat().st_size > 2000, 60)
+            part.rotate()
+            assert part.rotated
+            assert part.log.stat().st_size < 2000
+        former = part.log.with_name(part.log.name + ".1")
+        assert former.stat().st_size > 1000
+        last = int(former.read_text().split()[-1])
+        assert wait_for(lambda: part.log.stat().st_size > 100, 60)
+        first = int(part.log.read_text().split()[1])
+        assert last < first <= last + 3, "at most what was written in an instant is lost"
+    finally:
+        part.stop()
+
+
+def test_a_worker_that_loads_its_model_is_not_waited_for(tmp_path: Path) -> None:
+    said: list[str] = []
+    stack = Supervisor(Settings(data_dir=str(tmp_path)), say=said.append)
+    worker = child(tmp_path, "trap '' TERM; echo up; while true; do sleep 0.05; done")
+    worker.name = "worker"
+    worker.stop_timeout_s = 600.0
+    stack._children = {"worker": worker}
+    worker.start()
+    assert wait_for(lambda: "up" in worker.output(), 60)
+    stack.stop()
+    assert worker.process is None
+    assert said == []
