@@ -14,9 +14,11 @@ from typing import Any
 
 import redis
 
+from ...schemas.base.errors import MidstreamError
 from ...schemas.settings.settings import Settings, SettingsError
 from . import opening as redis_open
 from .availability import LossyRedis, is_redis_unavailable
+from .ledger_schema import claim_redis
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +112,9 @@ class LogLoading:
 
 
 def _decide(settings: Settings, load: LogLoading) -> bool:
-    """Return whether Redis has answered and has loaded its log. Raises SettingsError."""
+    """Return whether Redis has answered and has loaded its log. Raises SettingsError, also for data
+    of a version that this one cannot read.
+    """
     try:
         with redis_open.client(
             settings.redis_url,
@@ -119,12 +123,21 @@ def _decide(settings: Settings, load: LogLoading) -> bool:
             retry=None,
         ) as client:
             info = client.info()
+            if load.watch(info):
+                return False  # the append-only file counts as off while it is loaded
+            _refuse_dangers(info, settings)
+            claim_redis(client)
+    except MidstreamError as error:
+        raise SettingsError(f"redis_url: {error}") from error
     except redis.RedisError as error:
         if is_redis_unavailable(error):
             return False
-        raise SettingsError(f"redis_url: Redis does not answer INFO: {error}") from error
-    if load.watch(info):
-        return False  # the append-only file counts as off while it is loaded
+        raise SettingsError(f"redis_url: Redis does not answer: {error}") from error
+    return True
+
+
+def _refuse_dangers(info: RedisInfo, settings: Settings) -> None:
+    """Raise SettingsError for a Redis that may forget jobs, or warn of it if that is allowed."""
     result = dangers(info)
     if result and not settings.redis_allow_lossy:
         raise SettingsError(f"redis_url: {_refusal(result)}")
@@ -132,7 +145,6 @@ def _decide(settings: Settings, load: LogLoading) -> bool:
         log.warning(
             "redis_allow_lossy is set; this Redis may lose accepted jobs: %s", "; ".join(result)
         )
-    return True
 
 
 def _ask_later(settings: Settings, load: LogLoading, end: Callable[[int], object]) -> None:

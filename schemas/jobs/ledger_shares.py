@@ -1,10 +1,12 @@
 """What packages have in the ledger, beside their kinds of jobs."""
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import NamedTuple
 
 from ..packages import load_all
 
+#: What a record is, in words, and what reads it.
+NamedReading = tuple[str, Callable[[], Awaitable[object]]]
 #: Entry points of it: package → its `LedgerShare`.
 GROUP = "midstream.ledger"
 
@@ -23,6 +25,9 @@ class LedgerShare(NamedTuple):
     charged: Mapping[str, str] = {}
     #: What the reaper does in every sweep, as `module:name`: a coroutine function of the ledger.
     duty: str = ""
+    #: Yields what each record is that unfinished work needs, and a call that reads it, as
+    #: `module:name`: an asynchronous generator of the ledger.
+    check: str = ""
 
 
 def shares() -> list[LedgerShare]:

@@ -16,6 +16,7 @@ from msgspec import inspect as shapes
 
 from midstream.broker.receipts import frames
 from midstream.broker.receipts.frames import FrameKind, Hello, Refusal
+from midstream.schemas.access.audit import AuditEntry
 from midstream.schemas.access.handling import Callback
 from midstream.schemas.access.keys import StoredKey, Tenant
 from midstream.schemas.access.sessions import Session
@@ -38,6 +39,7 @@ from midstream.schemas.readings.lens import LensPart
 from midstream.schemas.requests.source_runs import RunFiles, RunRecord
 from midstream.schemas.requests.specs import RankSpec
 from midstream.schemas.requests.steering import Module, SteeringTemplate, WorkerSteering
+from midstream.schemas.service.stored_schema import StoredSchema
 from midstream_harvest.ledger.harvests import Out
 from midstream_harvest.records.harvests import (
     CheckedFile,
@@ -117,6 +119,8 @@ JSON: tuple[Any, ...] = (
     SurveyEntry,
     SweepRequest,
     AttributionRequest,
+    AuditEntry,
+    StoredSchema,
 )
 
 #: Where a value is bound by more than its type.

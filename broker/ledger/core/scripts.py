@@ -27,6 +27,7 @@ from ....schemas.jobs.job_requests import Idempotency
 from ....schemas.jobs.jobs import TERMINAL, TRANSITIONS, Job, State
 from ....schemas.jobs.kinds import KINDS
 from ....schemas.jobs.models import SHOWN_IDENTITY
+from ....schemas.jobs.queues import COMPARISONS
 from ....schemas.jobs.receipts import (
     PLACED,
     STORE_UNAVAILABLE,
@@ -153,6 +154,7 @@ def _tables() -> str:
         "POLICY_DAYS": POLICY_DAYS,
         "SHELVED_S": SHELVED_S,
         "SHOWN_IDENTITY": SHOWN_IDENTITY,
+        "COMPARISONS": COMPARISONS,
         "STORE_UNAVAILABLE": STORE_UNAVAILABLE,
     }
     return "\n".join(

@@ -34,6 +34,10 @@ DEFAULTED = (
 
 #: Name of a limit → kind of problem and its detail.
 REFUSALS: dict[str, tuple[str, str]] = {
+    "closed": (
+        "overloaded",
+        "the service takes no new jobs for now: its operator is draining it (`midstream drain`)",
+    ),
     "queue_limit": (
         "overloaded",
         "jobs waiting: {used}; the limit is {allowed} (setting queue_limit)",
@@ -111,6 +115,7 @@ REFUSALS: dict[str, tuple[str, str]] = {
 _FEWER_CELLS = "retry when some have finished, or request fewer cells: at most {allowed} in total"
 #: Name of a limit → advice.
 HINTS: dict[str, str] = {
+    "closed": "retry later; what was accepted runs, and its results can be read",
     "tenant_room": "retry when some have finished",
     "webhooks_pending": "wait, fix the receiver, or omit `callback_url`",
     "sweep_cells": _FEWER_CELLS,

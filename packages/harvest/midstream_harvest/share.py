@@ -6,4 +6,5 @@ SHARE = LedgerShare(
     keys=("~ms:harvest*",),
     charged={"harvests": "harvest"},
     duty="midstream_harvest.ledger.harvests:advance_all",
+    check="midstream_harvest.ledger.unfinished:records",
 )

@@ -9,12 +9,16 @@ from midstream.client.cli.terminal import err
 
 from . import doctor, running, start
 from .engine_packages import COMMANDS, need_engine
+from .upkeep import commands as upkeep
 
 
 def add(app: typer.Typer) -> None:
     """Add the commands to an app: the entry point `ops` of the group `midstream.commands`."""
     app.command(cls=start.ServeCommand)(start.serve)
-    own = (start.up, demo, fetch, running.status, running.logs, running.down, doctor.doctor)
+    own = (
+        *(start.up, demo, fetch, running.status, running.logs, running.down, doctor.doctor),
+        *(upkeep.drain, upkeep.backup, upkeep.restore, upkeep.rollback),
+    )
     for command in own:
         app.command()(command)
 

@@ -25,7 +25,7 @@ import msgspec
 from midstream.client.sdk.discovery import STATE_FILE, WrittenStack, reachable, written
 from midstream.schemas.base.errors import MidstreamError, Translated
 from midstream.schemas.base.records import now, to_json
-from midstream.schemas.base.version import __version__
+from midstream.schemas.base.version import __version__, full_version
 from midstream.schemas.settings.settings import (
     FILE_VARIABLE,
     PREFIX,
@@ -41,6 +41,7 @@ from .processes import (
     BACKOFF_S,
     DOWNLOAD,
     MARK,
+    SERVES,
     STARTED,
     Announce,
     Child,
@@ -54,6 +55,7 @@ from .processes import (
     marked,
     members,
 )
+from .start_progress import StartProgress
 
 if TYPE_CHECKING:
     from midstream.broker.ledger.jobs.fleet import Fleet
@@ -82,7 +84,9 @@ MODULES = {
     "callbacks": ChildSpec("midstream.broker.callbacks", 15.0),
 }
 #: Child → what it does before it is ready again.
-AFTER = {"worker": "; it loads its model, which `midstream status` follows"}
+AFTER = dict.fromkeys(
+    ("worker", "gradients"), "; it loads its model, which `midstream status` follows"
+)
 FLOWER = ChildSpec("midstream_ops.flower", 5.0, longest_pause_s=30.0)
 #: Secret → the children that get it. The worker gets none, because it may run code that comes with
 #: its model.
@@ -96,6 +100,8 @@ METRICS_OFFSETS = {"relay": 0, "worker": 1, "callbacks": 2, "gradients": 3}
 #: All but the relay stop at the same time; then the relay, which receives the worker's receipts;
 #: Redis stops last.
 STOP_ORDER = ("api", "callbacks", "flower", "gradients", "worker", "relay")
+#: Seconds that a worker gets to end while it loads its model: it holds no jobs.
+LOADING_STOP_S = 1.5
 #: Long, because loading and compiling a large model takes minutes.
 READY_TIMEOUT_S = 1800.0
 TICK_S = 0.2
@@ -104,6 +110,8 @@ DISK_LOOK_S = 2.0
 #: How often, a second apart, a Redis that the stack does not start is asked before the start fails.
 REDIS_TRIES = 5
 LOCK_FILE = "up.lock"
+#: File of a data directory that `midstream restore` has begun: `{}` is the backup's id.
+RESTORING = "restore.{}.jsonl"
 
 
 class Supervisor:
@@ -325,6 +333,9 @@ class Supervisor:
         elif self._disk and not trouble:
             self._say(f"{self.data} is writable again")
         self._disk = trouble
+        for child in self._children.values():
+            with contextlib.suppress(OSError):  # a full disk: there is no room for a copy
+                child.rotate()
 
     def _restart_redis(self) -> None:
         """Try once to restart Redis; if that fails, `tend` retries after a growing pause. The other
@@ -379,7 +390,12 @@ class Supervisor:
                 started.terminate()
         for name in STOP_ORDER:
             child = self._children.get(name)
-            if child is not None and not child.stop(lambda: self._hurry):
+            if child is None:
+                continue
+            loads = name in AFTER and not child.rotated and not SERVES.search(child.output())
+            if loads:
+                child.stop_timeout_s = LOADING_STOP_S
+            if not child.stop(lambda: self._hurry) and not loads:
                 why = (
                     "" if self._hurry else f": it did not stop within {child.stop_timeout_s:.0f} s"
                 )
@@ -421,16 +437,30 @@ class Supervisor:
 
         Raises MidstreamError("unavailable") if it cannot be written.
         """
+        from midstream.broker.processes.folder_schema import claim_folder
         from midstream.broker.processes.install import close_folder
 
         try:
             self._umask = os.umask(close_folder(self.data, self._say))
             self._take_lock()
+            self._refuse_half_restored()
             trouble = probe(self.data)
+            if not trouble:
+                claim_folder(self.data)
         except OSError as error:
             trouble = f"{disk_trouble(error) or error.strerror}: {self.data} cannot be written"
         if trouble:
             raise MidstreamError("unavailable", trouble, field="data_dir")
+
+    def _refuse_half_restored(self) -> None:
+        """Raise MidstreamError("conflict") for a data directory whose restore was cut off."""
+        if any(self.data.glob(RESTORING.format("*"))):
+            raise MidstreamError(
+                "conflict",
+                f"{self.data} is half restored",
+                field="data_dir",
+                hint="the same `midstream restore` goes on with it",
+            )
 
     def _take_lock(self) -> None:
         """Lock the data directory for this supervisor, and stop processes left over from a killed
@@ -541,6 +571,7 @@ class Supervisor:
             return self._model is not None
 
         told = False
+        progress = StartProgress(self.settings.model, self._say)
         with httpx2.Client(timeout=5.0) as http:
             while not (answers(http, f"{self.url}/readyz") and serves()):
                 for child in self._children.values():
@@ -559,6 +590,7 @@ class Supervisor:
                         f"not ready after {timeout:.0f} s; logs: {self.data / 'logs'}",
                     )
                 told = told or self._tell_of_download(worker)
+                progress.look(worker.output())
                 self._while_starting()
                 self._stopping.wait(TICK_S)
 
@@ -582,7 +614,7 @@ class Supervisor:
         self._sessions.update(pids.values())
         state = WrittenStack(
             pid=os.getpid(),
-            version=__version__,
+            version=full_version(),
             url=self.url if self._children else "",
             model=self.settings.served_model,
             redis_url=_without_password(self.settings.redis_url) if self._own_redis else "",

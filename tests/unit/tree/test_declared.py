@@ -51,6 +51,7 @@ OF_ROOMS = {
 LOADED_LATE = {
     "packages/harvest/midstream_harvest/reader/training.py",
     "packages/ops/midstream_ops/redis_server.py",
+    "packages/ops/midstream_ops/upkeep/redis_snapshot.py",
 }
 #: Module of a package that is loaded only by a library → the package's extra with that library.
 OF_EXTRAS = {"packages/bridges/midstream_bridges/inspect_provider.py": "inspect"}

@@ -115,7 +115,7 @@ if side and redis.call('EXISTS', side.record) == 0 then
   return {'missing', side.record} -- deleted since the look-up
 end
 local limits, own = limits_for(tenant)
-local refused = over_memory(limits.redis_fill) or over_limit(limits)
+local refused = closed(tenant) or over_memory(limits.redis_fill) or over_limit(limits)
 if refused then
   return refused
 end

@@ -25,6 +25,14 @@ local function over(limits, name, used, more, unit)
   end
 end
 
+-- The refusal while the service takes nothing new (`core/closing.py`); otherwise nil. What a gradient worker compares belongs to jobs that
+-- were accepted before.
+local function closed(tenant)
+  if tenant ~= COMPARISONS and redis.call('HEXISTS', 'ms:service', 'closed') == 1 then
+    return {'refused', 'closed', 0, 0, ''}
+  end
+end
+
 -- During a recount (recount.lua): the count so far, and the keys of the jobs and captures already counted.
 local RECOUNT, SEEN, RECOUNT_TTL_S = 'ms:recount', 'ms:recount-seen', 600
 

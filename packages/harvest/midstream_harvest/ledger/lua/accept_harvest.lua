@@ -13,7 +13,8 @@ if redis.call('EXISTS', key('harvest', id)) == 1 then -- a repeat: the client's 
 end
 local open, kept = key('harvests-open', tenant), key('harvests', tenant)
 local limits = limits_for(tenant)
-local refused = over(limits, 'harvests', redis.call('SCARD', open), 1, 1)
+local refused = closed(tenant)
+  or over(limits, 'harvests', redis.call('SCARD', open), 1, 1)
   or over(limits, 'harvests_kept', redis.call('ZCARD', kept), 1, 1)
   or over(limits, 'capture_mib', tonumber(redis.call('HGET', 'ms:usage', tenant .. '/bytes')) or 0, 1, MIB)
 if refused then

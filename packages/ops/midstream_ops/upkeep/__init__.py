@@ -1,0 +1,1 @@
+"""Drains, copies, restores."""
