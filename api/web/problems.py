@@ -43,6 +43,7 @@ OPENAI_PATHS = frozenset({"/v1/completions", "/v1/chat/completions", "/v1/models
 UNSERVED = {
     "/v1/responses": "use /v1/chat/completions or /v1/completions",
     "/v1/embeddings": "capture rows: POST /v1/jobs with the field capture",
+    "/v1/audio/speech": "the paths are listed at /schema",  # not /v1/audit, which is near
 }
 #: A call that is not served → what to call instead.
 INSTEAD = {("DELETE", "/v1/jobs"): "POST /v1/jobs/ID/cancel cancels a job"}
