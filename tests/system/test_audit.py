@@ -36,6 +36,7 @@ OF_USERS = {
     "/v1/harvests/{harvest_id}/stream/ack": "a harvest of the user's own",
     "/v1/harvests/{harvest_id}/surveys": "a job",
     "/v1/harvests/{harvest_id}/{action}": "a harvest of the user's own",
+    "/v1/hits/texts": "texts of the user's own jobs",
     "/v1/jobs": "a job",
     "/v1/jobs/{job_id}/cancel": "a job of the user's own",
     "/v1/modules/fit": "a job; the module that it learns is of the user's tenant",
@@ -68,8 +69,11 @@ def test_every_writing_route_is_audited_or_is_of_users() -> None:
         for method, (handler, _) in route.route_handler_map.items():
             if method in TRACED:
                 (audited if "audit" in handler.opt else silent).add(route.path_format)
+    # what answers in place of a package that is not installed changes nothing
+    silent = {path for path in silent if not path.endswith("/{path}")}
     assert silent - OF_USERS.keys() == set()
-    assert OF_USERS.keys() - silent - {"/session"} == set()
+    # the packages of these two need not be installed
+    assert OF_USERS.keys() - silent - {"/session", "/v1/hits/texts"} == set()
     assert {"/v1/keys", "/v1/tenants/{name}", "/v1/steering/global"} <= audited
 
 

@@ -17,6 +17,7 @@ from midstream.api.routes.jobs import (
     Whose,
     reads,
 )
+from midstream.api.web.audit import audited, nothing
 from midstream.api.web.auth import needs, tenant_asked
 from midstream.broker.ledger.named.registry import Registry
 from midstream.schemas.access.keys import Caller
@@ -183,7 +184,7 @@ async def get_hit(hit_id: HitId, review: Review, tokens: TokensParameter = False
 
 @put(
     "/v1/policies/{name:str}/hits/{hit_id:str}/mark",
-    opt=needs("steer-global"),
+    opt=needs("steer-global") | audited("mark", nothing, "hit_id"),
     status_code=200,
     summary="Mark a hit of a policy",
     description="Replaces an earlier mark.",
@@ -202,7 +203,7 @@ async def put_mark(hit_id: HitId, data: JSONBody[MarkRequest], review: Review) -
 
 @delete(
     "/v1/policies/{name:str}/hits/{hit_id:str}/mark",
-    opt=needs("steer-global"),
+    opt=needs("steer-global") | audited("mark", nothing, "hit_id"),
     summary="Take back the mark of a hit",
     responses=ERRORS,
 )
