@@ -156,6 +156,34 @@ def test_a_policy_shows_hits_and_decisions_and_switches_after_a_question(
     visit.check_shown()
 
 
+def test_a_chat_of_several_turns_is_tried_under_a_policy(site: Site, visit: Visit) -> None:
+    with Client(site.url, api_key=site.operator.key) as client:
+        client.probes.put("ids", weight=np.ones((1, HIDDEN)), layer=-1, labels=["token"])
+        condition = {"at_least": 104.0}
+        client.policies.put("chats", probe="ids", condition=condition, actions=["flag"])
+    page = visit.log_in(site.operator, "policies/chats")
+    text = "system: be brief\nuser: hello\nbaba\nassistant: yes\nuser: why?"
+    page.get_by_label("Prompt", exact=True).fill(text)
+    page.get_by_label("Sent as").select_option("chat")
+    page.get_by_role("button", name="Try a prompt").click()
+    page.wait_for_url(re.compile(r"job_\w+"))
+    job = page.url.rpartition("/")[2]
+    assert site.operator.get(f"/v1/jobs/{job}/request")["body"]["messages"] == [
+        [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "hello\nbaba"},
+            {"role": "assistant", "content": "yes"},
+            {"role": "user", "content": "why?"},
+        ]
+    ]
+    site.operator.wait(job)
+    expect(page.get_by_role("region", name="Decisions of chats")).to_be_visible()
+    page.reload()
+    expect(page.get_by_label("Prompt", exact=True)).to_have_value(text)
+    expect(page.get_by_label("Sent as")).to_have_value("chat")
+    visit.check_shown()
+
+
 def test_decisions_are_shown_without_scores_of_the_policys_probe(site: Site, visit: Visit) -> None:
     with Client(site.url, api_key=site.operator.key) as client:
         client.probes.put("letters", weight=np.ones((1, HIDDEN)), layer=-1)

@@ -64,10 +64,11 @@ export function useWords(model, ids) {
 }
 
 /**
- * What a request has in the place of a form's field, as text; undefined: nothing that fits. A chat or
- * token ids are no prompt for it.
+ * What a request has in the place of a form's field, as text; undefined: nothing that fits. Token ids,
+ * and a chat without a field that says how it is sent, are no prompt for it.
  */
-function sentIn(body, { name, api }) {
+function sentIn(body, { name, api, sent }) {
+  if (sent) return sent(body);
   const found = api.split(/\W+/).reduce((value, key) => value && value[key], body);
   const first = [found].flat()[0];
   if (Array.isArray(found) && found.length > 1)
@@ -79,11 +80,23 @@ function sentIn(body, { name, api }) {
 /**
  * A form that submits one prompt with a reading and opens `#/name/JOB`. `registered`: where the
  * model's artifacts are listed, if it needs any. `fields(model, found)`: [{name, label, value, hint,
- * options | type, api: beginning of the API's field}]; `body(values, model)`: what the request has
- * beside model and prompt. `missing(model, found)`: what stands in place of the form; null: nothing
- * is missing. `more(values, found)`: what stands below it.
+ * options | type, api: beginning of the API's field, sent(body): its value in a request, if it is
+ * not what the API's field has}]; `body(values, model)`: what the request has beside model and
+ * prompt. `missing(model, found)`: what stands in place of the form; null: nothing is missing.
+ * `more(values, found)`: what stands below it; `prompt`: changes to the prompt's field.
  */
-export function ReadingForm({ name, action, example, query, registered, fields, body, missing, more }) {
+export function ReadingForm({
+  name,
+  action,
+  example,
+  query,
+  registered,
+  prompt,
+  fields,
+  body,
+  missing,
+  more,
+}) {
   const job = location.hash.startsWith(`#/${name}/`)
     ? location.hash.slice(name.length + 3).split("?")[0]
     : "";
@@ -108,7 +121,7 @@ export function ReadingForm({ name, action, example, query, registered, fields, 
     return html`<${Problem} error=${error} />${!error && html`<${Loading} />`}`;
   const lacking = missing(model, found);
   const shown = [
-    { name: "prompt", label: "Prompt", api: "prompts", rows: 2, value: example },
+    { name: "prompt", label: "Prompt", api: "prompts", rows: 2, value: example, ...prompt },
     ...(models.length > 1
       ? [
           {
@@ -143,7 +156,7 @@ export function ReadingForm({ name, action, example, query, registered, fields, 
     setForm({ ...values, of: id });
     location.hash = `#/${name}/${id}`;
   };
-  const control = ({ name: field, api, ...rest }) => {
+  const control = ({ name: field, api, sent, ...rest }) => {
     const change = ({ target }) => setForm({ ...form, of: job, [field]: target.value });
     return html`
       <${Control}

@@ -7,6 +7,7 @@ import { age, count, number } from "../lib/format.js";
 import { short } from "../lib/chips.js";
 import { useAnswer, useJobs, useModels } from "../lib/ask.js";
 import { Reading, ReadingForm } from "../lib/readings.js";
+import { messagesOf, textOf } from "../lib/turns.js";
 import { Plot } from "../plots/plot.js";
 import { Review } from "./hits.js";
 import { ProbeResult } from "./probes.js";
@@ -256,13 +257,28 @@ function Hits({ policy }) {
   `;
 }
 
-/** Scores a prompt and its continuation under the policy. */
+/** Scores a prompt, or a chat, and its continuation under the policy. */
 const trial = (policy) => ({
   name: `policies/${encodeURIComponent(policy.name)}`,
   action: "Try a prompt",
   example: "The service was slow, but the cook was a genius.",
+  prompt: {
+    hint: "a chat may have several turns, each on a line that begins with system:, user: or assistant:",
+    sent: ({ prompts, messages }) => {
+      const [first] = messages || prompts || [];
+      return messages ? textOf(first) : typeof first === "string" ? first : "";
+    },
+  },
   missing: () => null,
   fields: () => [
+    {
+      name: "as",
+      label: "Sent as",
+      api: "messages",
+      value: "text",
+      options: { text: "plain text", chat: "a chat" },
+      sent: ({ messages }) => (messages ? "chat" : "text"),
+    },
     {
       name: "max_tokens",
       label: "Tokens to generate",
@@ -272,7 +288,8 @@ const trial = (policy) => ({
       min: 1,
     },
   ],
-  body: ({ max_tokens: tokens }) => ({
+  body: ({ max_tokens: tokens, prompt, as }) => ({
+    ...(as === "chat" ? { prompts: undefined, messages: [messagesOf(prompt)] } : {}),
     ...(current(policy).content.all_traffic ? {} : { policies: [policy.name] }),
     probes: [{ probe: current(policy).content.probe, tokens: true }],
     sampling: { max_tokens: Number(tokens), temperature: 0 },
