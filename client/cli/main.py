@@ -30,7 +30,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "Jobs and harvests": ("wait", "events", "cancel", "pause", "resume"),
     "Things, by kind": (*("list", "get", "put", "change", "delete", "export", "check", "create"),),
     "Operations": (
-        *("top", "doctor", "drain", "backup", "restore", "rollback"),
+        *("mark", "replay", "top", "doctor", "drain", "backup", "restore", "rollback"),
         *("redeliver", "convert"),
     ),
 }

@@ -36,6 +36,8 @@ HitId = Annotated[str, PathParameter(max_length=MAX_NAME, description="The hit's
 TokensParameter = Annotated[
     bool, QueryParameter(description="Also the ids of the tokens up to the hit's own")
 ]
+#: Scores are finite numbers of 32 bits, as thresholds are.
+_SCORE = 3e38
 WITH_BODY = {**ERRORS, **dict.fromkeys((409, 413, 415), PROBLEM)}
 
 
@@ -78,10 +80,12 @@ def filter_of(
         QueryParameter(description="Only hits with this mark; `none`: those without one"),
     ] = None,
     at_least: Annotated[
-        float | None, QueryParameter(description="Only hits with a score as high")
+        float | None,
+        QueryParameter(ge=-_SCORE, le=_SCORE, description="Only hits with a score as high"),
     ] = None,
     below: Annotated[
-        float | None, QueryParameter(description="Only hits with a score below")
+        float | None,
+        QueryParameter(ge=-_SCORE, le=_SCORE, description="Only hits with a score below"),
     ] = None,
     tenant: Whose = None,
 ) -> HitFilter:

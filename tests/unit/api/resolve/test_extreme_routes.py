@@ -304,6 +304,7 @@ HELD_OUT = {
         "positive": [1] * limits.MAX_PROBE_BINS,
     },
 }
+LOOKS = [{"role": "user", "turn": at} for at in range(limits.MAX_LOOKS)]
 #: (What is at its limit: names of constants without `MAX_`, the route, its further fields.)
 ROWS: list[tuple[str, Route, dict[str, Any]]] = [
     ("STOPS STOP_TEXT", JOBS, {"sampling": {"stop": ["a" * 256] * limits.MAX_STOPS}}),
@@ -446,6 +447,11 @@ ROWS: list[tuple[str, Route, dict[str, Any]]] = [
         POLICIES,
         {"actions": [{"action": "steer", "module": "joy"}] * limits.MAX_POLICY_ACTIONS},
     ),
+    (
+        "LOOKS",
+        POLICIES,
+        {"condition": {"at_least": 1.0, "schedule": {"tokens": LOOKS}}, "actions": ["flag"]},
+    ),
 ]
 
 
@@ -517,7 +523,7 @@ WITHOUT = {
         OPTION_TEXT FEATURE_TOP FEATURE_SPECS EXAMPLES EXAMPLE_CONTEXT REQUEST_PROBES
         REQUEST_POLICIES POLICY_WINDOW LATCH_S NOISE ATTRIBUTION_STEPS LISTED_SCORES FIT_STEPS
         FIT_BATCH DOSE_TOKENS HARVEST_SPANS SHARD_MIB STREAM_CONSUMERS STREAM_WINDOW SOURCES SCOPES
-        EVENTS URL_MODULES MODULE_TEXT PAGE
+        EVENTS URL_MODULES MODULE_TEXT PAGE HIT_NOTE
         """,
     "a thread decodes the image": "IMAGE_TEXT IMAGE_PIXELS",
     "a thread reads the file": """
@@ -528,9 +534,11 @@ WITHOUT = {
         READING_WORK SURVEY_BYTES PROBE_TOKENS DOSE_WORK READER_ARTIFACTS
         """,
     "a number of records, which Redis counts": """
-        TUNED LORAS SAES SURVEYS PROBES POLICIES POLICY_VERSIONS HARVESTS_KEPT
+        TUNED LORAS SAES SURVEYS PROBES POLICIES POLICY_VERSIONS HARVESTS_KEPT HITS
         """,
-    "of the worker or its ranks": "GATE_RUNS DECISIONS DOCUMENT_BYTES RENDERED_MESSAGES",
+    "of the worker or its ranks": """
+        GATE_RUNS DECISIONS DOCUMENT_BYTES RENDERED_MESSAGES HIT_TOKENS HIT_AFTER
+        """,
     "of the client": "VECTOR_FILE",
     "of an error's text": "SHOWN DETAIL",
 }
@@ -552,9 +560,11 @@ SHORT = {
     "POST /v1/harvests/{harvest_id}/{action}",
     "POST /v1/jobs/{job_id}/cancel",
     "POST /v1/keys",
+    "POST /v1/policies/{name}/replays",
     "POST /v1/webhooks/deliveries/{delivery_id}/redeliver",
     "POST /v1/webhooks/secrets",
     "PATCH /v1/artifacts/{kind}/{name}",
+    "PUT /v1/policies/{name}/hits/{hit_id}/mark",
     "PUT /v1/tenants/{name}",
 }
 
