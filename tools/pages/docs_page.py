@@ -44,6 +44,9 @@ VARIES = [
     (r"[─━]{3,}", r"[─━]+"),
     (r"[▁▂▃▄▅▆▇█░▒▓]{3,}", r"[▁▂▃▄▅▆▇█░▒▓]+"),
     (r"^ +0(?: +\d+){3,}$", r"0\d+"),  # an axis, as wide as the terminal
+    # a clone names its commit
+    (r"(?<=midstream )0\.1\.0\b", r"0\.1\.0(?:\+[0-9a-z.-]+)?"),
+    (r"(?<=server )0\.1\.0\b", r"0\.1\.0(?:\+[0-9a-z.-]+)?"),
     (r"(?:job|ms|msg|run)_[0-9a-zA-Z_]{2,}", r"(?:job|ms|msg|run)_[0-9a-zA-Z_]+"),
     (r"(?<!\d)\d{13}-\d+", r"\d{13}-\d+"),  # of an event: what comes in one millisecond is counted
     (r"(?<![0-9A-Za-z])[0-9a-f]{8,}(?![0-9A-Za-z])", r"[0-9a-f]{8,}"),

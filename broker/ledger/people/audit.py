@@ -6,6 +6,7 @@ as backed up as what it tells of. Workers and the relay cannot reach its key.
 """
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,18 +23,20 @@ STREAM = "ms:key-audit"
 MAX_STATE = 16 << 10
 #: Who acts without the API.
 OF_REDIS = "redis"
+#: What follows the path of an address in JSON: services that are called may have their keys there.
+_QUERY = re.compile(r'(https?://[^\s"?#]+)[?#][^\s"]*')
 
 
 def state_of(value: Any) -> Any:
-    """Return what an entry stores of a record: plain values, without passwords in addresses; of a
-    large one the digest and the size.
+    """Return what an entry stores of a record: plain values, addresses without passwords and
+    without what follows their path; of a large one the digest and the size.
     """
     if value is None:
         return None
     raw = to_json(value)
     if len(raw) > MAX_STATE:
         return {"sha256": hashlib.sha256(raw).hexdigest(), "bytes": len(raw)}
-    return msgspec.json.decode(redacted(raw.decode()))
+    return msgspec.json.decode(_QUERY.sub(r"\1?***", redacted(raw.decode())))
 
 
 class LedgerAudit(LedgerPart):

@@ -8,7 +8,7 @@ from litestar import Router, delete, put
 from litestar.di import Provide
 from litestar.params import JSONBody, PathParameter, QueryParameter
 
-from midstream.api.context import AppContext
+from midstream.api.context import AppContext, context_of
 from midstream.api.routes.jobs import (
     ERRORS,
     PROBLEM,
@@ -17,8 +17,9 @@ from midstream.api.routes.jobs import (
     Whose,
     reads,
 )
-from midstream.api.web.audit import audited, nothing
+from midstream.api.web.audit import audited
 from midstream.api.web.auth import needs, tenant_asked
+from midstream.api.web.request_context import AnyRequest
 from midstream.broker.ledger.named.registry import Registry
 from midstream.schemas.access.keys import Caller
 from midstream.schemas.artifacts.conditions import Mode
@@ -186,9 +187,21 @@ async def get_hit(hit_id: HitId, review: Review, tokens: TokensParameter = False
     return shown
 
 
+async def marks_of(request: AnyRequest) -> dict[str, Any]:
+    """Return the mark of the path's hit, by model: the query may name the model."""
+    policy = request.path_params["name"]
+    ledger = context_of(request).ledger
+    found: dict[str, Any] = {}
+    for info in await ledger.models():
+        kept = await LedgerHits(ledger, info.name, policy).get(request.path_params["hit_id"])
+        if kept is not None:
+            found[info.name] = {"policy": policy, "mark": kept.mark}
+    return found
+
+
 @put(
     "/v1/policies/{name:str}/hits/{hit_id:str}/mark",
-    opt=needs("steer-global") | audited("mark", nothing, "hit_id"),
+    opt=needs("steer-global") | audited("mark", marks_of, "hit_id"),
     status_code=200,
     summary="Mark a hit of a policy",
     description="Replaces an earlier mark.",
@@ -207,7 +220,7 @@ async def put_mark(hit_id: HitId, data: JSONBody[MarkRequest], review: Review) -
 
 @delete(
     "/v1/policies/{name:str}/hits/{hit_id:str}/mark",
-    opt=needs("steer-global") | audited("mark", nothing, "hit_id"),
+    opt=needs("steer-global") | audited("mark", marks_of, "hit_id"),
     summary="Take back the mark of a hit",
     responses=ERRORS,
 )

@@ -99,6 +99,11 @@ def test_hits_are_chosen_by_label_version_score_mode_and_mark(client: Client, gu
     assert [each.id for each in client.hits.list("guard", cursor=page.next).hits] == [old.id]
     assert [each.id for each in client.hits.every("guard")] == [new.id, old.id]
     assert hits(client, mark="false_alarm")[0].mark.note == "a greeting"  # type: ignore[union-attr]
+    [entry] = client.changes.list(limit=1).entries
+    assert entry.what == "mark"
+    assert entry.name == old.id
+    assert entry.before == {MODEL: {"policy": "guard", "mark": None}}
+    assert entry.after[MODEL]["mark"]["verdict"] == "false_alarm"
 
 
 @pytest.mark.parametrize(
